@@ -1,0 +1,299 @@
+"""Every setting of a run, as frozen dataclasses, and the one way they are read: defaults <- YAML files <- `a.b=c`.
+
+Imports neither torch nor Megatron, so that a config can be checked on a login node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, dataclass_transform
+
+import pydantic
+import yaml
+
+C = TypeVar("C")
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key, the value and the cure."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def config(cls: type[C]) -> type[C]:
+    """A frozen keyword-only dataclass that refuses unknown keys and wrong types when read."""
+    cls.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@config
+class Use:
+    """A plug-in: `package.module:name`, and the arguments it is built or called with."""
+
+    target: str
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@config
+class Layout:
+    """How one role's model lies over the ranks; the data-parallel size is what remains."""
+
+    tp: int = 1  # tensor parallel ranks
+    pp: int = 1  # pipeline stages
+    vpp: int | None = None  # virtual stages per rank (interleaved schedule)
+    sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp > 1
+    overlap_p2p: bool = False  # overlap pipeline sends with compute; vpp needs it
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"layout.{name} = {getattr(self, name)}: give a number of ranks, at least 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError("layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false")
+        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
+            raise ConfigError(f"layout.vpp = {self.vpp} with layout.pp = {self.pp}: both must be at least 2, or vpp null")
+        if self.vpp is not None and not self.overlap_p2p:
+            raise ConfigError(
+                f"layout.vpp = {self.vpp} with layout.overlap_p2p = false gives wrong gradients in Megatron-core without an error: "
+                "set layout.overlap_p2p=true"
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+@config
+class Model:
+    path: str  # a Hugging Face model directory: config.json, tokenizer, and safetensors when init is pretrained
+    tokenizer: str | None = None  # another tokenizer directory; the default is `path`
+    init: Literal["pretrained", "random"] = "pretrained"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["none", "full"] = "none"  # recompute activations in the backward pass
+
+
+@config
+class Optimizer:
+    """Adam with decoupled weight decay; warm-up is linear, then the rate is constant or falls to `min_lr`."""
+
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0  # global gradient norm; 0 is off
+    warmup_steps: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int | None = None  # optimizer steps until `min_lr`, warm-up included; linear and cosine need it
+
+    def __post_init__(self) -> None:
+        if self.decay != "constant" and self.decay_steps is None:
+            raise ConfigError(f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached")
+
+
+@config
+class Loss:
+    """Clipped policy gradient + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.001
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    tis_cap: float | None = None  # truncated importance sampling of trainer against engine: min(pi_old / pi_engine, cap)
+
+
+@config
+class SamplingConfig:
+    """The draw of one role's rollouts; n and the seed come from the recipe."""
+
+    max_tokens: int = 2048
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+
+
+@config
+class Role:
+    """One trained model. Batch sizes count samples (trajectories), everywhere."""
+
+    model: Model
+    layout: Layout = field(default_factory=Layout)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    loss: Loss = field(default_factory=Loss)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_prompt_tokens: int = 2048  # longer prompts are dropped, never cut
+    micro_batch_tokens: int = 8192  # packed tokens per micro-batch and rank
+    samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
+    sleep: bool = False  # off-load optimizer and gradients between this role's turns
+
+
+@config
+class PromptSet:
+    """Where problems come from. `path` is a JSONL or Parquet file, a directory of them, or a Hugging Face data set."""
+
+    path: str
+    settings: str | None = None  # a ready-made mapping: eurus2_rl, eurus2_sft, deepscaler, gsm8k, math, last_letter
+    split: str = "train"  # for Hugging Face data sets
+    fields: dict[str, str] = field(default_factory=dict)  # our name -> the row's key, dots reach inside: {question: problem}
+    filters: dict[str, Any] = field(default_factory=dict)  # keep rows whose key equals the value
+    answer_pattern: str | None = None  # regular expression; group 1 of its last match is the answer
+    remove_suffix: str | None = None  # text cut from the end of the question
+    limit: int | None = None  # first rows only
+    shuffle: bool = True  # a new deterministic order every epoch
+    max_bad_share: float = 0.01  # refuse the set when more of its rows are unusable
+
+
+@config
+class Evaluation:
+    prompts: PromptSet | None = None
+    every: int = 0  # steps; 0: only at the end
+    at_start: bool = True
+    num_prompts: int = 256
+
+
+@config
+class Embedded:
+    kind: Literal["embedded"] = "embedded"
+    max_batch: int = 256  # rows decoded together on one rank
+
+
+@config
+class Reward:
+    """A function (response, payload) -> float in [0, 1], run in worker processes."""
+
+    target: str = "megatron_rl.rewards.math_answer:grade"
+    args: dict[str, Any] = field(default_factory=dict)
+    workers: int = 2
+    timeout_s: float = 5.0
+    memory_mib: int = 2048
+    max_failure_share: float = 0.05  # stop the run when more gradings of one update time out or raise
+    wrong_answer: str = "-123456.789"  # the known wrong answer of the step-0 gate
+
+
+@config
+class Run:
+    name: str = "run"
+    dir: str = "runs"  # the run directory is dir/name
+    seed: int = 0
+    steps: int | None = None  # null: as many as the recipe plans
+    prompts_per_step: int = 256  # P, of every turn
+    save_every: int = 50  # steps; 0: only at the end
+    keep: int = 2  # newest checkpoints kept
+    resume: Literal["auto", "never", "must"] = "auto"
+    save_rollouts_every: int = 1  # turns whose rollouts are written as Parquet; 0: none
+
+
+@config
+class Launch:
+    nproc: int = 1  # ranks started here when no launcher (torchrun, srun) did
+
+
+@config
+class Gate:
+    """The step-0 gate: what must hold before the first update."""
+
+    num_prompts: int = 4
+    max_logprob_gap: float = 0.05  # mean |engine - trainer| log-prob of sampled tokens
+    enabled: bool = True
+
+
+@config
+class Debug:
+    save_rollouts: str | None = None  # directory: keep every turn's trajectories as they were trained on
+    replay: str | None = None  # directory: train from these instead of an engine
+
+
+@config
+class Sinks:
+    tensorboard: bool = False
+    wandb_project: str | None = None
+
+
+@config
+class TrainConfig:
+    """Reinforcement learning: `megatron-rl train`."""
+
+    roles: dict[str, Role]
+    recipe: Use
+    data: PromptSet
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    engine: Embedded = field(default_factory=Embedded)
+    reward: Reward = field(default_factory=Reward)
+    run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
+    gate: Gate = field(default_factory=Gate)
+    debug: Debug = field(default_factory=Debug)
+    sinks: Sinks = field(default_factory=Sinks)
+
+
+@config
+class SftData:
+    """Prompt/response pairs as JSONL or Parquet; the loss is on the response alone."""
+
+    train: str
+    validation: str | None = None
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+    append_eos: bool = True
+    shuffle: bool = True
+    max_tokens: int = 4096  # longer pairs are dropped and counted
+    max_bad_share: float = 0.01
+
+
+@config
+class SftConfig:
+    """Supervised fine-tuning: `megatron-rl sft`. Writes a Hugging Face directory at dir/name/model."""
+
+    model: Model
+    data: SftData
+    layout: Layout = field(default_factory=Layout)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))
+    samples_per_step: int = 64
+    steps: int | None = None  # null: `epochs` passes
+    epochs: float = 1.0
+    validate_every: int = 100  # steps; 0: only at the end
+    micro_batch_tokens: int = 8192
+    run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))
+    launch: Launch = field(default_factory=Launch)
+    sinks: Sinks = field(default_factory=Sinks)
+
+
+@config
+class GenerateConfig:
+    """Make SFT data with a teacher: `megatron-rl generate`. Writes train.parquet and validation.parquet."""
+
+    model: Model
+    data: PromptSet
+    template: str  # a prompt text file with {question}
+    output: str  # directory
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    n: int = 1
+    seed: int = 0
+    validation_share: float = 0.02
+    engine: Embedded = field(default_factory=Embedded)
+    launch: Launch = field(default_factory=Launch)
+
+
+@config
+class EvalConfig:
+    """Grade a model on a problem set: `megatron-rl eval`."""
+
+    model: Model
+    data: PromptSet
+    template: str
+    output: str | None = None  # JSON file of the figures and every response
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    n: int = 1
+    seed: int = 0
+    reward: Reward = field(default_factory=Reward)
+    engine: Embedded = field(default_factory=Embedded)
+    launch: Launch = field(default_factory=Launch)

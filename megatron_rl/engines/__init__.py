@@ -1,0 +1,1 @@
+"""Rollout engines: a protocol and its adapters."""

@@ -1,0 +1,55 @@
+"""What the loop and the recipes need from a rollout engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rl.types import Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to draw completions. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
+
+    Row i, sample j of a call draws from its own random stream, a function of (seed, i, j) alone, so that a result does not
+    depend on batching. `stop_tokens` and end-of-sequence tokens are kept as the last token of the completion; a completion
+    that meets a stop string ends with the token that completed it.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    n: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer; the three lists have one length."""
+
+    tokens: list[int]  # [T_completion]
+    logprobs: list[float]  # [T_completion] log p under the distribution sampled from (after temperature and truncation)
+    model_logprobs: list[float]  # [T_completion] log p of the model at temperature 1
+    stop: Stop
+
+
+class Engine(Protocol):
+    """A model that generates. `version` is that of the weights it holds, -1 before the first `load`."""
+
+    version: int
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """[P] prompts (token ids) -> [P][n] completions, in order. Called on the driver."""
+        ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Takes full (unsharded) tensors under their Hugging Face names. Called on every rank: the stream is collective."""
+        ...

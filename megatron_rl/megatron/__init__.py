@@ -1,0 +1,1 @@
+"""The Megatron-core actor: the only package that imports megatron.core."""

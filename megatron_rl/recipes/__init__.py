@@ -1,0 +1,1 @@
+"""Training methods, one file each: who plays, how it is rewarded, whose turn it is."""

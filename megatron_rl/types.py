@@ -1,0 +1,150 @@
+"""The data that flows through a run. Every shape in the project is named here, once.
+
+P prompts per step   G rollouts per prompt   T tokens of one trajectory   N packed tokens   S packed sequences
+K steps of one solution   V vocabulary
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stop(enum.Enum):
+    """Why a sequence ended. Only `EOS` and `STOP` are finished answers."""
+
+    EOS = "eos"
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+    @property
+    def finished(self) -> bool:
+        return self in (Stop.EOS, Stop.STOP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem. `payload` is whatever the reward and the templates need (question, answer, ...)."""
+
+    id: str
+    tokens: list[int]  # [T_prompt]
+    payload: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sequence, prompt included. The token fields (tokens, trainable, logprobs, advantages) have one length T."""
+
+    group: str  # trajectories of one group are compared with each other
+    tokens: list[int]  # [T]
+    trainable: list[bool]  # [T] True where the trained policy sampled the token
+    logprobs: list[float]  # [T] engine log p(token) under the sampling distribution; 0.0 where not trainable
+    version: int  # weight version that sampled it
+    stop: Stop
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    steps: list[tuple[int, int]] = field(default_factory=list)  # [K] [start, end) positions in `tokens` of each step
+    step_rewards: list[float] = field(default_factory=list)  # [K], or empty when the sample gets none
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        for name, values in (("trainable", self.trainable), ("logprobs", self.logprobs)):
+            if len(values) != length:
+                raise ValueError(f"group {self.group!r}: {len(values)} {name} for {length} tokens; give one per token")
+        if self.advantages and len(self.advantages) != length:
+            raise ValueError(f"group {self.group!r}: {len(self.advantages)} advantages for {length} tokens; give one per token")
+        if self.step_rewards and len(self.step_rewards) != len(self.steps):
+            raise ValueError(f"group {self.group!r}: {len(self.step_rewards)} step rewards for {len(self.steps)} steps")
+
+    def with_rewards(self, **rewards: float) -> Trajectory:
+        return replace(self, rewards={**self.rewards, **rewards})
+
+    @property
+    def prompt_length(self) -> int:
+        """Position of the first trainable token (T when there is none)."""
+        return self.trainable.index(True) if True in self.trainable else len(self.tokens)
+
+    @property
+    def response(self) -> list[int]:
+        """Everything from the first trainable token on."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Trajectories packed end to end. Position i predicts token i + 1 of the same sequence.
+
+    `old_logprobs` are the trainer's own at the start of the update (None: take the live ones, ratio 1);
+    `engine_logprobs` those of the engine that sampled; `reference_logprobs` the frozen reference's (None: no KL).
+    """
+
+    tokens: Tensor  # [N] int64
+    labels: Tensor  # [N] int64, the next token; meaningless where `mask` is False
+    mask: Tensor  # [N] bool, True where the label is trained
+    engine_logprobs: Tensor  # [N] float32
+    advantages: Tensor  # [N] float32
+    cu_seqlens: Tensor  # [S + 1] int64
+    old_logprobs: Tensor | None = None  # [N] float32
+    reference_logprobs: Tensor | None = None  # [N] float32
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]  # [S]
+
+    def select(self, sequences: Sequence[int]) -> Batch:
+        """The batch of the named sequences, in the order given. [S] -> [len(sequences)]."""
+        cu = self.cu_seqlens.tolist()
+        index = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in sequences])
+        lengths = torch.tensor([0] + [cu[s + 1] - cu[s] for s in sequences])
+
+        def pick(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        return Batch(
+            tokens=self.tokens[index],
+            labels=self.labels[index],
+            mask=self.mask[index],
+            engine_logprobs=self.engine_logprobs[index],
+            advantages=self.advantages[index],
+            cu_seqlens=lengths.cumsum(0),
+            old_logprobs=pick(self.old_logprobs),
+            reference_logprobs=pick(self.reference_logprobs),
+        )
+
+
+def pack(trajectories: Iterable[Trajectory]) -> Batch:
+    """Shift by one, mask and concatenate: the only place where a token becomes the label of the one before it.
+
+    Raises ValueError for no trajectories and for a trajectory without advantages.
+    """
+    tokens, labels, mask, logprobs, advantages, lengths = [], [], [], [], [], [0]
+    for t in trajectories:
+        if len(t.advantages) != len(t.tokens):
+            raise ValueError(f"group {t.group!r}: {len(t.advantages)} advantages for {len(t.tokens)} tokens; return one per token")
+        tokens += t.tokens
+        labels += [*t.tokens[1:], 0]
+        mask += [*t.trainable[1:], False]
+        logprobs += [*t.logprobs[1:], 0.0]
+        advantages += [*t.advantages[1:], 0.0]
+        lengths.append(len(t.tokens))
+    if not tokens:
+        raise ValueError("cannot pack an empty list of trajectories")
+    return Batch(
+        tokens=torch.tensor(tokens),
+        labels=torch.tensor(labels),
+        mask=torch.tensor(mask),
+        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        advantages=torch.tensor(advantages, dtype=torch.float32),
+        cu_seqlens=torch.tensor(lengths).cumsum(0),
+    )

@@ -1,0 +1,1 @@
+"""Names and layouts of Hugging Face tensors against Megatron parameters (pure)."""

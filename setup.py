@@ -1,0 +1,46 @@
+"""Package metadata; the version stands in megatron_rl/__init__.py."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_rl/__init__.py").read_text()).group(1)
+
+setup(
+    name="megatron-rl",
+    version=VERSION,
+    description="Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    package_data={"megatron_rl": ["recipes/prompts/*.txt"]},
+    install_requires=[
+        "torch>=2.6",
+        "megatron-core>=0.16.1,<0.20",
+        "transformers>=4.51",
+        "safetensors>=0.5",
+        "tokenizers>=0.21",
+        "pydantic>=2.10",
+        "pyyaml>=6",
+        "math-verify[antlr4_13_2]>=0.8",
+        "numpy",
+        "rich>=13",
+        "matplotlib>=3.8",
+        "pyarrow>=16",
+    ],
+    extras_require={
+        "vllm": ["vllm"],
+        "sglang": ["sglang"],
+        "launch": ["nemo-run"],
+        "datasets": ["datasets>=2.19"],
+        "wandb": ["wandb"],
+        "tensorboard": ["tensorboard"],
+        "te": ["transformer-engine[pytorch]"],
+        "dev": ["pytest>=8", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"],
+    },
+    entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},
+)
