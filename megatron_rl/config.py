@@ -131,7 +131,8 @@ class Role:
     loss: Loss = field(default_factory=Loss)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_prompt_tokens: int = 2048  # longer prompts are dropped, never cut
-    micro_batch_tokens: int = 8192  # packed tokens per micro-batch and rank
+    packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
+    micro_batch_tokens: int = 8192  # tokens per micro-batch and rank
     samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
     sleep: bool = False  # off-load optimizer and gradients between this role's turns
 

@@ -1,0 +1,194 @@
+"""Builds the Megatron model of a Hugging Face directory for one rank of a layout."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.config import Model
+from megatron_rl.megatron import platform
+from megatron_rl.megatron.attention import RMSNorm, SDPAttention
+from megatron_rl.megatron.forward import vocab_parallel_logprobs
+from megatron_rl.megatron.parallel import Groups
+from megatron_rl.weights.hf import Architecture
+from megatron_rl.weights.mapping import padded_vocab
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+IGNORED = -100  # label of a position whose log-probability is not asked for
+
+
+class PolicyModel(GPTModel):
+    """A GPT whose last stage answers labels with log-probabilities and entropies instead of a loss."""
+
+    temperature: float = 1.0
+    true_vocab: int = 0
+
+    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None, *args: Any, **rest: Any) -> Tensor:
+        """hidden [L, S, h] and labels [S, L] -> [2, n]: log-probability and entropy of the n labels that are not IGNORED, row by row.
+
+        Without labels: logits [S, L, V/tp], as core gives them.
+        """
+        if labels is None or not self.post_process:
+            return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
+        hidden = hidden_states
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        wanted = (labels != IGNORED).flatten().nonzero()[:, 0]
+        flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
+        chosen = flat if len(wanted) == len(flat) else flat.index_select(0, wanted)
+        if not self.config.sequence_parallel:
+            # Here and not on `hidden`: core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1, mappings._reduce).
+            chosen = copy_to_tensor_model_parallel_region(chosen)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        logprobs, entropies = vocab_parallel_logprobs(
+            chosen,
+            weight,
+            labels.flatten()[wanted],
+            first_row=rank * weight.shape[0],
+            vocab=self.true_vocab,
+            temperature=self.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        return torch.stack([logprobs, entropies])
+
+
+def uses_transformer_engine() -> bool:
+    """True on a GPU with Transformer Engine importable; otherwise the torch spec is used."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def transformer_config(arch: Architecture, model: Model, groups: Groups) -> TransformerConfig:
+    """Core's config of this architecture under this layout."""
+    layout = groups.layout
+    dtype = getattr(torch, model.dtype)
+    recompute: dict[str, Any] = {}
+    if model.recompute == "full":
+        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        qk_layernorm=arch.qk_norm,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        use_cpu_initialization=platform.is_active(),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        sequence_parallel=layout.sequence_parallel,
+        variable_seq_lengths=layout.pp > 1,
+        moe_token_dispatcher_type="alltoall",  # core refuses variable lengths with the default, also for dense models
+        overlap_p2p_comm=layout.overlap_p2p,
+        batch_p2p_comm=not layout.overlap_p2p,
+        bias_activation_fusion=torch.cuda.is_available(),
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        attention_softmax_in_fp32=False,
+        deallocate_pipeline_outputs=True,
+        **recompute,
+    )
+
+
+def build(arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0) -> list[PolicyModel]:
+    """This rank's model chunks (one, or `vpp` of them). Call with the layout's groups active."""
+    chunks = []
+    for stage in range(config.virtual_pipeline_model_parallel_size or 1):
+        virtual = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
+        chunk = PolicyModel(
+            config=config,
+            transformer_layer_spec=_layer_spec(arch, config, virtual),
+            vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
+            max_sequence_length=arch.config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
+            share_embeddings_and_output_weights=arch.tied,
+            **_position_embedding(arch),
+            **virtual,
+        )
+        chunk.temperature, chunk.true_vocab = temperature, arch.vocab
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+        chunks.append(chunk)
+    return chunks
+
+
+def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name with the global layer number, parameter) over this rank's chunks, wrapped or not."""
+    for chunk in chunks:
+        core = unwrap(chunk)
+        numbers = {f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}." for i, layer in enumerate(core.decoder.layers)}
+        for name, parameter in core.named_parameters():
+            prefix = ".".join(name.split(".")[:3]) + "."
+            yield (numbers[prefix] + name[len(prefix) :] if prefix in numbers else name), parameter
+
+
+def unwrap(chunk: Any) -> PolicyModel:
+    """The PolicyModel inside Megatron's wrappers (gradient buffers, half precision)."""
+    while not isinstance(chunk, PolicyModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _position_embedding(arch: Architecture) -> dict[str, Any]:
+    """Transformer Engine attention takes core's rotary embedding; the torch spec applies its own."""
+    if not uses_transformer_engine():
+        return {"position_embedding_type": "none"}
+    scaling = arch.config.rope_parameters if hasattr(arch.config, "rope_parameters") else (arch.config.rope_scaling or {})
+    kind = scaling.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type {kind!r} is not supported with Transformer Engine: use default or llama3")
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": int(arch.rope_theta),
+        "rope_scaling": kind == "llama3",
+        "rope_scaling_factor": scaling.get("factor", 8.0),
+    }
+
+
+def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
+    if uses_transformer_engine():
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SDPAttention
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    count = get_num_layers_to_build(config, **virtual)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)

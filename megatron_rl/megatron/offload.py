@@ -1,0 +1,53 @@
+"""Puts a role to sleep between its turns: gradient buffers freed, optimizer state in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sleep(chunks: list[Any], optimizer: Any) -> None:
+    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. Calling it twice is harmless."""
+    for buffer in _gradient_buffers(chunks):
+        buffer.untyped_storage().resize_(0)
+    for state, name in _optimizer_tensors(optimizer):
+        state[name] = state[name].to("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def wake(chunks: list[Any], optimizer: Any) -> None:
+    """Gives the gradient buffers storage again (zeros) and moves the optimizer's tensors back."""
+    for buffer in _gradient_buffers(chunks):
+        size = buffer.numel() * buffer.element_size()
+        if buffer.untyped_storage().size() < size:
+            buffer.untyped_storage().resize_(size)
+            buffer.zero_()
+    for group_state, name in _optimizer_tensors(optimizer):
+        group_state[name] = group_state[name].to(_device(chunks))
+
+
+def gradient_bytes(chunks: list[Any]) -> int:
+    """Bytes that the gradient buffers hold now."""
+    return sum(buffer.untyped_storage().size() for buffer in _gradient_buffers(chunks))
+
+
+def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            yield buffer.grad_data
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+    for part in parts:
+        for state in part.optimizer.state.values():
+            for name in [n for n, value in state.items() if torch.is_tensor(value)]:
+                yield state, name
+
+
+def _device(chunks: list[Any]) -> torch.device:
+    return next(chunks[0].parameters()).device

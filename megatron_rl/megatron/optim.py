@@ -1,0 +1,84 @@
+"""Gradient buffers, the distributed optimizer (ZeRO-1) and the learning-rate schedule of one role."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.config import Role
+from megatron_rl.megatron import platform
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+ENDLESS = 10**9  # optimizer steps of a schedule that never decays
+
+
+def wrap(config: Any, chunks: list[Any]) -> list[Any]:
+    """Puts each chunk on Megatron's gradient buffers; gradients are summed in float32."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+
+
+def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
+    """The optimizer (Adam, sharded over data-parallel ranks; norms and biases do not decay) and its schedule."""
+    settings = role.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_grad=settings.clip_grad,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        chunks,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    decays = settings.decay != "constant"
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(settings.decay_steps or 0, settings.warmup_steps + 1) if decays else ENDLESS,
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=ENDLESS,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def zero_grad(chunks: list[Any], optimizer: Any) -> None:
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def checkpoint_metadata() -> dict[str, Any]:
+    """Options under which optimizer state saved by one layout loads into another. Call with groups active."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }

@@ -1,0 +1,100 @@
+"""Process groups of one role as a value: several layouts live in one world, and one is active at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.config import Layout
+from megatron_rl.megatron import platform
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The communicators of one layout. Core reads them from module globals, which `active()` sets and restores."""
+
+    layout: Layout
+    tp: Any  # ProcessGroup of the tensor-parallel ranks
+    pp: Any  # of the pipeline stages
+    dp: Any  # of the data-parallel replicas
+    control: Any  # gloo group of all ranks, for small objects
+    _globals: dict[str, Any]
+
+    @property
+    def tp_rank(self) -> int:
+        return self.tp.rank()
+
+    @property
+    def pp_rank(self) -> int:
+        return self.pp.rank()
+
+    @property
+    def dp_rank(self) -> int:
+        return self.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self.dp.size()
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp.size() - 1
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each replica whose results count (first tensor rank of the last stage)."""
+        return self.is_last_stage and self.tp_rank == 0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Core sees this layout inside the block, and what it saw before after it."""
+        before = _snapshot()
+        vars(parallel_state).update(self._globals)
+        try:
+            yield
+        finally:
+            vars(parallel_state).update(before)
+
+
+def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
+    """Collective over all ranks: makes the groups of `layout`. Raises ValueError when tp * pp does not divide the ranks."""
+    world = dist.get_world_size()
+    if world % layout.model_ranks:
+        raise ValueError(
+            f"tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {world} ranks: start a multiple, or change the layout"
+        )
+    before = _snapshot()
+    parallel_state.destroy_model_parallel()  # forgets names only: groups made for other layouts live on as values
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        create_gloo_process_groups=True,
+        distributed_timeout_minutes=max(1, timeout_s // 60),
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    groups = Groups(
+        layout=layout,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        _globals=_snapshot(),
+    )
+    vars(parallel_state).update(before)
+    return groups
+
+
+def _snapshot() -> dict[str, Any]:
+    """Every global of core's parallel_state that names a group, a rank or a size."""
+    return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}

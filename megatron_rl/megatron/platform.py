@@ -1,0 +1,219 @@
+"""Makes Megatron-core run on CPU + gloo; the only module of the project that patches another library. Inactive with CUDA.
+
+Megatron-core writes `device="cuda"` and `torch.cuda.*` into its schedules, random-number tracker, gradient buffers and
+optimizer. Without a GPU each of these is sent to its CPU counterpart here. Works with 0.16.1 and 0.19.x.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.utils._device import _device_constructors
+
+CPU = torch.device("cpu")
+_FACTORIES = (
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
+    *("zeros_like", "ones_like", "as_tensor", "linspace"),
+)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam with Transformer Engine's state layout (moments in the state, `step` in the group), which ZeRO-1 checkpoints need.
+
+    torch's own AdamW keeps `step` per parameter; Megatron's distributed optimizer cannot restore that. The arithmetic is torch's.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, bias_correction: bool = True, adam_w_mode: bool = True, **unused: Any,
+    ) -> None:  # fmt: skip
+        self.decoupled = adam_w_mode
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction))
+
+    def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
+        self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = count = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None and p.numel()]
+            for p in params:
+                if not self.state.get(p):
+                    self.initialize_state(p)
+            if not params:
+                continue
+            update = adamw if self.decoupled else adam
+            update(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(float(count - 1)) for _ in params],
+                foreach=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=float(group["lr"]),
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+class _Stream:
+    """Stands for a CUDA stream and for an event: on CPU everything is already in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *unused: Any, **ignored: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *unused: Any) -> bool:
+        return False
+
+    def elapsed_time(self, other: _Stream) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def _nothing(self, *unused: Any, **ignored: Any) -> None:
+        return None
+
+    synchronize = wait = record = wait_stream = wait_event = _nothing
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+
+def is_active() -> bool:
+    """True where there is no GPU, so that the patches are needed."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Patches torch and Megatron-core once per process; does nothing when CUDA exists. Call before importing megatron.core."""
+    _quiet()
+    if not is_active() or getattr(torch.cuda, "megatron_rl_cpu", False):
+        return
+    torch.cuda.megatron_rl_cpu = True  # type: ignore[attr-defined]
+    _stub_triton_kernels()
+    _patch_cuda()
+    _patch_factories()
+    _patch_tensor()
+    _patch_megatron()
+
+
+def _quiet() -> None:
+    """Core warns at import that Transformer Engine is absent; our own start-up line says which backend is used."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|transformer_engine|apex).*")
+
+
+def _stub_triton_kernels() -> None:
+    """0.19.x imports triton unconditionally in this one module; stubbing triton itself would break inductor."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    stub = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    vars(stub).update(GLOBAL_BLOCK_SIZE=1024, paged_stash_copy_kernel=None, paged_stash_pop_kernel=None)
+    sys.modules[stub.__name__] = stub
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    """A fresh function each time: torch._dynamo refuses two torch names that share one object."""
+
+    def function(*unused: Any, **ignored: Any) -> Any:
+        return value
+
+    return function
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+def _patch_cuda() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device, cuda.device_count = _constant(CPU), _constant(1)
+    nothing = ("synchronize", "empty_cache", "set_device", "manual_seed_all", "ipc_collect", "reset_peak_memory_stats")
+    for name in nothing:
+        setattr(cuda, name, _constant(None))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, _constant(0))
+    cuda.Stream, cuda.Event = _Stream, type("Event", (_Stream,), {})
+    for name in ("current_stream", "default_stream", "stream"):
+        setattr(cuda, name, _constant(_Stream()))
+    cuda.is_current_stream_capturing = _constant(False)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _constant(None), _constant(None)
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed) and None
+
+
+def _patch_factories() -> None:
+    def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    _device_constructors()  # cached: `with torch.device(...)` must go on knowing the originals (transformers loads on meta)
+    for name in _FACTORIES:
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _patch_tensor() -> None:
+    tensor: Any = torch.Tensor
+    original_to, original_type = tensor.to, tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return original_to(self, *(CPU if _is_cuda(a) else a for a in args), **kwargs)
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer compares param.type() with 'torch.cuda.FloatTensor'."""
+        return original_type(self, *args, **kwargs) if args or kwargs else original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor.to, tensor.type = to, type_
+    tensor.cuda = lambda self, *unused, **ignored: self
+    torch.nn.Module.cuda = lambda self, *unused, **ignored: self  # type: ignore[method-assign]
+
+
+def _patch_megatron() -> None:
+    with _silent_imports():
+        import megatron.core.optimizer as core_optimizer
+        from megatron.core.optimizer import distrib_optimizer
+        from megatron.core.tensor_parallel import random as core_random
+
+    core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    vars(distrib_optimizer).update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+@contextlib.contextmanager
+def _silent_imports() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

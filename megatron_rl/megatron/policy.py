@@ -1,0 +1,246 @@
+"""A role's trained model: Megatron-core behind the few verbs that the loop calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.batching import micro_batches
+from megatron_rl.config import Role
+from megatron_rl.megatron import model as models
+from megatron_rl.megatron import offload, optim, platform, step
+from megatron_rl.megatron.attention import RotaryTable
+from megatron_rl.megatron.parallel import Groups
+from megatron_rl.types import Batch
+from megatron_rl.weights import hf, mapping
+
+platform.install()
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+
+class BatchLoss(Protocol):
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def denominator(self, batch: Batch) -> float: ...
+
+
+class MegatronPolicy:
+    """One model on this rank's part of a layout. Every method is collective: all ranks of the world call it in the same order.
+
+    A policy that is not trainable has no optimizer and no gradient buffers. The reference for KL is the policy's own start
+    (`model.path`), kept once in host memory and swapped in for a forward pass.
+    """
+
+    def __init__(self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0) -> None:
+        self.role, self.groups, self.trainable = role, groups, trainable
+        self.arch = hf.read_architecture(role.model.path)
+        self._check_heads()
+        self._rotary = RotaryTable(self.arch)
+        with groups.active():
+            self.config = models.transformer_config(self.arch, role.model, groups)
+            cores = models.build(self.arch, self.config, temperature=role.sampling.temperature or 1.0)
+            self._fill(cores, seed)
+            chunks = [Float16Module(self.config, c) for c in cores] if self.config.bf16 else cores
+            self.chunks: list[Any] = list(chunks)
+            if trainable:
+                self.chunks = optim.wrap(self.config, self.chunks)
+                self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
+        self._reference: list[Tensor] | None = None
+        if trainable and role.loss.kl_coef > 0:
+            self._reference = [p.detach().cpu().clone() for _, p in models.named_parameters(self.chunks)]
+
+    def update(self, batch: Batch, loss: BatchLoss) -> dict[str, float]:
+        """One optimizer step on `batch` (the same on every rank). Returns means: `loss` by the loss's denominator, other sums per
+        trained token; and grad_norm, lr, tokens, micro_batches. Raises FloatingPointError when the gradient is not finite."""
+        if not self.trainable:
+            raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
+        denominator, trained = loss.denominator(batch), float(batch.mask.sum())
+        if denominator <= 0:
+            raise ValueError("the batch has no trained token: nothing to update on")
+        with self.groups.active():
+            optim.zero_grad(self.chunks, self.optimizer)
+            parts = self._micro_batches(batch)
+            results = step.run(self.chunks, parts, loss=loss, scale=self.groups.dp_size / denominator, forward_only=False)
+            self.scheduler.step(increment=1)
+            lr = self.optimizer.param_groups[0]["lr"]
+            finite, grad_norm, _ = self.optimizer.step()
+        if not finite or (grad_norm is not None and not torch.isfinite(torch.tensor(float(grad_norm)))):
+            raise FloatingPointError(f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update")
+        sums = self._sum_over_ranks(results)
+        means = {name: value / (denominator if name == "loss" else trained) for name, value in sums.items()}
+        extra = {"grad_norm": float(grad_norm or 0.0), "lr": float(lr), "trained_tokens": trained}
+        return {**means, **extra, "packed_tokens": float(len(batch.tokens)), "micro_batches": float(len(parts))}
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        """Log-probability of every masked label, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
+        with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
+            results = step.run(self.chunks, self._micro_batches(batch), loss=None, scale=1.0, forward_only=True)
+        found = torch.zeros(len(batch.tokens))
+        starts = batch.cu_seqlens.tolist()
+        if self.groups.reports:
+            for result in results:
+                micro, own = result["micro"], torch.zeros(len(result["micro"].batch.tokens))
+                own[micro.answers] = result["logprobs"].cpu()
+                offset = 0
+                for sequence in micro.sequences:
+                    length = starts[sequence + 1] - starts[sequence]
+                    found[starts[sequence] : starts[sequence + 1]] = own[offset : offset + length]
+                    offset += length
+        dist.all_reduce(found, group=self.groups.control)
+        return found
+
+    def loss(self, batch: Batch, loss: BatchLoss) -> float:
+        """Mean loss of `batch` without an update (validation)."""
+        with self.groups.active(), torch.no_grad():
+            results = step.run(self.chunks, self._micro_batches(batch), loss=loss, scale=1.0, forward_only=True)
+        return self._sum_over_ranks(results)["loss"] / loss.denominator(batch)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor on CPU), the same on every rank. Collective: consume it to the end."""
+        stages = self.groups.pp.size()
+        own = [(name, p) for name, p in models.named_parameters(self.chunks) if not (name == "output_layer.weight" and self.arch.tied)]
+        for stage in range(stages):
+            names = self._names_of_stage(stage, [name for name, _ in own])
+            mine = iter([p for _, p in own])
+            for name in names:
+                local = next(mine).detach() if stage == self.groups.pp_rank else None
+                yield from self._gather(name, local, stage)
+
+    def save(self, directory: Path) -> None:
+        """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty."""
+        with self.groups.active():
+            dist_checkpointing.save(self._sharded_state(loading=False), str(directory))
+
+    def load(self, directory: Path) -> None:
+        """Takes model, optimizer and schedule from `save`."""
+        with self.groups.active():
+            state = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
+            for i, chunk in enumerate(self.chunks):
+                models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
+            if self.trainable:
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.scheduler.load_state_dict(state["scheduler"])
+
+    def sleep(self) -> None:
+        """Frees gradients and moves the optimizer's state to host memory until `wake`."""
+        if self.trainable:
+            offload.sleep(self.chunks, self.optimizer)
+
+    def wake(self) -> None:
+        """Undoes `sleep`."""
+        if self.trainable:
+            offload.wake(self.chunks, self.optimizer)
+
+    def _check_heads(self) -> None:
+        layout = self.role.layout
+        for what, number, by in (
+            ("num_attention_heads", self.arch.heads, layout.tp),
+            ("num_key_value_heads", self.arch.kv_heads, layout.tp),
+            ("num_hidden_layers", self.arch.num_layers, layout.pp * (layout.vpp or 1)),
+        ):
+            if number % by:
+                raise ValueError(f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp or vpp")
+
+    def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
+        """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""
+        if self.role.model.init == "random":
+            torch.manual_seed(seed)
+            tensors = AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict()
+        else:
+            tensors = dict(hf.read_tensors(self.role.model.path))
+        layout = self.role.layout
+        with torch.no_grad():
+            for name, parameter in models.named_parameters(cores):
+                shard = mapping.from_hf(name, tensors.__getitem__, self.arch, tp_rank=self.groups.tp_rank, tp=layout.tp)
+                parameter.copy_(shard.to(parameter.dtype))
+
+    def _micro_batches(self, batch: Batch) -> list[step.MicroBatch]:
+        lengths = batch.lengths.tolist()
+        if not self.role.packed:
+            lengths = [max(lengths)] * len(lengths)
+        shares = micro_batches(lengths, max_tokens=self.role.micro_batch_tokens, replicas=self.groups.dp_size)
+        layout = self.role.layout
+        align = layout.tp if layout.sequence_parallel else 1
+        like = next(models.unwrap(self.chunks[0]).parameters())
+        mine = shares[self.groups.dp_rank]
+        return [step.make_micro_batch(batch, s, self._rotary, packed=self.role.packed, align=align, like=like) for s in mine]
+
+    def _sum_over_ranks(self, results: list[dict[str, Any]]) -> dict[str, float]:
+        own: dict[str, float] = {}
+        if self.groups.reports:
+            for result in results:
+                for name, value in result.items():
+                    own[name] = own.get(name, 0.0) + float(value)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own, group=self.groups.control)
+        names = sorted({name for part in everyone for name in part})
+        return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+
+    @contextlib.contextmanager
+    def _weights_in_use(self, reference: bool) -> Iterator[None]:
+        """Swaps the reference's weights in for the block; the live ones come back bit for bit."""
+        if not reference:
+            yield
+            return
+        if self._reference is None:
+            raise RuntimeError("no reference is kept: loss.kl_coef is 0, or the policy is not trainable")
+        parameters = [p for _, p in models.named_parameters(self.chunks)]
+        live = [p.detach().clone() for p in parameters]
+        try:
+            _copy_into(parameters, self._reference)
+            yield
+        finally:
+            _copy_into(parameters, live)
+
+    def _names_of_stage(self, stage: int, own: list[str]) -> list[str]:
+        box = [own if stage == self.groups.pp_rank else None]
+        if self.groups.pp.size() > 1:
+            dist.broadcast_object_list(box, src=dist.get_global_rank(self.groups.pp, stage), group=self.groups.pp)
+        return box[0] or []
+
+    def _gather(self, name: str, local: Tensor | None, stage: int) -> list[tuple[str, Tensor]]:
+        """All tensor shards of one parameter of `stage`, joined, on every rank."""
+        full: list[tuple[str, Tensor]] = []
+        if local is not None:
+            shards = [local]
+            if self.groups.tp.size() > 1 and mapping.is_sharded(name):
+                shards = [torch.empty_like(local) for _ in range(self.groups.tp.size())]
+                dist.all_gather(shards, local.contiguous(), group=self.groups.tp)
+            full = [(n, t.contiguous()) for n, t in mapping.to_hf(name, shards, self.arch)]
+        if self.groups.pp.size() == 1:
+            return [(n, t.cpu()) for n, t in full]
+        source = dist.get_global_rank(self.groups.pp, stage)
+        box: list[Any] = [[(n, tuple(t.shape), t.dtype) for n, t in full]]
+        dist.broadcast_object_list(box, src=source, group=self.groups.pp)
+        device = self.chunks and next(models.unwrap(self.chunks[0]).parameters()).device
+        out = []
+        for i, (n, shape, dtype) in enumerate(box[0]):
+            tensor = full[i][1] if local is not None else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, src=source, group=self.groups.pp)
+            out.append((n, tensor.cpu()))
+        return out
+
+    def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
+        metadata = optim.checkpoint_metadata()
+        state: dict[str, Any] = {}
+        for i, chunk in enumerate(self.chunks):
+            state[f"model{i}"] = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
+        if self.trainable:
+            state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+
+def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)

@@ -1,0 +1,43 @@
+"""Starts real ranks for a test: one interpreter per rank, gloo, and one JSON answer per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 600) -> list[Any]:
+    """Runs `script OUT/rank{r}.json *arguments` on `world` ranks. Returns what each wrote; fails with the output of the ranks that failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    port, children = str(free_port()), []
+    for rank in range(world):
+        env = os.environ | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        }  # fmt: skip
+        log = (out / f"rank{rank}.log").open("w")
+        command = [sys.executable, str(script), str(out / f"rank{rank}.json"), *arguments]
+        children.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
+    failed = []
+    for rank, child in enumerate(children):
+        try:
+            if child.wait(timeout_s):
+                failed.append(rank)
+        except subprocess.TimeoutExpired:
+            failed.append(rank)
+            child.kill()
+    assert not failed, "\n".join(f"rank {r} of {world}:\n" + (out / f"rank{r}.log").read_text()[-3000:] for r in failed)
+    return [json.loads((out / f"rank{r}.json").read_text()) for r in range(world)]
