@@ -1,0 +1,186 @@
+"""Atomic checkpoint directories: one per saved turn, complete or not there; what lies inside is the caller's business."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "COMPLETE.json"
+STATE = "state.json"
+_NAME = re.compile(r"step_(\d+)|\.step_(\d+)\.old")
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written; the message says what is wrong and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint: `number` turns were done when it was made."""
+
+    number: int
+    path: Path
+
+    def read_state(self) -> Any:
+        """What the caller wrote to `state.json`."""
+        return read_json(self.path / STATE)
+
+
+class Checkpoints:
+    """The directories `step_000012` under one directory; the newest `keep` complete ones stay.
+
+    All ranks save into one temporary directory on a file system that they share:
+        rank 0:     begin(number)                 then a barrier
+        all ranks:  save into pending(number)     then a barrier
+        rank 0:     commit(number)                then a barrier before anybody reads it
+    A run that is killed anywhere in between finds the checkpoint before. `newest` only reads; call it on one rank and
+    broadcast the number, so that all ranks agree.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise CheckpointError(f"run.keep = {keep}: at least one checkpoint must stay; set it to 1 or more")
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def path(self, number: int) -> Path:
+        return self.directory / f"step_{number:06d}"
+
+    def pending(self, number: int) -> Path:
+        """Where `number` is written before it is committed. Any rank."""
+        return self.directory / f".step_{number:06d}.tmp"
+
+    def begin(self, number: int) -> Path:
+        """Remove what interrupted writes left and make the empty `pending(number)`. Rank 0 alone."""
+        if number < 0:
+            raise CheckpointError(f"checkpoint number {number}: give the number of turns done, 0 or more")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob(".step_*.tmp"):
+            shutil.rmtree(leftover)
+        for replaced in self.directory.glob(".step_*.old"):
+            if damage(self.directory / replaced.name[1:].removesuffix(".old")) is None:
+                shutil.rmtree(replaced)
+        pending = self.pending(number)
+        pending.mkdir()
+        return pending
+
+    def commit(self, number: int) -> Checkpoint:
+        """Make `pending(number)` the checkpoint `number`, in one rename, and remove the oldest beyond `keep`. Rank 0, after a barrier.
+
+        The manifest lists every file with its size. Raises CheckpointError when nothing was begun or nothing was saved.
+        """
+        pending = self.pending(number)
+        if not pending.is_dir():
+            raise CheckpointError(f"{pending} does not exist: call begin({number}) on rank 0 before saving")
+        files = {str(file.relative_to(pending)): file.stat().st_size for file in _files(pending)}
+        if not files:
+            raise CheckpointError(f"{pending} is empty: every rank must save into it before commit({number})")
+        write_json(pending / MANIFEST, {"number": number, "files": files})
+        _sync([pending / name for name in files])
+        _sync([folder for folder in (pending, *pending.rglob("*")) if folder.is_dir()])
+        self._publish(number)
+        self._prune(number)
+        return Checkpoint(number, self.path(number))
+
+    def write(self, number: int, save: Callable[[Path], None]) -> Checkpoint:
+        """Begin, save and commit in one process."""
+        save(self.begin(number))
+        return self.commit(number)
+
+    def newest(self) -> Checkpoint | None:
+        """The complete checkpoint with the highest number. Each damaged one above it is passed over with a warning."""
+        for number, path in self._candidates():
+            wrong = damage(path)
+            if wrong is None:
+                return Checkpoint(number, path)
+            _log.warning("checkpoint %s is skipped: %s", path, wrong)
+        return None
+
+    def _candidates(self) -> list[tuple[int, Path]]:
+        """Highest number first; of one number the plain name before the one it was about to replace."""
+        if not self.directory.is_dir():
+            return []
+        found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        numbered = [(int(match[1] or match[2]), path) for match, path in found]
+        return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
+
+    def _publish(self, number: int) -> None:
+        """An older checkpoint of the same number steps aside first; it counts until the new one has its name."""
+        final, aside = self.path(number), self.directory / f".step_{number:06d}.old"
+        if final.exists():
+            if aside.exists():
+                shutil.rmtree(aside)
+            os.rename(final, aside)
+        os.rename(self.pending(number), final)
+        _sync([self.directory])
+        if aside.exists():
+            shutil.rmtree(aside)
+
+    def _prune(self, just_written: int) -> None:
+        complete = 0
+        for number, path in self._candidates():
+            if complete >= self.keep and number != just_written:
+                doomed = self.pending(number)  # a removal cut short leaves something that is plainly a leftover
+                os.rename(path, doomed)
+                shutil.rmtree(doomed)
+            elif damage(path) is None:
+                complete += 1
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint directory, or None when its manifest and all file sizes agree."""
+    if not (path / MANIFEST).is_file():
+        return f"it has no {MANIFEST}, so it was never finished"
+    try:
+        files = read_json(path / MANIFEST)["files"].items()
+    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        return f"its {MANIFEST} cannot be read ({error!r})"
+    for name, size in files:
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, not {size}"
+    return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file through a temporary neighbour and a rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _sync([path.parent])
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    """Push files or directories to the disk, so that the rename after it does not overtake their contents."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
