@@ -28,6 +28,7 @@ setup(
         "pyyaml>=6",
         "math-verify[antlr4_13_2]>=0.8",
         "numpy",
+        "psutil",  # megatron-core writes checkpoints with it and does not ask for it
         "rich>=13",
         "matplotlib>=3.8",
         "pyarrow>=16",

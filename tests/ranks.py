@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 600) -> list[Any]:
+def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 300) -> list[Any]:
     """Runs `script OUT/rank{r}.json *arguments` on `world` ranks. Returns what each wrote; fails with the output of the ranks that failed."""
     out.mkdir(parents=True, exist_ok=True)
     port, children = str(free_port()), []
@@ -31,13 +33,15 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
         log = (out / f"rank{rank}.log").open("w")
         command = [sys.executable, str(script), str(out / f"rank{rank}.json"), *arguments]
         children.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
-    failed = []
-    for rank, child in enumerate(children):
-        try:
-            if child.wait(timeout_s):
-                failed.append(rank)
-        except subprocess.TimeoutExpired:
-            failed.append(rank)
-            child.kill()
+    failed, deadline = [], time.monotonic() + timeout_s
+    while not failed and any(child.poll() is None for child in children):
+        failed = [rank for rank, child in enumerate(children) if child.poll()]
+        if time.monotonic() > deadline:
+            failed = [rank for rank, child in enumerate(children) if child.poll() is None]
+        select.select([], [], [], 0.05)
+    failed = failed or [rank for rank, child in enumerate(children) if child.poll()]
+    for child in children:  # when one rank fails the others would wait for it
+        child.kill()
+        child.wait()
     assert not failed, "\n".join(f"rank {r} of {world}:\n" + (out / f"rank{r}.log").read_text()[-3000:] for r in failed)
     return [json.loads((out / f"rank{r}.json").read_text()) for r in range(world)]

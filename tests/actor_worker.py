@@ -1,0 +1,100 @@
+"""Runs on two ranks: two roles with different layouts taking turns, checkpoints across layouts, and sleep."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from parity_worker import WeightedLogprobs, make_batch
+
+from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.megatron import offload, parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+
+
+def make(path: str, layout: Layout, **settings) -> MegatronPolicy:
+    optimizer = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
+    role = Role(model=Model(path=path), layout=layout, optimizer=optimizer, loss=Loss(kl_coef=0.0), micro_batch_tokens=40)
+    return MegatronPolicy(role, parallel.create(layout), **settings)
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in policy.weights()}
+
+
+def distance(a, b) -> float:
+    return max((a[n] - b[n]).abs().max().item() for n in a)
+
+
+def two_roles(path: str) -> dict[str, float]:
+    """Alternating turns give what each role gives alone."""
+    batch, loss = make_batch(97), WeightedLogprobs()
+    alone = {}
+    for name, layout in (("a", Layout(tp=2)), ("b", Layout(pp=2))):
+        policy = make(path, layout)
+        for _ in range(3):
+            policy.update(batch, loss)
+        alone[name] = weights(policy)
+    a, b = make(path, Layout(tp=2)), make(path, Layout(pp=2))
+    for _ in range(3):
+        a.update(batch, loss)
+        b.update(batch, loss)
+    return {"a": distance(weights(a), alone["a"]), "b": distance(weights(b), alone["b"]), "layouts": distance(alone["a"], alone["b"])}
+
+
+def checkpoints(path: str, directory: Path) -> dict[str, float]:
+    """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
+    batch, loss, errors = make_batch(97), WeightedLogprobs(), {}
+    for name, first, second in (
+        ("same", Layout(), Layout()),
+        ("dp_to_tp", Layout(), Layout(tp=2)),
+        ("dp_to_pp", Layout(), Layout(pp=2)),
+        ("tp_to_dp", Layout(tp=2), Layout()),
+    ):
+        policy = make(path, first)
+        for _ in range(2):
+            policy.update(batch, loss)
+        target = directory / name
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True)
+        dist.barrier()
+        policy.save(target)
+        other = make(path, second)
+        other.load(target)
+        errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
+        metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
+        errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
+        errors[f"{name}/after"] = distance(weights(policy), weights(other))
+    return errors
+
+
+def sleep(path: str) -> dict[str, float]:
+    batch, loss = make_batch(97), WeightedLogprobs()
+    awake, sleeper = make(path, Layout()), make(path, Layout())
+    held = offload.gradient_bytes(sleeper.chunks)
+    for _ in range(3):
+        awake.update(batch, loss)
+        sleeper.update(batch, loss)
+        sleeper.sleep()
+        asleep = offload.gradient_bytes(sleeper.chunks)
+        sleeper.wake()
+    frozen = make(path, Layout(), trainable=False)
+    gap = (frozen.logprobs(batch) - make(path, Layout(tp=2)).logprobs(batch)).abs().max().item()
+    return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
+
+
+def main() -> None:
+    out, path = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
+    out.write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

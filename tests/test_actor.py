@@ -1,0 +1,69 @@
+"""Two roles in one world, checkpoints across layouts, sleep; and how a batch is cut into micro-batches."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiny_models import make_model
+
+from megatron_rl.batching import micro_batches
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("actor")
+    make_model(directory / "model", "qwen2", vocab_size=97)
+    return run_ranks(Path(__file__).parent / "actor_worker.py", 2, directory / "ranks", str(directory / "model"))
+
+
+@pytest.mark.multi
+def test_two_roles_with_different_layouts_do_not_disturb_each_other(answers):
+    for answer in answers:
+        assert answer["roles"]["a"] == 0.0 and answer["roles"]["b"] == 0.0
+        assert answer["roles"]["layouts"] < 2e-5  # tp 2 and pp 2 agree after three steps
+
+
+@pytest.mark.multi
+def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
+    for answer in answers:
+        found = answer["checkpoints"]
+        assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
+        for name in ("dp_to_tp", "dp_to_pp", "tp_to_dp"):
+            assert found[f"{name}/loaded"] == 0.0
+            assert found[f"{name}/lr"] == 0.0
+            assert found[f"{name}/after"] < 1e-5
+
+
+@pytest.mark.multi
+def test_sleep_frees_gradients_and_changes_nothing(answers):
+    for answer in answers:
+        assert answer["sleep"]["held"] > 0 and answer["sleep"]["asleep"] == 0
+        assert answer["sleep"]["distance"] == 0.0
+        assert answer["sleep"]["frozen"] < 2e-6
+
+
+def test_micro_batches_cover_every_sequence_once_within_the_budget():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 80))]
+        replicas, budget = rng.randint(1, 5), rng.randint(60, 200)
+        shares = micro_batches(lengths, max_tokens=budget, replicas=replicas)
+        assert len({len(share) for share in shares}) == 1 and len(shares) == replicas
+        assert sorted(i for share in shares for micro in share for i in micro) == list(range(len(lengths)))
+        assert all(sum(lengths[i] for i in micro) <= budget for share in shares for micro in share)
+
+
+def test_micro_batches_are_balanced_over_replicas():
+    rng = random.Random(1)
+    lengths = [int(rng.lognormvariate(5, 0.8)) + 1 for _ in range(512)]
+    shares = micro_batches(lengths, max_tokens=4096, replicas=8)
+    loads = [sum(lengths[i] for micro in share for i in micro) for share in shares]
+    assert max(loads) < 1.02 * min(loads)
+
+
+def test_micro_batches_refuse_a_sequence_longer_than_the_budget():
+    with pytest.raises(ValueError, match="micro_batch_tokens = 50"):
+        micro_batches([10, 51], max_tokens=50, replicas=1)
