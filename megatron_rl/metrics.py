@@ -7,11 +7,13 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from megatron_rl.config import Sinks
 
 SECONDS = "seconds/"  # metrics under this prefix are times, held apart
 FILE_NAME = "metrics.jsonl"
@@ -113,7 +115,7 @@ class Tracker:
             self._opened.add(sink.name)
         self._guarded(sink, lambda: sink.log(row))
 
-    def _guarded(self, sink: Sink, call: Any) -> bool:
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
         """The named border to metric sinks: whatever a sink raises is counted and told once."""
         try:
             call()
@@ -201,6 +203,16 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int = 0) -> list[Sink]:
+    """The sinks that the config asks for, with their files under `logs`. `first_turn`: where a resumed run goes on."""
+    chosen: list[Sink] = []
+    if sinks.tensorboard:
+        chosen.append(TensorBoard(logs / "tensorboard", first_turn=first_turn))
+    if sinks.wandb_project is not None:
+        chosen.append(WandB(sinks.wandb_project, run_name, logs))
+    return chosen
 
 
 def read_metrics(run_dir: Path) -> list[Row]:

@@ -242,7 +242,8 @@ def _samples(rollouts: Mapping[str, _Rollouts]) -> str:
             for outcome in (True, False, None):
                 chosen = [row for row in rows if _is_right(row) is outcome]
                 several = sorted(chosen, key=lambda row: not row["steps"])[:MAX_SAMPLES]  # those with steps first
-                blocks += [_sample(role, when, row, is_open=not blocks) for row in several]
+                shown = when == "late" or not ends.late
+                blocks += [_sample(role, when, row, is_open=shown and place == 0) for place, row in enumerate(several)]
     return "\n".join(blocks)
 
 
@@ -263,9 +264,7 @@ def _sample(role: str, when: str, row: Mapping[str, Any], *, is_open: bool) -> s
     extra = [("Question", row["question"]), ("Answer", row["answer"])]
     lines = "".join(f"<p><b>{name}</b> {escape(_cut(value))}</p>" for name, value in extra if value)
     hidden = [("Prompt", row["prompt"]), ("Review by the verifier", row["review"])]
-    more = "".join(
-        f"<details><summary>{name}</summary><pre>{escape(_cut(value))}</pre></details>" for name, value in hidden if value
-    )
+    more = "".join(f"<details><summary>{name}</summary><pre>{escape(_cut(value))}</pre></details>" for name, value in hidden if value)
     return (
         f'<details class="sample"{" open" if is_open else ""}><summary>{head}{title}</summary>'
         f'<p class="meta">{escape(" · ".join(fact for fact in facts if fact))}</p>{lines}'
@@ -360,13 +359,13 @@ nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin-top: 1rem; paddin
 a { color: var(--accent); text-decoration: none; } a:hover { text-decoration: underline; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .4rem 1.25rem; margin: 0; }
 .facts dt { color: var(--dim); font-size: .78rem; } .facts dd { margin: 0; overflow-wrap: anywhere; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
 .card, .sample, section > .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
 .card { min-width: 0; } .card svg { width: 100%; height: auto; display: block; }
 figure { margin: 0; } figure p { color: var(--dim); font-size: .85rem; margin: .5rem 0 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .9rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); } tr:last-child > * { border-bottom: 0; }
+th, td { padding: .3rem 1.4rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); } tr:last-child > * { border-bottom: 0; }
 tbody th { text-align: left; font-weight: 500; } thead th { color: var(--dim); font-weight: 500; font-size: .85rem; }
 thead th:first-child { text-align: left; } td.up { color: var(--good); } td.down { color: var(--bad); }
 .confusion td { padding: .6rem .9rem; text-align: center; font-size: 1.1rem; } .confusion small { display: block; color: var(--dim); }

@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.metrics import Row
 
@@ -18,6 +19,7 @@ PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b
 INK = "#010203"  # stands for the page's text colour, and becomes `currentColor` in SVG
 LEADING = ("accuracy", "reward", "loss", "kl_ref", "entropy", "length", "engine_gap")  # drawn first, in this order
 MAX_BARS = 60
+FEW = 20  # points that are drawn as they are
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megatron_rl",
@@ -94,13 +96,14 @@ def evaluation_charts(rows: Sequence[Row]) -> list[Chart]:
 def draw_lines(axes: Axes, chart: Chart) -> None:
     """Each line thin and pale as measured, and its running mean on top when there are enough points."""
     for color, (name, (xs, ys)) in zip(_colors(len(chart.lines)), chart.lines.items(), strict=True):
-        if chart.dots or len(xs) < 8:
+        if chart.dots or len(xs) < FEW:
             axes.plot(xs, ys, color=color, linewidth=1.4, marker="o", markersize=3.5, label=name)
         else:
             axes.plot(xs, ys, color=color, linewidth=0.7, alpha=0.35)
             axes.plot(xs, smooth(ys), color=color, linewidth=1.6, label=name)
     axes.set_title(chart.title)
     axes.set_xlabel(chart.xlabel)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.grid(True, linewidth=0.4, alpha=0.25)
     axes.legend(loc="best")
 
@@ -145,8 +148,10 @@ def draw_histograms(axes: Axes, title: str, early: Sequence[float], late: Sequen
     """Two distributions over the same bins, each as shares of its own rollouts."""
     values = [*early, *late]
     low, high = min(values), max(values)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
     bins = 20
-    edges = [low + (high - low or 1.0) * i / bins for i in range(bins + 1)]
+    edges = [low + (high - low) * i / bins for i in range(bins)] + [high]
     for color, name, part in ((PALETTE[7], "first turns", early), (PALETTE[0], "last turns", late)):
         if part:
             weights = [1 / len(part)] * len(part)
@@ -207,13 +212,13 @@ def draw_overview(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Running mean that forgets over about a tenth of the line, without a bias toward its first value."""
-    keep = 1 - 1 / max(2.0, len(values) / 10)
-    total = weight = 0.0
+    """Mean over a centred window of about a tenth of the line, narrower toward its ends, so that nothing is shifted."""
+    half = max(1, len(values) // 20)
     means = []
-    for value in values:
-        total, weight = keep * total + value, keep * weight + 1.0
-        means.append(total / weight)
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        means.append(sum(window) / len(window))
     return means
 
 

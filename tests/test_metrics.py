@@ -8,8 +8,9 @@ import struct
 
 import pytest
 
+from megatron_rl.config import Sinks
 from megatron_rl.console import RunConsole, headline, line
-from megatron_rl.metrics import Row, Stopwatch, TensorBoard, Tracker, WandB, read_metrics
+from megatron_rl.metrics import Row, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
 
 
 class Recorder:
@@ -151,6 +152,14 @@ def test_wandb_writes_offline(tmp_path, monkeypatch):
         tracker.log(0, "generator", {"loss": 1.0}, turn=0)
     assert tracker.failures == {"wandb": 0}
     assert list(tmp_path.glob("wandb/**/*.wandb"))
+
+
+def test_the_config_chooses_the_sinks(tmp_path):
+    assert configured_sinks(Sinks(), "demo", tmp_path) == []
+    assert [sink.name for sink in configured_sinks(Sinks(tensorboard=True, wandb_project="p"), "demo", tmp_path)] == [
+        "tensorboard",
+        "wandb",
+    ]
 
 
 def test_stopwatch_adds_up_by_name_and_starts_again():
