@@ -1,0 +1,71 @@
+# Two commands: `make demo` and `make test`. Everything is set up in .venv on first use.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+RL := $(PY) -m megatron_rl.main
+STAMP := $(VENV)/.ready
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+export OMP_NUM_THREADS := 1
+export PYTHONPATH := $(CURDIR)
+SEED ?= 0
+SEEDS ?= 0 1 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
+
+help: ## this text
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
+
+setup: $(STAMP) ## make .venv with everything the project needs
+
+$(STAMP): setup.py
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "torch>=2.6"
+	$(PIP) -e ".[dev]"
+	touch $@
+
+demo: setup ## co-train a generator and a verifier (Tango) on the last-letter task, 2 ranks, no GPU
+	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
+
+demo-seeds: setup ## the demo on three seeds, and its bars
+	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check
+
+demo-sparse: setup ## regime B: Tango against GRPO where outcomes are sparse, three seeds each
+	$(PY) examples/last_letter/compare.py --regime b --arms tango grpo --seeds $(SEEDS) --out runs/demo_sparse --check
+
+arms: setup ## the paper's four arms over seeds, with a comparison
+	$(PY) examples/last_letter/compare.py --regime a --arms tango grpo frozen_verifier frozen_generator --seeds $(SEEDS) --out runs/arms
+
+gsm8k: setup ## a few updates on real GSM8K text with a tiny model
+	$(PY) examples/gsm8k_cpu.py
+
+test: setup ## everything that CI runs: checks, then all tests
+	$(MAKE) check
+	$(PY) -m pytest tests -q
+
+test-unit: setup ## the quick loop: no extra ranks, no whole runs
+	$(PY) -m pytest tests -q -m "not multi and not slow"
+
+test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
+	test -d .venv-latest || $(PYTHON) -m venv .venv-latest
+	.venv-latest/bin/python -m pip install --quiet "torch>=2.6"
+	.venv-latest/bin/python -m pip install --quiet -e ".[dev]"
+	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
+	.venv-latest/bin/python -m pytest tests/test_parity.py tests/test_actor.py -q
+
+test-gpu: setup ## the actor's tests on one GPU
+	$(PY) -m pytest tests -q -m gpu
+
+check: setup ## format, lint, types, layering
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright --pythonpath $(PY)
+	$(PY) -m pytest tests/test_layering.py -q
+
+bench: setup ## rollout and training speed against transformers
+	$(PY) benchmarks/rollout.py --check
+	$(PY) benchmarks/train_step.py --check
+
+clean: ## remove the environment and all runs
+	rm -rf .venv .venv-latest runs
