@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -44,9 +45,22 @@ class Architecture:
         return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
 
 
+def local_directory(path: str | Path) -> Path:
+    """The model directory itself, or that of a Hugging Face Hub name, downloaded once to the hub's cache.
+
+    Raises FileNotFoundError for a path that looks local and is not there.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1:
+        raise FileNotFoundError(f"no model directory {path}: give a local Hugging Face directory or a hub name like Qwen/Qwen2.5-7B")
+    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+
+
 def read_architecture(directory: str | Path) -> Architecture:
     """Reads config.json. Raises ValueError for a family that is not supported, with the ones that are."""
-    config = AutoConfig.from_pretrained(str(directory))
+    config = AutoConfig.from_pretrained(local_directory(directory))
     family = config.model_type
     if family not in FAMILIES:
         raise ValueError(f"{directory}: model_type {family!r} is not supported; the dense families {', '.join(FAMILIES)} are")
@@ -74,7 +88,7 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
     """Tensor name -> safetensors file. Raises FileNotFoundError naming what is missing."""
-    directory = Path(directory)
+    directory = local_directory(directory)
     index = directory / "model.safetensors.index.json"
     if index.exists():
         return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -103,3 +117,15 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
     partial = directory / "model.safetensors.partial"
     save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata={"format": "pt"})
     partial.replace(directory / "model.safetensors")
+
+
+def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
+    """Every token id that ends a sequence: the config's and the generation config's."""
+    ids: set[int] = set()
+    generation = Path(directory) / "generation_config.json"
+    sources = [arch.config.eos_token_id]
+    if generation.exists():
+        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+    for source in sources:
+        ids |= set(source) if isinstance(source, (list, tuple)) else set() if source is None else {source}
+    return frozenset(ids)

@@ -1,0 +1,146 @@
+"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported models."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from megatron_rl import config as configs
+from megatron_rl.checkpoint import STATE, Checkpoints, write_json
+from megatron_rl.commands.launch import Place
+from megatron_rl.console import RunConsole
+from megatron_rl.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.run import RunDirectory, open_run
+from megatron_rl.weights import hf
+from megatron_rl.world import TorchWorld
+
+TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+
+
+class Saves(Protocol):
+    def save(self, directory: Path) -> None: ...
+
+
+@dataclass
+class Driver:
+    """The run directory as this rank sees it. `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing."""
+
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    resumed: Path | None  # the checkpoint to go on from
+    resumed_number: int  # turns done in it
+    watch: Stopwatch
+    tracker: Tracker | None = None
+    console: RunConsole | None = None
+
+    def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+        times = self.watch.take()
+        if self.tracker is not None:
+            self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
+
+    def say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.message(text)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        if self.tracker is not None:
+            self.directory.update_summary(values)
+
+
+def start_world(place: Place) -> TorchWorld:
+    """Joins the ranks: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        backend = "gloo"
+    store = dist.HashStore() if place.world_size == 1 else None
+    address = {} if store else {"init_method": f"tcp://{place.address}:{place.port}"}
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address)
+    return TorchWorld()
+
+
+def load_tokenizer(model: configs.Model) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model.tokenizer or model.path)
+
+
+@contextlib.contextmanager
+def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> Iterator[Driver]:
+    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective."""
+    path = world.from_driver(lambda: str(open_run(config.run, configs.dump(config)).path))
+    directory = RunDirectory(Path(path))
+    checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
+    newest = world.from_driver(lambda: found.number if config.run.resume != "never" and (found := checkpoints.newest()) else None)
+    done = newest or 0
+    driver = Driver(directory, checkpoints, checkpoints.path(done) if newest is not None else None, done, Stopwatch())
+    if world.rank != 0:
+        yield driver
+        return
+    with RunConsole(directory.logs / "driver.log", total_turns, first_turn=done, stream=sys.stdout) as console:
+        sinks = [console, *configured_sinks(config.sinks, config.run.name, directory.logs, first_turn=done)]
+        with Tracker(directory.metrics, sinks) as tracker:
+            driver.tracker, driver.console = tracker, console
+            tracker.truncate(done)
+            directory.drop_rollouts(done)
+            if newest is not None:
+                console.message(f"going on from {driver.resumed} ({done} turns done)")
+            yield driver
+
+
+def save_checkpoint(world: TorchWorld, checkpoints: Checkpoints, number: int, policies: Mapping[str, Saves], state: Any) -> None:
+    """One atomic checkpoint of all roles and the run's state. Collective."""
+
+    def begin() -> None:
+        pending = checkpoints.begin(number)
+        for name in policies:
+            (pending / name).mkdir()
+
+    world.from_driver(begin)
+    for name, policy in policies.items():
+        policy.save(checkpoints.pending(number) / name)
+
+    def commit() -> None:
+        write_json(checkpoints.pending(number) / STATE, state)
+        checkpoints.commit(number)
+
+    world.barrier()
+    world.from_driver(commit)
+
+
+def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
+    """Writes a Hugging Face directory: weights, config and tokenizer. Collective (the stream is)."""
+    tensors = {name: tensor.detach().clone() for name, tensor in weights}
+
+    def write() -> None:
+        hf.write_tensors(target, tensors)
+        copy_side_files(hf.local_directory(model.path), target)
+        if model.tokenizer:
+            copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
+
+    world.from_driver(write)
+
+
+def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
+    """Config, generation config and tokenizer files of a model directory."""
+    for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json") and file.name not in keep:
+                shutil.copy2(file, target / file.name)

@@ -1,0 +1,104 @@
+"""Starting ranks: found in the environment of torchrun or srun, or started here as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+GRACE_S = 30.0  # between asking the other ranks to leave and killing them
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def place_from(environment: Mapping[str, str]) -> Place | None:
+    """Where torchrun or srun put this process; None when no launcher did.
+
+    srun gives no address: MASTER_ADDR and MASTER_PORT must be exported by the batch script. Raises ValueError when they are not.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    else:
+        return None
+    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
+        raise ValueError("ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before srun")
+    rank, world, local = (int(environment.get(n, "0")) for n in names)
+    return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+
+
+def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:
+    """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits. Returns the exit status: the first failure's.
+
+    When one rank fails the others are told to leave, and killed after GRACE_S. SIGTERM and SIGUSR1 are passed on; Ctrl-C reaches
+    the ranks by itself, since they share the terminal.
+    """
+    base = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megatron_rl.main", *arguments]
+    children = [
+        subprocess.Popen(command, env={**environment, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)
+    ]
+    with _forwarded(children):
+        return _wait(children)
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    failed = 0
+    while not failed and any(child.poll() is None for child in children):
+        failed = next((child.returncode for child in children if child.poll()), 0)
+        time.sleep(0.05)
+    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    if failed:
+        _end(children)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.1, deadline - time.monotonic()))
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+@contextlib.contextmanager
+def _forwarded(children: list[subprocess.Popen[bytes]]):
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None and number != signal.SIGINT:
+                child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {n: signal.signal(n, forward) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,103 @@
+"""`megatron-rl sft`: supervised fine-tuning of one model on prompt/response pairs, on the same actor as reinforcement learning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl import config as configs
+from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.checkpoint import STATE, Checkpoints, write_json
+from megatron_rl.commands.common import Driver, export_model, load_tokenizer, open_driver, save_checkpoint, start_world
+from megatron_rl.commands.launch import Place
+from megatron_rl.config import ConfigError, SftConfig
+from megatron_rl.data import read_pairs
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.run import Interrupts
+from megatron_rl.sft_data import sft_trajectories
+from megatron_rl.types import Trajectory, pack
+from megatron_rl.world import TorchWorld
+
+
+def run(config: SftConfig, place: Place) -> int:
+    """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
+    world = start_world(place)
+    tokenizer = load_tokenizer(config.model)
+    pairs = read_pairs(config.data)
+    samples = sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
+    validation = _validation(config, tokenizer)
+    steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
+    if steps < 1:
+        raise ConfigError(f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last")
+    role = configs.Role(
+        model=config.model,
+        layout=config.layout,
+        optimizer=config.optimizer,
+        loss=configs.Loss(kl_coef=0.0),
+        micro_batch_tokens=max(config.micro_batch_tokens, max(len(s.tokens) for s in samples)),
+    )
+    policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
+    with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:
+        driver.say(f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(map(lambda s: len(s.tokens), samples))} tokens")
+        done = _resume(driver, policy)
+        finished = _train(config, world, driver, policy, (samples, validation, steps, done), interrupts)
+        if finished:
+            export_model(world, policy.weights(), config.model, driver.directory.path / "model")
+            driver.summary({"steps": steps, "model": str(driver.directory.path / "model")})
+    return 0 if finished else 130
+
+
+def _train(
+    config: SftConfig, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
+    plan: tuple[list[Trajectory], list[Trajectory], int, int], interrupts: Interrupts,
+) -> bool:  # fmt: skip
+    """All steps from the resumed one on. False when a signal asked to leave (after saving)."""
+    samples, validation, steps, done = plan
+    loss = CompletionLoss()
+    for step in range(done, steps):
+        chosen = _samples_of(samples, step, config)
+        with driver.watch("train"):
+            metrics = policy.update(pack(chosen), loss)
+        if validation and (step + 1 == steps or (config.validate_every and (step + 1) % config.validate_every == 0)):
+            with driver.watch("validate"):
+                metrics["validation_loss"] = policy.loss(pack(validation), loss)
+        driver.log(step, "sft", metrics, turn=step)
+        leave = world.broadcast(interrupts.requested)
+        last = step + 1 == steps
+        if leave or last or (config.run.save_every and (step + 1) % config.run.save_every == 0):
+            save_checkpoint(world, driver.checkpoints, step + 1, {"model": policy}, {"step": step + 1})
+        if leave and not last:
+            return False
+    return True
+
+
+def _samples_of(samples: Sequence[Trajectory], step: int, config: SftConfig) -> list[Trajectory]:
+    """The samples of one step: epochs one after the other, each in its own deterministic order."""
+    wanted = range(step * config.samples_per_step, (step + 1) * config.samples_per_step)
+    orders = {epoch: _order(len(samples), epoch, config) for epoch in {i // len(samples) for i in wanted}}
+    return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]
+
+
+def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
+    order = list(range(count))
+    if config.data.shuffle:
+        random.Random(f"{config.run.seed}/{epoch}").shuffle(order)
+    return order
+
+
+def _validation(config: SftConfig, tokenizer) -> list[Trajectory]:
+    if config.data.validation is None:
+        return []
+    import dataclasses
+
+    pairs = read_pairs(dataclasses.replace(config.data, train=config.data.validation))
+    return sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
+
+
+def _resume(driver: Driver, policy: MegatronPolicy) -> int:
+    if driver.resumed is None:
+        return 0
+    policy.load(driver.resumed / "model")
+    return driver.resumed_number

@@ -1,0 +1,136 @@
+"""The program `megatron-rl`: reads a config, starts ranks when no launcher did, and runs one command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl import config as configs
+from megatron_rl.commands import launch
+
+DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
+
+Settings come from YAML files, left to right, then from a.b=c arguments:
+  megatron-rl train examples/last_letter/tango.yaml run.seed=1 roles.generator.optimizer.lr=2e-4
+Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here."""
+
+SCHEMAS: dict[str, Any] = {
+    "train": configs.TrainConfig,
+    "sft": configs.SftConfig,
+    "generate": configs.GenerateConfig,
+    "eval": configs.EvalConfig,
+}
+HELP = {
+    "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
+    "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
+    "generate": "answers of a teacher model as SFT data (train and validation Parquet)",
+    "eval": "grade a model on a problem set",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status: 0 done, 1 failed, 2 wrong config or arguments, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser().parse_args(words)
+    try:
+        if args.command == "report":
+            return _report(args)
+        if args.command == "check":
+            return _check(args)
+        return _run(args, words)
+    except configs.ConfigError as error:
+        print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in HELP.items():
+        sub = commands.add_parser(name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW)
+        sub.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
+    check = commands.add_parser("check", help="validate a config without torch and say what its numbers mean")
+    check.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c")
+    check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
+    check.add_argument("--ranks", type=int, help="number of ranks it will run on (default: launch.nproc)")
+    report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
+    report.add_argument("run", type=Path, help="a run directory")
+    report.add_argument("--png", type=Path, help="also draw the main curves into this file")
+    return parser
+
+
+_RAW = argparse.RawDescriptionHelpFormatter
+
+
+def _settings(schema: Any) -> str:
+    """One line per top-level setting, for --help."""
+    lines = ["settings (see megatron_rl/config.py for all of them):"]
+    lines += [f"  {f.name:18} {f.type}" for f in dataclasses.fields(schema)]
+    return "\n".join(lines)
+
+
+def _split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
+    files = [Path(s) for s in settings if "=" not in s]
+    missing = [str(f) for f in files if not f.exists()]
+    if missing:
+        raise configs.ConfigError(f"no such config file: {', '.join(missing)} (an override has the form a.b=c)")
+    return files, [s for s in settings if "=" in s]
+
+
+def _check(args: argparse.Namespace) -> int:
+    from megatron_rl import plugins
+
+    files, overrides = _split(args.settings)
+    schema = args.schema or configs.guess_schema(files)
+    config = configs.load(SCHEMAS[schema], files, overrides)
+    ranks = args.ranks or config.launch.nproc
+    configs.check(config, ranks)
+    if schema == "train":
+        plugins.check_recipe(config.recipe)
+    print(configs.dump(config), end="")
+    for line in configs.explain(config, ranks):
+        print("# " + line)
+    print(f"# {schema}: the config is valid for {ranks} ranks")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_rl.report import write_figure, write_report
+
+    if not args.run.is_dir():
+        raise configs.ConfigError(f"no run directory {args.run}")
+    print(write_report(args.run))
+    if args.png:
+        print(write_figure(args.run, args.png))
+    return 0
+
+
+def _run(args: argparse.Namespace, words: list[str]) -> int:
+    files, overrides = _split(args.settings)
+    config = configs.load(SCHEMAS[args.command], files, overrides)
+    try:
+        place = launch.place_from(os.environ)
+    except ValueError as error:
+        raise configs.ConfigError(str(error)) from error
+    configs.check(config, place.world_size if place else config.launch.nproc)
+    if place is None and config.launch.nproc > 1:
+        return launch.start_ranks(words, config.launch.nproc, os.environ)
+    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0)
+    if args.command == "train":
+        from megatron_rl.commands.train import run
+    elif args.command == "sft":
+        from megatron_rl.commands.sft import run
+    elif args.command == "generate":
+        from megatron_rl.commands.generate import run
+    else:
+        from megatron_rl.commands.evaluate import run
+    return run(config, place)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

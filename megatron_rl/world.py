@@ -1,0 +1,145 @@
+"""The ranks of a run as a value: what only rank 0 decides reaches all, and rank 0 can put all ranks to work on its behalf."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Handler = Callable[[Any], Any]
+
+
+class DriverError(RuntimeError):
+    """Rank 0's function raised; every other rank gets this, with rank 0's traceback."""
+
+
+class FollowerError(RuntimeError):
+    """A served call raised on some rank; the driver gets this, with that rank's traceback."""
+
+
+class World(Protocol):
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        ...
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        ...
+
+    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs `function(*args)` on rank 0 and returns its result on every rank; an exception there is raised on every rank."""
+        ...
+
+    def serve(self, name: str, handler: Handler) -> None:
+        """Registers `handler` for `call_all`. Every rank registers the same names."""
+        ...
+
+    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
+        """Inside `from_driver`, on rank 0: runs the handler on every rank at the same time -> results by rank."""
+        ...
+
+
+class OneProcess:
+    """A world of one rank, without torch.distributed."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    def barrier(self) -> None:
+        return None
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+    def serve(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+
+    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
+        [argument] = args_per_rank
+        return [self._handlers[name](argument)]
+
+
+class TorchWorld:
+    """All ranks of the default process group, over a gloo group of its own (objects never travel through NCCL).
+
+    While rank 0 runs a function in `from_driver`, the other ranks wait for its orders: run a served handler, or take the result.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(hours=2)) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._handlers: dict[str, Handler] = {}
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def broadcast(self, value: T) -> T:
+        return self._send(value)
+
+    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
+        if self.size == 1:
+            return function(*args)
+        if self.rank != 0:
+            return self._follow()
+        try:
+            result = function(*args)
+        except BaseException as error:
+            self._send(("raise", "".join(traceback.format_exception(error)), None))
+            raise
+        self._send(("return", result, None))
+        return result
+
+    def serve(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+
+    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
+        if len(args_per_rank) != self.size:
+            raise ValueError(f"{len(args_per_rank)} arguments for {self.size} ranks: give one per rank")
+        if self.size == 1:
+            return [self._handlers[name](args_per_rank[0])]
+        self._send(("call", name, list(args_per_rank)))
+        answers = self._collect(name, args_per_rank[0])
+        for rank, (failure, _) in enumerate(answers):
+            if failure is not None:
+                raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
+        return [value for _, value in answers]
+
+    def _follow(self) -> Any:
+        while True:
+            order, what, extra = self._send(None)
+            if order == "return":
+                return what
+            if order == "raise":
+                raise DriverError(f"rank 0 failed:\n{what}")
+            self._collect(what, extra[self.rank])
+
+    def _collect(self, name: str, argument: Any) -> list[tuple[str | None, Any]]:
+        """Runs the handler here and gathers (traceback or None, result) of every rank on rank 0."""
+        failure, value = None, None
+        try:
+            value = self._handlers[name](argument)
+        except (Exception, KeyboardInterrupt) as error:  # sent to the driver, which raises it on every rank
+            failure = "".join(traceback.format_exception(error))
+        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object((failure, value), answers, dst=0, group=self._group)
+        return answers or []
+
+    def _send(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
