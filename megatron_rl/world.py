@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -42,7 +43,10 @@ class World(Protocol):
         ...
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Inside `from_driver`, on rank 0: runs the handler on every rank at the same time -> results by rank."""
+        """Inside `from_driver`, on rank 0: runs the handler on every rank at the same time -> results by rank.
+
+        Raises FollowerError with the rank and its traceback when a handler raised anywhere, after all ranks have answered.
+        """
         ...
 
 
@@ -81,6 +85,7 @@ class TorchWorld:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
+        self._driving = False  # inside from_driver, on rank 0
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -93,12 +98,16 @@ class TorchWorld:
             return function(*args)
         if self.rank != 0:
             return self._follow()
+        self._driving = True
         try:
             result = function(*args)
+            packed = pickle.dumps(result)  # here, so that a result that cannot travel is an error on every rank and not a hang
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
             raise
-        self._send(("return", result, None))
+        finally:
+            self._driving = False
+        self._send(("return", packed, None))
         return result
 
     def serve(self, name: str, handler: Handler) -> None:
@@ -107,33 +116,37 @@ class TorchWorld:
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         if len(args_per_rank) != self.size:
             raise ValueError(f"{len(args_per_rank)} arguments for {self.size} ranks: give one per rank")
+        if name not in self._handlers:
+            raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
         if self.size == 1:
             return [self._handlers[name](args_per_rank[0])]
-        self._send(("call", name, list(args_per_rank)))
+        if not self._driving:
+            raise RuntimeError("call_all outside from_driver: the other ranks do not listen; call it from a function given to from_driver")
+        self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
         answers = self._collect(name, args_per_rank[0])
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
-        return [value for _, value in answers]
+        return [pickle.loads(packed) for _, packed in answers]
 
     def _follow(self) -> Any:
         while True:
             order, what, extra = self._send(None)
             if order == "return":
-                return what
+                return pickle.loads(what)
             if order == "raise":
                 raise DriverError(f"rank 0 failed:\n{what}")
-            self._collect(what, extra[self.rank])
+            self._collect(what, pickle.loads(extra[self.rank]))
 
-    def _collect(self, name: str, argument: Any) -> list[tuple[str | None, Any]]:
-        """Runs the handler here and gathers (traceback or None, result) of every rank on rank 0."""
-        failure, value = None, None
+    def _collect(self, name: str, argument: Any) -> list[tuple[str | None, bytes]]:
+        """Runs the handler here and gathers (traceback or None, pickled result) of every rank on rank 0."""
+        failure, packed = None, b""
         try:
-            value = self._handlers[name](argument)
-        except (Exception, KeyboardInterrupt) as error:  # sent to the driver, which raises it on every rank
+            packed = pickle.dumps(self._handlers[name](argument))
+        except BaseException as error:  # travels to the driver, which raises it on every rank
             failure = "".join(traceback.format_exception(error))
         answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object((failure, value), answers, dst=0, group=self._group)
+        dist.gather_object((failure, packed), answers, dst=0, group=self._group)
         return answers or []
 
     def _send(self, value: Any) -> Any:

@@ -1,0 +1,68 @@
+"""One rank of test_world.py: runs the named case and writes what this rank saw."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.world import DriverError, FollowerError, TorchWorld
+
+
+class Asked:
+    """A handler that counts what it was asked and fails for a negative number."""
+
+    def __init__(self, rank):
+        self.rank, self.seen = rank, []
+
+    def __call__(self, value):
+        self.seen.append(value)
+        if value == "unpicklable":
+            return threading.Lock()
+        if value < 0:
+            raise ValueError(f"negative: {value}")
+        return [self.rank, value * 10]
+
+
+def told(world, function, *args):
+    """What from_driver gave here: its value, or the name and text of the error."""
+    try:
+        return ["value", world.from_driver(function, *args)]
+    except (DriverError, FollowerError, ValueError, TypeError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+
+
+def broken(text):
+    raise ValueError(text)
+
+
+def cases(world, asked):
+    ranks = list(range(world.size))
+    yield told(world, lambda a, b: [world.rank, a + b], 1, 2)
+    yield told(world, broken, "the reward broke")
+    yield told(world, lambda: [world.call_all("ask", [r + k for r in ranks]) for k in (1, 5)])
+    yield told(world, lambda: world.call_all("ask", [-1 if r == world.size - 1 else r for r in ranks]))
+    yield told(world, lambda: world.call_all("ask", [-1 for _ in ranks]))
+    yield told(world, lambda: world.call_all("ask", ["unpicklable" for _ in ranks]))
+    yield told(world, lambda: world.call_all("nobody", ranks))
+    yield told(world, lambda: world.call_all("ask", [1]))
+    yield told(world, threading.Lock)
+    yield told(world, lambda: "still alive")
+    yield world.broadcast(world.rank + 7)
+    yield asked.seen
+
+
+def main(out):
+    dist.init_process_group("gloo")
+    world = TorchWorld()
+    asked = Asked(world.rank)
+    world.serve("ask", asked)
+    seen = list(cases(world, asked))
+    world.barrier()
+    Path(out).write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
