@@ -1,0 +1,20 @@
+"""Grades the last-letter task: the boxed letters, and every step against the word it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.rewards.tags import boxed
+
+
+def grade(response: str, payload: Mapping[str, Any]) -> float:
+    """1.0 when the boxed letters equal payload["answer"], white space aside, else 0.0."""
+    answer = boxed(response)
+    return float(answer is not None and "".join(answer.split()) == "".join(str(payload["answer"]).split()))
+
+
+def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
+    """Gold label of each step. Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1]."""
+    words = payload["words"]
+    return [j < len(words) and "".join(text.split()[1:]) == words[j][-1] for j, text in enumerate(step_texts)]
