@@ -23,6 +23,7 @@ setup(
         "megatron-core>=0.16.1,<0.20",
         "transformers>=4.51",
         "safetensors>=0.5",
+        "huggingface-hub>=0.26",
         "tokenizers>=0.21",
         "pydantic>=2.10",
         "pyyaml>=6",

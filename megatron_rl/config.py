@@ -1,23 +1,16 @@
-"""Every setting of a run, as frozen dataclasses, and the one way they are read: defaults <- YAML files <- `a.b=c`.
+"""Every setting of a run, as frozen dataclasses; config_files.py reads them, config_checks.py checks one against the other.
 
 Imports neither torch nor Megatron, so that a config can be checked on a login node.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 import pydantic
-import yaml
 
 C = TypeVar("C")
-T = TypeVar("T")
 
 
 class ConfigError(ValueError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl import config as configs
+from megatron_rl import config_checks, config_files
 from megatron_rl.commands import launch
 
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
@@ -83,20 +84,25 @@ def _split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megatron_rl import plugins
-
     files, overrides = _split(args.settings)
-    schema = args.schema or configs.guess_schema(files)
-    config = configs.load(SCHEMAS[schema], files, overrides)
+    schema = args.schema or _guess_schema(files)
+    config = config_files.load(SCHEMAS[schema], files, overrides)
     ranks = args.ranks or config.launch.nproc
-    configs.check(config, ranks)
-    if schema == "train":
-        plugins.check_recipe(config.recipe)
-    print(configs.dump(config), end="")
-    for line in configs.explain(config, ranks):
+    config_checks.check(config, ranks)
+    print(config_files.dump(config), end="")
+    for line in config_checks.explain(config, ranks):
         print("# " + line)
     print(f"# {schema}: the config is valid for {ranks} ranks")
     return 0
+
+
+def _guess_schema(files: Sequence[Path]) -> str:
+    """The command whose schema has all the files' keys; the first that fits."""
+    keys = config_files.read_keys(files)
+    for name, schema in SCHEMAS.items():
+        if keys <= {f.name for f in dataclasses.fields(schema)}:
+            return name
+    raise configs.ConfigError(f"no command takes all of these keys: {', '.join(sorted(keys))}; name one with --command")
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -112,12 +118,12 @@ def _report(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
     files, overrides = _split(args.settings)
-    config = configs.load(SCHEMAS[args.command], files, overrides)
+    config = config_files.load(SCHEMAS[args.command], files, overrides)
     try:
         place = launch.place_from(os.environ)
     except ValueError as error:
         raise configs.ConfigError(str(error)) from error
-    configs.check(config, place.world_size if place else config.launch.nproc)
+    config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None and config.launch.nproc > 1:
         return launch.start_ranks(words, config.launch.nproc, os.environ)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0)

@@ -28,7 +28,7 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
     for rank in range(world):
         env = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }  # fmt: skip
         log = (out / f"rank{rank}.log").open("w")
         command = [sys.executable, str(script), str(out / f"rank{rank}.json"), *arguments]

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from megatron_rl import config as configs
+from megatron_rl import config_files
 from megatron_rl.checkpoint import STATE, Checkpoints, write_json
 from megatron_rl.commands.launch import Place
 from megatron_rl.console import RunConsole
@@ -85,7 +86,7 @@ def load_tokenizer(model: configs.Model) -> PreTrainedTokenizerBase:
 @contextlib.contextmanager
 def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> Iterator[Driver]:
     """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective."""
-    path = world.from_driver(lambda: str(open_run(config.run, configs.dump(config)).path))
+    path = world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path))
     directory = RunDirectory(Path(path))
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
     newest = world.from_driver(lambda: found.number if config.run.resume != "never" and (found := checkpoints.newest()) else None)

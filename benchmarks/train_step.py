@@ -1,0 +1,129 @@
+"""Tokens per CPU-second of one update of our actor against a plain transformers training step, same model and batch, one run.
+
+Two kinds of work. `equal`: all sequences have one length and every token but the first is trained, so padding costs nobody
+anything; ours runs padded too. `varied`: lengths as rollouts have them (prompt of 32, log-normal response), the loss on the
+response; ours runs packed, transformers pads each micro-batch of the same number of sequences, in the order given. Both sides
+use the same number of sequences per micro-batch on `equal`, one thread, fp32, SDPA attention, clipping and AdamW, and are
+measured in turn, several rounds; the figure is the median of the rounds' ratios. Tokens counted are real ones, not padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.types import Batch, Stop, Trajectory, pack
+
+PRESETS = {
+    "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
+    "small": dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4),
+}
+BARS = {"equal/ratio": 0.95, "varied/ratio": 1.5}
+
+
+def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Trajectory]:
+    """`count` random sequences; `length` is the length of all (equal) or the longest allowed (varied)."""
+    rng = random.Random(0)
+    out = []
+    for i in range(count):
+        prompt = 1 if kind == "equal" else 32
+        n = length if kind == "equal" else min(length, prompt + 8 + int(rng.lognormvariate(4.0, 0.8)))
+        tokens = [rng.randrange(vocab) for _ in range(n)]
+        trainable = [j >= prompt for j in range(n)]
+        out.append(Trajectory(group=str(i), tokens=tokens, trainable=trainable, logprobs=[0.0] * n, version=0, stop=Stop.EOS, advantages=[1.0] * n))
+    return out
+
+
+def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], None]:
+    """A training step as a user of transformers writes it: pad each micro-batch, cross-entropy, clip, AdamW."""
+    model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    cu, micro = batch.cu_seqlens.tolist(), []
+    for start in range(0, batch.num_sequences, rows):
+        spans = [slice(cu[i], cu[i + 1]) for i in range(start, min(start + rows, batch.num_sequences))]
+        tokens = torch.nn.utils.rnn.pad_sequence([batch.tokens[s] for s in spans], batch_first=True)
+        seen = torch.nn.utils.rnn.pad_sequence([torch.ones_like(batch.tokens[s]) for s in spans], batch_first=True)
+        labels = [batch.labels[s].masked_fill(~batch.mask[s], -100) for s in spans]
+        micro.append((tokens, seen, torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)))
+    total = float(batch.mask.sum())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for tokens, seen, labels in micro:
+            mask = None if bool(seen.all()) else seen
+            logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / total).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int) -> Callable[[], None]:
+    role = Role(
+        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=Loss(kl_coef=0.0), packed=packed, micro_batch_tokens=budget
+    )  # fmt: skip
+    policy, loss = MegatronPolicy(role, parallel.create(Layout())), CompletionLoss()
+    return lambda: policy.update(batch, loss) and None
+
+
+def measure(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
+    """CPU seconds (ours, theirs) of the median round by ratio."""
+
+    def cpu(step: Callable[[], None]) -> float:
+        start = time.process_time()
+        step()
+        return time.process_time() - start
+
+    cpu(ours), cpu(theirs)
+    pairs = [(cpu(ours), cpu(theirs)) for _ in range(rounds)]
+    ratios = [b / a for a, b in pairs]
+    middle = statistics.median_low(ratios)
+    return pairs[ratios.index(middle)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="small")
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--length", type=int, default=256, help="tokens of each sequence (equal), of the longest (varied)")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch")
+    parser.add_argument("--rounds", type=int, default=5)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        Qwen2ForCausalLM(Qwen2Config(**PRESETS[args.preset], max_position_embeddings=2048)).save_pretrained(folder)
+        for kind in ("equal", "varied"):
+            batch = pack(trajectories(kind, args.sequences, args.length, PRESETS[args.preset]["vocab_size"]))
+            budget = args.rows * args.length
+            ours = our_step(Path(folder), batch, packed=kind == "varied", budget=budget)
+            seconds, theirs = measure(ours, transformers_step(Path(folder), batch, args.rows), args.rounds)
+            tokens = len(batch.tokens)
+            figures |= {f"{kind}/ours_tokens_per_cpu_s": tokens / seconds, f"{kind}/transformers_tokens_per_cpu_s": tokens / theirs}
+            figures[f"{kind}/ratio"] = theirs / seconds
+    dist.destroy_process_group()
+    common.finish(figures, BARS, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Checks between settings, against the number of ranks and the model's config.json; and what the numbers mean. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError, Layout, Role, SftConfig, TrainConfig
+
+
+def check(config: Any, ranks: int) -> None:
+    """Raises ConfigError for a layout or batch size that cannot work on `ranks` ranks; changes nothing."""
+    problems: list[str] = []
+    if isinstance(config, TrainConfig):
+        if not config.roles:
+            problems.append("roles is empty: name at least one role")
+        for name, role in config.roles.items():
+            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks) + _role_problems(f"roles.{name}", role)
+        if config.run.steps is not None and config.run.steps < 1:
+            problems.append(f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for the recipe's plan")
+        if config.run.prompts_per_step < 1:
+            problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
+    if isinstance(config, SftConfig):
+        problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
+        if config.samples_per_step < 1 or (config.steps is not None and config.steps < 1):
+            problems.append(f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing")
+    if problems:
+        raise ConfigError("\n  ".join(problems))
+
+
+def explain(config: Any, ranks: int) -> list[str]:
+    """What the numbers of a training config mean, one line each; group sizes are the recipe's business and come at the start of the run."""
+    if not isinstance(config, TrainConfig):
+        return []
+    lines = []
+    for name, role in config.roles.items():
+        data_parallel = ranks // role.layout.model_ranks
+        lines.append(f"{name}: tp {role.layout.tp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks; "
+                     f"micro-batches of up to {role.micro_batch_tokens} tokens per rank")  # fmt: skip
+    return lines
+
+
+def explain_role(name: str, role: Role, *, prompts: int, group_size: int, ranks: int) -> str:
+    """P prompts x G samples = S; S / B optimizer steps; the most tokens of an update; ranks."""
+    samples = prompts * group_size
+    batch = role.samples_per_optimizer_step or samples
+    longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)
+    replicas = ranks // role.layout.model_ranks
+    return (
+        f"{name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = {-(-samples // batch)} "
+        f"optimizer steps; at most {longest} tokens, that is up to {-(-longest // (replicas * role.micro_batch_tokens))} micro-batches of "
+        f"{role.micro_batch_tokens} tokens on each of {replicas} data-parallel replicas (tp {role.layout.tp}, pp {role.layout.pp})"
+    )
+
+
+def _role_problems(name: str, role: Role) -> list[str]:
+    problems = []
+    if role.samples_per_optimizer_step is not None and role.samples_per_optimizer_step < 1:
+        problems.append(f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all samples")
+    longest = role.max_prompt_tokens + role.sampling.max_tokens
+    if role.micro_batch_tokens < longest:
+        problems.append(
+            f"{name}.micro_batch_tokens = {role.micro_batch_tokens} is less than max_prompt_tokens + sampling.max_tokens = {longest}: "
+            "one sequence would not fit; raise it or lower these"
+        )
+    return problems
+
+
+def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[str]:
+    problems = []
+    if ranks % layout.model_ranks:
+        problems.append(
+            f"{name}: tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} ranks: start a multiple of it "
+            "(launch.nproc, or the launcher's), or change the layout"
+        )
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        if Path(path).is_absolute() or path.startswith("."):
+            problems.append(f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name")
+        return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    stages = layout.pp * (layout.vpp or 1)
+    for key, by, what in (
+        ("num_attention_heads", layout.tp, "tp"),
+        ("num_key_value_heads", layout.tp, "tp"),
+        ("intermediate_size", layout.tp, "tp"),
+        ("num_hidden_layers", stages, "pp x vpp"),
+    ):
+        if key in facts and facts[key] % by:
+            problems.append(f"{name}: {key} = {facts[key]} of {path} is not divisible by {what} = {by}: choose a divisor of it")
+    return problems
