@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.data import DataError
+from megatron_rl.rollout import tokenize
 from megatron_rl.types import Stop, Trajectory
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def sft_trajectories(pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append
     end = [tokenizer.eos_token_id] if append_eos else []
     out: list[Trajectory] = []
     for number, (prompt, response) in enumerate(pairs):
-        start = tokenizer.encode(prompt, add_special_tokens=False)
+        start = tokenize(tokenizer, prompt)
         rest = tokenizer.encode(response, add_special_tokens=False) + end
         length = len(start) + len(rest)
         if length > max_tokens:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from megatron_rl import config as configs
@@ -77,10 +76,6 @@ def start_world(place: Place) -> TorchWorld:
     address = {} if store else {"init_method": f"tcp://{place.address}:{place.port}"}
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address)
     return TorchWorld()
-
-
-def load_tokenizer(model: configs.Model) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(model.tokenizer or model.path)
 
 
 @contextlib.contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_rl import config as configs
 from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.checkpoint import STATE, Checkpoints, write_json
-from megatron_rl.commands.common import Driver, export_model, load_tokenizer, open_driver, save_checkpoint, start_world
+from megatron_rl.chat import load_tokenizer
+from megatron_rl.commands.common import Driver, export_model, open_driver, save_checkpoint, start_world
 from megatron_rl.commands.launch import Place
 from megatron_rl.config import ConfigError, SftConfig
 from megatron_rl.data import read_pairs
@@ -24,7 +24,7 @@ from megatron_rl.world import TorchWorld
 def run(config: SftConfig, place: Place) -> int:
     """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
     world = start_world(place)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     pairs = read_pairs(config.data)
     samples = sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
     validation = _validation(config, tokenizer)
@@ -40,7 +40,7 @@ def run(config: SftConfig, place: Place) -> int:
     )
     policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
     with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:
-        driver.say(f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(map(lambda s: len(s.tokens), samples))} tokens")
+        driver.say(f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens")
         done = _resume(driver, policy)
         finished = _train(config, world, driver, policy, (samples, validation, steps, done), interrupts)
         if finished:
@@ -90,8 +90,6 @@ def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
 def _validation(config: SftConfig, tokenizer) -> list[Trajectory]:
     if config.data.validation is None:
         return []
-    import dataclasses
-
     pairs = read_pairs(dataclasses.replace(config.data, train=config.data.validation))
     return sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
 

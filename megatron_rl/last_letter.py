@@ -1,0 +1,68 @@
+"""The last-letter task: problems whose every step has a known truth, teachers that are wrong in a known way, and verification texts.
+
+Given words, step j reports the last letter of word j (the compact form; the paper reports all letters so far), the answer is all of
+them. Texts are words separated by spaces, so that a word-level tokenizer makes one token of each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.rewards.tags import boxed, step_texts
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
+NOTHING = "<q>"  # what a verifier writes where a step has no word to look at
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Inclusive ranges of the number of words and of letters per word, and the alphabet's size."""
+
+    words: tuple[int, int]
+    letters: tuple[int, int]
+    alphabet: int = 10
+
+
+def make_problem(rng: random.Random, sizes: Sizes) -> dict[str, Any]:
+    """A row {question, answer, words}: `a b #1 c d e #2` asks for `b e`."""
+    words = [
+        "".join(rng.choice(LETTERS[: sizes.alphabet]) for _ in range(rng.randint(*sizes.letters)))
+        for _ in range(rng.randint(*sizes.words))
+    ]  # fmt: skip
+    question = " ".join(f"{' '.join(word)} #{i}" for i, word in enumerate(words, start=1))
+    return {"question": question, "answer": " ".join(word[-1] for word in words), "words": words}
+
+
+def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float) -> str:
+    """A solution text; with probability `misconception` a step takes the first letter instead of the last."""
+    letters = [word[0] if rng.random() < misconception else word[-1] for word in words]
+    return solution_text(letters)
+
+
+def solution_text(letters: Sequence[str]) -> str:
+    steps = " ".join(f"<step> #{i} {letter} </step>" for i, letter in enumerate(letters, start=1))
+    return f"<think> {steps} </think> <answer> \\boxed{{ {' '.join(letters)} }} </answer>"
+
+
+def verification_text(rng: random.Random, words: Sequence[str], solution: str, misread: float) -> str:
+    """What a careful but short-sighted verifier writes: for each step the claimed and the expected letter, and whether they agree.
+
+    With probability `misread` it expects the first letter. The final verdict holds when all steps do, their number is that of the
+    words, and the boxed answer repeats them. No gold verdict is used.
+    """
+    claims = [text.split()[1:] for text in step_texts(solution)]
+    blocks, verdicts = [], []
+    for j, claim in enumerate(claims):
+        expected = (words[j][0] if rng.random() < misread else words[j][-1]) if j < len(words) else NOTHING
+        verdicts.append(claim == [expected])
+        claimed = claim[-1] if claim else NOTHING
+        blocks.append(f"<step> #{j + 1} {claimed} {expected} {CORRECT if verdicts[-1] else INCORRECT} </step>")
+    repeated = (boxed(solution) or "").split() == [letter for claim in claims for letter in claim]
+    final = all(verdicts) and len(claims) == len(words) and repeated
+    steps = "".join(f"{block} " for block in blocks)
+    verdict = CORRECT if final else INCORRECT
+    return f"<step_verification> {steps}</step_verification> <final_verification> {verdict} </final_verification>"
