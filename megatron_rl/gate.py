@@ -1,0 +1,109 @@
+"""The step-0 gate: the reward tells right from wrong, and every engine agrees with its trainer, before anything is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_rl.config import Gate
+from megatron_rl.rollout import sample, tokenize
+from megatron_rl.turns import Grade, Players, Recipe
+from megatron_rl.types import Batch, Prompt, Trajectory, pack
+from megatron_rl.world import World
+
+PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
+RIGHT_SHARE, WRONG_SHARE = 0.75, 0.25  # of known right answers that must be accepted at least, of known wrong ones at most
+
+
+class GateFailure(RuntimeError):
+    """Training would learn from wrong numbers; the message gives both values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatePlan:
+    """What the gate is tried on; `prompts` of the driver count."""
+
+    settings: Gate
+    prompts: Sequence[Prompt]
+    wrong_answer: str = "-123456.789"
+
+
+class Scorer(Protocol):
+    def logprobs(self, batch: Batch) -> Tensor: ...
+
+
+def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str) -> dict[str, float]:
+    r"""Grades `\boxed{answer}` with each problem's own answer and with `wrong_answer`. -> mean scores. On the driver.
+
+    Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is accepted.
+    """
+    payloads = [p.payload for p in prompts]
+    scores = {}
+    for name, answers in (("right", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
+        graded = grade([_response(a) for a in answers], payloads)
+        scores[name] = fmean(g.score for g in graded)
+        failures = [g.detail for g in graded if g.detail]
+        if name == "right" and scores[name] < RIGHT_SHARE or name == "wrong" and scores[name] > WRONG_SHARE:
+            raise GateFailure(
+                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. {answers[0]!r} for the gold "
+                f"answer {payloads[0]['answer']!r} (right ones must get at least {RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}"
+                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and reward.target"
+            )
+    return {"gate/reward_right": scores["right"], "gate/reward_wrong": scores["wrong"]}
+
+
+def check_logprobs(
+    world: World, players: Players, policies: Mapping[str, Scorer], *, texts: Sequence[str], limit: float
+) -> dict[str, float]:  # fmt: skip
+    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per role. Collective; engines hold the policies' weights.
+
+    Raises GateFailure on every rank for the first role whose gap is above `limit`.
+    """
+    gaps = {}
+    for role, policy in policies.items():
+        batch = pack(world.from_driver(_probe, players, role, texts))
+        trainer = policy.logprobs(batch)[batch.mask]
+        engine = batch.engine_logprobs[batch.mask]
+        gap = float((engine - trainer).abs().mean())
+        if not gap <= limit:
+            worst = int((engine - trainer).abs().argmax())
+            raise GateFailure(
+                f"{role}: the engine's log-probs differ from the trainer's by {gap:.4f} on average "
+                f"(engine {float(engine.mean()):.4f}, trainer {float(trainer.mean()):.4f}; "
+                f"worst token: engine {float(engine[worst]):.4f}, trainer {float(trainer[worst]):.4f}), "
+                f"more than gate.max_logprob_gap = {limit}: the weights, the temperature or the precision of the two differ"
+            )
+        gaps[f"gate/logprob_gap_{role}"] = gap
+    return gaps
+
+
+def check(world: World, players: Players, recipe: Recipe, policies: Mapping[str, Scorer], plan: GatePlan) -> dict[str, float]:
+    """Both checks, of every policy given. Collective; raises GateFailure on rank 0 and that or DriverError on the others."""
+    if not plan.settings.enabled:
+        return {}
+    chosen = world.broadcast(list(plan.prompts[: plan.settings.num_prompts]))
+    if not chosen:
+        raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
+    scores = world.from_driver(check_reward, players.grade, chosen, plan.wrong_answer)
+    texts = [recipe.generator_prompt(p.payload) for p in chosen]
+    return scores | check_logprobs(world, players, policies, texts=texts, limit=plan.settings.max_logprob_gap)
+
+
+def _response(answer: str) -> str:
+    return f"<answer>\\boxed{{{answer}}}</answer>"
+
+
+def _probe(players: Players, role: str, texts: Sequence[str]) -> list[Trajectory]:
+    """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other log-probs)."""
+    own = players.samplings[role]
+    sampling = replace(
+        own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0, min_p=0.0,
+        n=1, seed=players.seed_for("gate", role),
+    )  # fmt: skip
+    limit = players.max_prompt_tokens[role]
+    prompts = [Prompt(id=str(i), tokens=tokenize(players.tokenizers[role], text)[:limit]) for i, text in enumerate(texts)]
+    return [replace(t, advantages=[0.0] * len(t.tokens)) for t in sample(players.engines[role], prompts, sampling)]

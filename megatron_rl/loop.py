@@ -1,0 +1,293 @@
+"""The whole of training. Reads top to bottom; knows no Megatron, no engine and no recipe by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_rl import gate
+from megatron_rl.rollout import trajectories_from_jsonl, trajectories_to_jsonl
+from megatron_rl.turns import Played, Players, Recipe, Turn
+from megatron_rl.types import Batch, Prompt, Trajectory, pack
+from megatron_rl.world import World
+
+SUMMED = ("trained_tokens", "packed_tokens", "micro_batches")  # over an update's optimizer steps; other figures are averaged
+
+
+class NothingTrained(RuntimeError):
+    """A run that executed no update: it must not look like a success."""
+
+
+class BatchLoss(Protocol):
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+    def denominator(self, batch: Batch) -> float: ...
+
+
+class Policy(Protocol):
+    """A trained model. Every method is collective."""
+
+    def update(self, batch: Batch, loss: BatchLoss) -> dict[str, float]: ...
+
+    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Data(Protocol):
+    def take(self, count: int) -> list[Prompt]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A model and what it is trained with. A frozen player has a policy too; it is never updated."""
+
+    policy: Policy
+    loss: BatchLoss
+    needs_reference: bool = False  # the loss wants the frozen reference's log-probs (kl_coef > 0)
+    samples_per_optimizer_step: int | None = None  # B; None: one optimizer step per update
+    sleeps: bool = False  # off-load between this role's turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long, how often, and on how much. `evaluate_every` and `save_every` count steps; 0: only at the end."""
+
+    steps: int
+    prompts_per_step: int  # P, of every turn
+    evaluate_every: int = 0
+    evaluate_at_start: bool = True
+    save_every: int = 0
+    gate: gate.GatePlan | None = None
+    record: Path | None = None  # directory: keep every turn's trajectories as they are trained on
+    replay: Path | None = None  # directory: train on these instead of playing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the run does beside training. `save` is called on every rank; `log` too; the others on rank 0."""
+
+    log: Callable[..., None]  # (step, scope, metrics, *, turn)
+    save: Callable[[int], None] = lambda number: None  # number of turns done; collective
+    keep_rollouts: Callable[[Turn, Sequence[Trajectory]], None] = lambda turn, trajectories: None
+    should_stop: Callable[[], bool] = lambda: False  # a signal or the time limit asks to save and leave
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands: a checkpoint's JSON values. The loop moves it; the same on every rank."""
+
+    step: int = 0
+    index: int = 0  # turns done of this step
+    number: int = 0  # turns done in all
+    turns: dict[str, int] = field(default_factory=dict)  # turns done by role
+    updates: dict[str, int] = field(default_factory=dict)  # updates executed by role: the version of its weights
+    evaluated: int = -1  # step of the last evaluation
+    saved: int = -1  # turns done at the last checkpoint
+    first_evaluation: dict[str, float] = field(default_factory=dict)
+    last_evaluation: dict[str, float] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def next_turn(self, role: str) -> Turn:
+        return Turn(step=self.step, index=self.index, role=role, number=self.number, update=self.turns.get(role, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The parts of a run. `players.engines` has an engine for every role; data and held_out are read on rank 0 alone."""
+
+    world: World
+    roles: Mapping[str, Role]
+    recipe: Recipe
+    players: Players
+    data: Data
+    held_out: Sequence[Prompt] = ()
+    hooks: Hooks
+
+
+def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
+    """Alternates turns between the roles; a turn is play -> update -> refit. Every rank runs this same code.
+
+    Goes on from `progress` and moves it. True when all steps are done, False when asked to leave (after saving).
+    Raises NothingTrained when no update was executed, GateFailure before the first one, and whatever a part raises, on every rank.
+    """
+    if plan.steps <= 0 or not any(setup.recipe.turns(s) for s in range(plan.steps)):
+        raise NothingTrained(f"{plan.steps} steps hold no turn: set run.steps or the recipe's updates above 0")
+    _start(setup, plan, progress)
+    while progress.step < plan.steps:
+        _evaluate_if_due(setup, plan, progress)
+        for role in setup.recipe.turns(progress.step)[progress.index :]:
+            _turn(setup, plan, progress, role)
+            if setup.world.broadcast(setup.hooks.should_stop()):
+                _end_step(setup, progress)
+                _save(setup, progress)
+                return False
+        _end_step(setup, progress)
+        if plan.save_every and progress.step % plan.save_every == 0:
+            _save(setup, progress)
+    if not sum(progress.updates.values()):
+        raise NothingTrained(
+            f"{progress.number} turns and no update: every group of samples had equal rewards; look at reward/* and groups_without_signal"
+        )
+    _save(setup, progress)
+    _evaluate_if_due(setup, plan, progress)
+    return True
+
+
+def update(role: Role, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Trains on [S] trajectories in ceil(S / B) optimizer steps of nearly equal size, in order. Collective."""
+    batch = pack(trajectories)
+    parts = split(batch.num_sequences, role.samples_per_optimizer_step)
+    if role.needs_reference:
+        batch = replace(batch, reference_logprobs=role.policy.logprobs(batch, reference=True))
+    if len(parts) > 1:
+        batch = replace(batch, old_logprobs=role.policy.logprobs(batch))
+    steps = [role.policy.update(batch.select(part), role.loss) for part in parts]
+    means = {name: fmean(s[name] for s in steps) for name in steps[0]}
+    sums = {name: sum(s[name] for s in steps) for name in SUMMED if name in steps[0]}
+    return means | sums | {"optimizer_steps": float(len(steps))}
+
+
+def split(sequences: int, size: int | None) -> list[range]:
+    """S sequences -> ceil(S / size) consecutive ranges whose lengths are at most one apart; all in one when `size` is None."""
+    count = 1 if size is None else -(-sequences // size)
+    return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
+
+
+def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
+    """Every engine gets its model's weights; then the gate. A role that sleeps between its turns begins asleep."""
+    watch, policies = setup.players.watch, {name: role.policy for name, role in setup.roles.items()}
+    with watch("refit"):
+        for name in policies:
+            _refit(setup, progress, name)
+    if plan.gate is not None and plan.replay is None:
+        with watch("gate"):
+            found = gate.check(setup.world, setup.players, setup.recipe, policies, plan.gate)
+        if found and progress.number == 0:
+            setup.hooks.log(progress.step, "gate", found, turn=0)
+    for role in setup.roles.values():
+        if role.sleeps:
+            role.policy.sleep()
+
+
+def _turn(setup: Setup, plan: Plan, progress: Progress, name: str) -> None:
+    turn, watch = progress.next_turn(name), setup.players.watch
+    played: Played = setup.world.from_driver(_play, setup, plan, turn)
+    metrics = dict(played.metrics) | {"version_lag": _version_lag(played.trajectories, progress.updates.get(name, 0))}
+    if _has_signal(played.trajectories):
+        metrics |= _learn(setup, progress, name, [t for t in played.trajectories if any(t.trainable)])
+        metrics["skipped"] = 0.0
+    else:  # all rewards of every group were equal: there is nothing to learn
+        metrics["skipped"] = 1.0
+    with watch("record"):
+        setup.world.from_driver(setup.hooks.keep_rollouts, turn, played.trajectories)
+    setup.hooks.log(turn.step, name, metrics, turn=turn.number)
+    progress.index, progress.number = progress.index + 1, progress.number + 1
+    progress.turns[name] = progress.turns.get(name, 0) + 1
+
+
+def _play(setup: Setup, plan: Plan, turn: Turn) -> Played:
+    """On the driver: rollouts for the turn, or those of a recorded one."""
+    prompts = setup.data.take(plan.prompts_per_step)
+    played = setup.recipe.play(turn, prompts, setup.players) if plan.replay is None else read_turn(plan.replay, turn)
+    if plan.record is not None:
+        write_turn(plan.record, turn, played)
+    return played
+
+
+def _learn(setup: Setup, progress: Progress, name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    role, watch = setup.roles[name], setup.players.watch
+    with watch("train"):
+        if role.sleeps:
+            role.policy.wake()
+        metrics = update(role, trajectories)
+    progress.updates[name] = progress.updates.get(name, 0) + 1
+    with watch("refit"):
+        _refit(setup, progress, name)
+        if role.sleeps:
+            role.policy.sleep()
+    return metrics
+
+
+def _refit(setup: Setup, progress: Progress, name: str) -> None:
+    if name in setup.players.engines:  # a replay needs none
+        setup.players.engines[name].load(setup.roles[name].policy.weights(), version=progress.updates.get(name, 0))
+
+
+def _end_step(setup: Setup, progress: Progress) -> None:
+    """Moves to the next step when this one's turns are done."""
+    if progress.index >= len(setup.recipe.turns(progress.step)):
+        progress.step, progress.index = progress.step + 1, 0
+
+
+def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress) -> None:
+    """At the start, every so many steps, and at the end. After the step's checkpoint: a run that goes on from it evaluates again,
+    with the same figures, so that the two write the same lines."""
+    step = progress.step
+    at_start, at_end = step == 0 and plan.evaluate_at_start, step >= plan.steps
+    regular = plan.evaluate_every > 0 and step > 0 and step % plan.evaluate_every == 0
+    wanted = progress.index == 0 and progress.evaluated != step and (at_start or at_end or regular)
+    if not setup.world.broadcast(wanted and bool(setup.held_out)):
+        return
+    with setup.players.watch("evaluate"):
+        figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, setup.players, setup.players.seed)
+    progress.evaluated, progress.last_evaluation = step, figures
+    if not progress.first_evaluation:
+        progress.first_evaluation = figures
+    setup.hooks.log(step, "eval", figures, turn=progress.number)
+
+
+def _save(setup: Setup, progress: Progress) -> None:
+    """Once per number of turns. Sleeping policies wake for it."""
+    if progress.saved == progress.number:
+        return
+    progress.saved = progress.number
+    sleeping = [role.policy for role in setup.roles.values() if role.sleeps]
+    with setup.players.watch("save"):
+        for policy in sleeping:
+            policy.wake()
+        setup.hooks.save(progress.number)
+        for policy in sleeping:
+            policy.sleep()
+
+
+def _has_signal(trajectories: Sequence[Trajectory]) -> bool:
+    return any(a != 0.0 for t in trajectories for a in t.advantages)
+
+
+def _version_lag(trajectories: Sequence[Trajectory], version: int) -> float:
+    """Mean age of the rollouts in updates of their role."""
+    return fmean(version - t.version for t in trajectories) if trajectories else 0.0
+
+
+def write_turn(directory: Path, turn: Turn, played: Played) -> Path:
+    """Writes turn_000012_ROLE.jsonl: a line of metrics, then a line per trajectory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = _turn_file(directory, turn)
+    path.write_text(json.dumps(played.metrics) + "\n" + trajectories_to_jsonl(played.trajectories), encoding="utf-8")
+    return path
+
+
+def read_turn(directory: Path, turn: Turn) -> Played:
+    """What `write_turn` wrote for this turn. Raises FileNotFoundError for a turn that was not recorded."""
+    path = _turn_file(directory, turn)
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}: turn {turn.number} ({turn.role}) was not recorded there; record one with debug.save_rollouts")
+    first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    return Played(trajectories=trajectories_from_jsonl(rest), metrics=json.loads(first))
+
+
+def _turn_file(directory: Path, turn: Turn) -> Path:
+    return directory / f"turn_{turn.number:06d}_{turn.role}.jsonl"

@@ -1,0 +1,150 @@
+"""One model judges another's solutions: prompts for it, its verdicts, and a fixed balanced set to measure it on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.chat import fill
+from megatron_rl.engines.base import Sampling
+from megatron_rl.evaluate import Confusion, agreement, confusion, step_confusion
+from megatron_rl.recipes.base import Solution, with_steps
+from megatron_rl.rewards import verdicts
+from megatron_rl.rewards.tags import generator_format, step_texts
+from megatron_rl.rollout import sample, tokenize
+from megatron_rl.turns import Players
+from megatron_rl.types import Prompt, Stop, Trajectory
+
+StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reviewed:
+    """One verification of one solution."""
+
+    solution: Solution
+    trajectory: Trajectory  # of the verification
+    text: str
+    review: verdicts.Review
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reviewer:
+    """How `role` is asked for verifications: its template has {question}, {solution} and {num_steps}."""
+
+    role: str
+    template: str
+    gamma: float = verdicts.GAMMA  # weight of the format score in its reward
+
+    def prompt(self, players: Players, solution: Solution) -> Prompt | None:
+        """The verification prompt of a solution; None when it is too long (it is never cut: the instructions stand at its end)."""
+        t = solution.trajectory
+        text = fill(self.template, question=str(t.payload["question"]), solution=solution.text, num_steps=str(len(t.steps)))
+        tokens = tokenize(players.tokenizers[self.role], text)
+        if len(tokens) > players.max_prompt_tokens[self.role]:
+            return None
+        payload = {key: t.payload[key] for key in ("question", "answer") if key in t.payload}
+        return Prompt(id=t.group, tokens=tokens, payload=payload)
+
+    def review(self, players: Players, solutions: Sequence[Solution], sampling: Sampling) -> list[list[Reviewed]]:
+        """[B] solutions -> [B][n] verifications; none for a solution whose prompt is too long."""
+        with players.watch("review"):
+            prompts = [self.prompt(players, s) for s in solutions]
+            drawn = iter(sample(players.engines[self.role], [p for p in prompts if p is not None], sampling))
+        with players.watch("reward"):
+            return [
+                [] if prompt is None else [self._read(players, solution, next(drawn)) for _ in range(sampling.n)]
+                for solution, prompt in zip(solutions, prompts, strict=True)
+            ]
+
+    def _read(self, players: Players, solution: Solution, drawn: Trajectory) -> Reviewed:
+        trajectory, text = with_steps(drawn, players.tokenizers[self.role])
+        review = verdicts.review(
+            text,
+            num_steps=len(solution.trajectory.steps),
+            correct=bool(solution.correct),
+            generator_format=generator_format(solution.text),
+            gamma=self.gamma,
+        )
+        payload = {**trajectory.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
+        rewarded = replace(trajectory, payload=payload).with_rewards(
+            verifier=review.reward, agrees=float(review.agrees), format=review.format
+        )
+        return Reviewed(solution=solution, trajectory=rewarded, text=text, review=review)
+
+
+def outcome_confusion(reviews: Sequence[Reviewed]) -> Confusion:
+    """Final verdicts against graded outcomes; an unreadable verdict counts as said wrong, an ungraded solution not at all."""
+    return confusion((r.review.final, r.solution.correct) for r in reviews if r.solution.correct is not None)
+
+
+def gold_confusion(reviews: Sequence[Reviewed], step_labels: StepLabels) -> Confusion:
+    """Step verdicts against gold labels, where their counts agree."""
+    labels = [step_labels(step_texts(r.solution.text), r.solution.trajectory.payload) for r in reviews]
+    return step_confusion([r.review.verdicts for r in reviews], labels)
+
+
+def aligned(reviews: Sequence[Reviewed]) -> float:
+    """Share of verifications with one verdict per step of the solution; 0.0 for none."""
+    counts = [(len(r.review.verdicts), len(r.solution.trajectory.steps)) for r in reviews]
+    return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
+
+
+def review_metrics(reviews: Sequence[Reviewed], step_labels: StepLabels | None) -> dict[str, float]:
+    """verdicts_match, confusion/*, predicted_positive, and step_agreement where gold labels exist."""
+    out = {"verdicts_match": aligned(reviews)} | outcome_confusion(reviews).metrics()
+    share = agreement(gold_confusion(reviews, step_labels)) if step_labels else None
+    return out if share is None else out | {"step_agreement": share}
+
+
+def balanced_set(rounds: Iterator[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
+    """Takes solutions round by round until there are `per_class` right and as many wrong ones, or no more rounds.
+
+    Ungraded solutions and those that do not fit the reviewer are passed over. The right ones come first.
+    """
+    kept: dict[bool, list[Solution]] = {True: [], False: []}
+    for solutions in rounds:
+        for s in solutions:
+            if s.correct is not None and len(kept[s.correct]) < per_class and fits(s):
+                kept[s.correct].append(s)
+        if all(len(side) >= per_class for side in kept.values()):
+            break
+    return kept[True] + kept[False]
+
+
+def solutions_to_json(solutions: Sequence[Solution]) -> list[dict[str, Any]]:
+    """Of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a set."""
+    return [
+        {"id": _problem_id(s), "response": s.trajectory.response, "stop": s.trajectory.stop.value, "correct": s.correct} for s in solutions
+    ]
+
+
+def solutions_from_json(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokenizer: Any) -> list[Solution]:
+    """Joins kept responses to their problems again. Raises ValueError for a problem that is no longer among `prompts`."""
+    problems = {p.id: p for p in prompts}
+    out = []
+    for i, row in enumerate(rows):
+        if row["id"] not in problems:
+            raise ValueError(f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was")
+        prompt, response = problems[row["id"]], list(row["response"])
+        trajectory, text = with_steps(
+            Trajectory(
+                group=f"{i}:{prompt.id}",
+                tokens=[*prompt.tokens, *response],
+                trainable=[False] * len(prompt.tokens) + [True] * len(response),
+                logprobs=[0.0] * (len(prompt.tokens) + len(response)),
+                version=0,
+                stop=Stop(row["stop"]),
+                payload=prompt.payload,
+            ),
+            tokenizer,
+        )
+        out.append(Solution(trajectory=trajectory, text=text, correct=row["correct"]))
+    return out
+
+
+def _problem_id(solution: Solution) -> str:
+    """The id of the problem in the group name that rollout.sample gave."""
+    return solution.trajectory.group.partition(":")[2]

@@ -1,0 +1,100 @@
+"""Prompts + engine -> trajectories, what is measured on them, and their record as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.types import Prompt, Stop, Trajectory
+
+
+def sample(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
+    """[P] prompts -> [P * n] trajectories. The n of one prompt are adjacent and share a group of their own, whatever its id.
+
+    The only place where completions become training sequences: token ids and log-probs are the engine's, untouched.
+    """
+    if not prompts:
+        return []
+    completions = engine.generate([p.tokens for p in prompts], sampling)
+    return [
+        Trajectory(
+            group=f"{i}:{prompt.id}",
+            tokens=[*prompt.tokens, *c.tokens],
+            trainable=[False] * len(prompt.tokens) + [True] * len(c.tokens),
+            logprobs=[0.0] * len(prompt.tokens) + list(c.logprobs),
+            version=engine.version,
+            stop=c.stop,
+            payload=prompt.payload,
+        )
+        for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+        for c in group
+    ]
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """A prompt text -> token ids, with the special tokens that the tokenizer puts around a text (Llama's begin token)."""
+    return list(tokenizer(text)["input_ids"])
+
+
+def greedy(sampling: Sampling, *, seed: int) -> Sampling:
+    """One completion, always the likeliest token."""
+    return replace(sampling, temperature=0.0, n=1, seed=seed)
+
+
+def plain(sampling: Sampling, *, seed: int) -> Sampling:
+    """One completion from the model's own distribution: temperature 1, nothing truncated."""
+    return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed)
+
+
+def measure(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means every recipe logs: reward/*, length (sampled tokens), finished (share not cut), samples, tokens. Empty for none."""
+    if not trajectories:
+        return {"samples": 0.0, "tokens": 0.0}
+    lengths = [sum(t.trainable) for t in trajectories]
+    names = sorted({name for t in trajectories for name in t.rewards})
+    rewards = {f"reward/{name}": fmean(t.rewards[name] for t in trajectories if name in t.rewards) for name in names}
+    return rewards | {
+        "length": fmean(lengths),
+        "finished": fmean(float(t.stop.finished) for t in trajectories),
+        "samples": float(len(trajectories)),
+        "tokens": float(sum(lengths)),
+    }
+
+
+def without_signal(trajectories: Sequence[Trajectory], reward: str) -> float:
+    """Share of groups whose `reward` is the same for all members: nothing to compare. 0.0 for no groups."""
+    values: dict[str, set[float]] = defaultdict(set)
+    for t in trajectories:
+        values[t.group].add(t.rewards[reward])
+    return fmean(float(len(v) == 1) for v in values.values()) if values else 0.0
+
+
+def trajectories_to_jsonl(trajectories: Sequence[Trajectory]) -> str:
+    """One JSON object per line and trajectory, exact to the last bit. Raises TypeError for a payload that is not JSON."""
+    return "".join(json.dumps(_to_json(t)) + "\n" for t in trajectories)
+
+
+def trajectories_from_jsonl(text: str) -> list[Trajectory]:
+    """What `trajectories_to_jsonl` wrote. Raises ValueError with the line number for anything else."""
+    out = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            out.append(_from_json(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"line {number} is not a trajectory ({error}): {line[:80]!r}") from error
+    return out
+
+
+def _to_json(trajectory: Trajectory) -> dict[str, Any]:
+    row = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
+    return row | {"stop": trajectory.stop.value, "payload": dict(trajectory.payload), "rewards": dict(trajectory.rewards)}
+
+
+def _from_json(row: Mapping[str, Any]) -> Trajectory:
+    own = {f.name: row[f.name] for f in fields(Trajectory)}
+    return Trajectory(**own | {"stop": Stop(row["stop"]), "steps": [(a, b) for a, b in row["steps"]]})
