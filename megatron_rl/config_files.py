@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-6 is a number and a key may stand only once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
         twice = sorted({str(k) for k in keys if keys.count(k) > 1})
         if twice:
             raise ConfigError(f"{self.name}, line {node.start_mark.line + 1}: {', '.join(twice)} is given twice; keep one")

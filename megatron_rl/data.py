@@ -98,6 +98,10 @@ class PromptReader:
         self._epoch, self._position, self.dropped = 0, 0, 0
         self._order = self._order_of(0)
 
+    def restarted(self) -> PromptReader:
+        """A reader over the same data, at its beginning."""
+        return PromptReader(self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max)
+
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. Raises DataError when a whole epoch gives none that fits."""
         out: list[Prompt] = []

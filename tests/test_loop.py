@@ -1,9 +1,11 @@
 """The loop with a policy that really learns: order of turns, versions, resume, recorded rollouts, and its refusals."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from toys import EOS, characters, graded
 
 from megatron_rl import gate, loop
@@ -60,9 +62,9 @@ def template(tmp_path):
     return str(path)
 
 
-def make(template, log, *, grade=right, policy=None, data=None, stop_after=None, updates=25, **settings):
+def make(template, log, *, grade=right, policy=None, data=None, stop_after=None, world=None, **settings):
     """A whole run in one process: (setup, policy, data)."""
-    policy, data, world = policy or TablePolicy(VOCAB, lr=0.3, seed=1), data or Questions(), OneProcess()
+    policy, data, world = policy or TablePolicy(VOCAB, lr=0.3, seed=1), data or Questions(), world or OneProcess()
     players = Players(
         engines={"generator": SpreadEngine(world, "generator", TableEngine(VOCAB, EOS))},
         tokenizers={"generator": TOKENIZER},
@@ -80,7 +82,7 @@ def make(template, log, *, grade=right, policy=None, data=None, stop_after=None,
 
     hooks = loop.Hooks(log=log, save=save, should_stop=lambda: stop_after is not None and len(log.series("loss")) >= stop_after)
     held_out = Questions().take(5)
-    recipe = Grpo(updates=updates, group_size=8, template=template)
+    recipe = Grpo(updates=25, group_size=8, template=template)
     return loop.Setup(world=world, roles={"generator": role}, recipe=recipe, players=players, data=data, held_out=held_out, hooks=hooks)
 
 
@@ -132,6 +134,16 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
     second.lines = first.lines + second.lines
     assert lines_without_times(second) == lines_without_times(whole)
     assert torch.equal(again.table, whole.saved[8]["table"])
+
+
+@pytest.mark.multi
+def test_three_ranks_generate_and_learn_exactly_what_one_does(template, tmp_path):
+    log = Log()
+    setup = make(template, log)
+    loop.train(setup, loop.Plan(steps=4, prompts_per_step=7, evaluate_every=2), loop.Progress())
+    alone = json.loads(json.dumps({"lines": log.lines, "table": setup.roles["generator"].policy.table.tolist()}))
+    ranks = run_ranks(Path(__file__).parent / "loop_worker.py", 3, tmp_path / "ranks", template, timeout_s=120)
+    assert ranks == [alone] * 3
 
 
 def test_a_role_that_sleeps_is_awake_only_for_its_updates_and_for_saving(template):

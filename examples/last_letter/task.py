@@ -127,9 +127,9 @@ def _initialise(model: Qwen2ForCausalLM, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if "embed_tokens" in name:
                 parameter.normal_(0, 0.5 * model.config.hidden_size**-0.5)
+            elif "lm_head" in name or name.endswith("bias"):
+                parameter.uniform_(-(model.config.hidden_size**-0.5), model.config.hidden_size**-0.5)
             elif parameter.dim() == 2:
-                parameter.normal_(0, parameter.shape[1] ** -0.5 if "lm_head" not in name else 0.02)
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
                 if "o_proj" in name or "down_proj" in name:
                     parameter.mul_(depth)
-            elif name.endswith("bias"):
-                parameter.uniform_(-(model.config.hidden_size**-0.5), model.config.hidden_size**-0.5)

@@ -50,6 +50,7 @@ def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    initialize_state(optimizer)
     decays = settings.decay != "constant"
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -65,6 +66,21 @@ def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def initialize_state(optimizer: Any) -> None:
+    """Makes the moments (zeros) now, so that a role that has not had its first turn can be saved and loaded.
+
+    By core's own dummy step, at rate 0: no weight changes.
+    """
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+        groups = part.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = 0.0
+        part._init_optimizer_states_with_dummy_values()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"], group["step"] = rate, 0
 
 
 def zero_grad(chunks: list[Any], optimizer: Any) -> None:

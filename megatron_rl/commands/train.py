@@ -1,0 +1,211 @@
+"""`megatron-rl train`: builds the parts of a reinforcement-learning run and hands them to the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl import config_checks, loop, plugins
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.chat import load_tokenizer
+from megatron_rl.checkpoint import STATE, read_json
+from megatron_rl.commands.common import Driver, export_model, open_driver, save_checkpoint, start_world
+from megatron_rl.commands.launch import Place
+from megatron_rl.config import ConfigError, SamplingConfig, TrainConfig
+from megatron_rl.data import PromptReader, read_problems
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.gate import GatePlan
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.rewards.pool import GradePool
+from megatron_rl.rollout import tokenize
+from megatron_rl.run import Interrupts
+from megatron_rl.turns import Players, Recipe, Turn
+from megatron_rl.types import Prompt
+from megatron_rl.world import TorchWorld
+
+
+def run(config: TrainConfig, place: Place) -> int:
+    """Every rank runs it. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
+    recipe: Recipe = plugins.build(config.recipe)
+    _check_roles(config, recipe)
+    world = start_world(place)
+    steps = recipe.num_steps() if config.run.steps is None else min(config.run.steps, recipe.num_steps())
+    turns = sum(len(recipe.turns(s)) for s in range(steps))
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
+        driver = stack.enter_context(open_driver(config, world, total_turns=turns))
+        pool = stack.enter_context(GradePool(config.reward))
+        _announce(config, recipe, driver, place.world_size)
+        tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
+        reader, held_out = _prompts(config, recipe, tokenizers)
+        policies = _policies(config, recipe)
+        players = _players(config, world, tokenizers, pool, driver)
+        progress = _restore(driver, recipe, reader, policies)
+        setup = loop.Setup(
+            world=world,
+            roles={name: _role(config, name, policy) for name, policy in policies.items()},
+            recipe=recipe,
+            players=players,
+            data=reader,
+            held_out=held_out,
+            hooks=_hooks(config, world, driver, _Saved(recipe, reader, policies, progress), tokenizers, interrupts),
+        )
+        started = time.monotonic()
+        finished = loop.train(setup, _plan(config, steps, held_out, reader), progress)
+        driver.summary(_summary(progress, time.monotonic() - started))
+        if finished:
+            for name in recipe.trained:
+                export_model(world, policies[name].weights(), config.roles[name].model, driver.directory.path / "models" / name)
+            driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
+    return 0 if finished else 130
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds beside the files of the policies."""
+
+    recipe: Recipe
+    reader: PromptReader
+    policies: Mapping[str, MegatronPolicy]
+    progress: loop.Progress
+
+    def state(self) -> dict[str, Any]:
+        """Of rank 0: only the driver reads data and plays."""
+        return {"progress": self.progress.state_dict(), "recipe": self.recipe.state_dict(), "data": self.reader.state_dict()}
+
+
+def _check_roles(config: TrainConfig, recipe: Recipe) -> None:
+    missing = [name for name in recipe.roles if name not in config.roles]
+    unknown = [name for name in config.roles if name not in recipe.roles]
+    if missing or unknown:
+        raise ConfigError(
+            f"recipe {config.recipe.target} plays with the roles {', '.join(recipe.roles)}: "
+            + "; ".join([*(f"roles.{n} is missing" for n in missing), *(f"roles.{n} is not one of them" for n in unknown)])
+        )
+
+
+def _announce(config: TrainConfig, recipe: Recipe, driver: Driver, ranks: int) -> None:
+    for name in recipe.trained:
+        size = recipe.group_sizes[name]
+        driver.say(config_checks.explain_role(name, config.roles[name], prompts=config.run.prompts_per_step, group_size=size, ranks=ranks))
+
+
+def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[PromptReader, list[Prompt]]:
+    role = recipe.prompt_role
+    limit = config.roles[role].max_prompt_tokens
+
+    def encode(values: Mapping[str, Any]) -> list[int]:
+        return tokenize(tokenizers[role], recipe.generator_prompt(values))
+
+    def reader(source: Any) -> PromptReader:
+        return PromptReader(read_problems(source), encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=limit)
+
+    held_out: list[Prompt] = []
+    if config.evaluation.prompts is not None:
+        held = config.evaluation.prompts
+        available = len(read_problems(held))
+        held_out = reader(held).take(min(config.evaluation.num_prompts, available))
+    return reader(config.data), held_out
+
+
+def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
+    out = {}
+    for name, role in config.roles.items():
+        groups = parallel.create(role.layout, seed=config.run.seed)
+        out[name] = MegatronPolicy(role, groups, trainable=name in recipe.trained, seed=config.run.seed)
+    return out
+
+
+def _players(config: TrainConfig, world: TorchWorld, tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
+    engines = {
+        name: SpreadEngine(
+            world, name, EmbeddedEngine(role.model.path, max_batch=config.engine.max_batch, tokenizer=tokenizers[name])
+        )
+        for name, role in config.roles.items()
+    }  # fmt: skip
+    return Players(
+        engines=engines,
+        tokenizers=tokenizers,
+        samplings={name: sampling_of(role.sampling) for name, role in config.roles.items()},
+        max_prompt_tokens={name: role.max_prompt_tokens for name, role in config.roles.items()},
+        grade=pool.grade,
+        watch=driver.watch,
+        seed=config.run.seed,
+        max_failure_share=config.reward.max_failure_share,
+    )
+
+
+def sampling_of(settings: SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
+    return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
+
+
+def _role(config: TrainConfig, name: str, policy: MegatronPolicy) -> loop.Role:
+    role = config.roles[name]
+    return loop.Role(
+        policy=policy,
+        loss=PolicyLoss(role.loss),
+        needs_reference=role.loss.kl_coef > 0,
+        samples_per_optimizer_step=role.samples_per_optimizer_step,
+        sleeps=role.sleep,
+    )
+
+
+def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: PromptReader) -> loop.Plan:
+    debug, evaluation = config.debug, config.evaluation
+    probes = held_out or reader.restarted().take(config.gate.num_prompts)
+    return loop.Plan(
+        steps=steps,
+        prompts_per_step=config.run.prompts_per_step,
+        evaluate_every=evaluation.every,
+        evaluate_at_start=evaluation.at_start,
+        save_every=config.run.save_every,
+        gate=GatePlan(settings=config.gate, prompts=probes, wrong_answer=config.reward.wrong_answer) if config.gate.enabled else None,
+        record=Path(debug.save_rollouts) if debug.save_rollouts else None,
+        replay=Path(debug.replay) if debug.replay else None,
+    )
+
+
+def _restore(driver: Driver, recipe: Recipe, reader: PromptReader, policies: Mapping[str, MegatronPolicy]) -> loop.Progress:
+    if driver.resumed is None:
+        return loop.Progress()
+    state = read_json(driver.resumed / STATE)
+    for name in recipe.trained:
+        policies[name].load(driver.resumed / name)
+    recipe.load_state_dict(state["recipe"])
+    reader.load_state_dict(state["data"])
+    return loop.Progress(**state["progress"])
+
+
+def _hooks(
+    config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, tokenizers: Mapping[str, Any], interrupts: Interrupts
+) -> loop.Hooks:  # fmt: skip
+    trained = {name: saved.policies[name] for name in saved.recipe.trained}
+    every = config.run.save_rollouts_every
+
+    def save(number: int) -> None:
+        save_checkpoint(world, driver.checkpoints, number, trained, saved.state())
+
+    def keep(turn: Turn, trajectories: Any) -> None:
+        if every and turn.number % every == 0:
+            tokenizer = tokenizers[turn.role]
+            driver.directory.write_rollouts(
+                turn.number, turn.role, trajectories, lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
+            )  # fmt: skip
+
+    return loop.Hooks(log=driver.log, save=save, keep_rollouts=keep, should_stop=lambda: interrupts.requested)
+
+
+def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
+    """Figures of the first and last evaluation as NAME_start and NAME_end, updates by role, wall-clock seconds of this part."""
+    figures: dict[str, Any] = {"updates": dict(progress.updates), "turns": progress.number, "seconds": {"wall": seconds}}
+    for suffix, evaluation in (("start", progress.first_evaluation), ("end", progress.last_evaluation)):
+        for name, value in evaluation.items():
+            figures[f"{name.replace('/', '_')}_{suffix}"] = value
+    return figures

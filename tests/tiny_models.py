@@ -1,0 +1,57 @@
+"""Tiny random Hugging Face model directories of the supported families."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA31_SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def make_model(directory, family="qwen2", *, seed=0, **overrides):
+    """Writes config.json and model.safetensors of a random model into `directory` (made if absent) and returns its path.
+
+    Norm weights and biases are random too, so that a model that leaves one out is found out; `overrides` are config fields.
+    """
+    config_class, model_class = FAMILIES[family]
+    sizes = {**SIZES, **({"head_dim": 16} if family == "qwen3" else {}), **overrides}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config_class(**sizes))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                elif name.endswith("bias"):
+                    parameter.normal_(std=0.3)
+                else:
+                    parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(directory)
+    return directory
