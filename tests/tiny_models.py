@@ -23,13 +23,15 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-LLAMA31_SCALING = {
-    "rope_type": "llama3",
+LLAMA31_ROPE = {  # as the config.json of Llama 3.1 spells it, for a context that a test can leave
     "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
 }
 
 
