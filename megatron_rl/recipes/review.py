@@ -1,8 +1,8 @@
-"""One model judges another's solutions: prompts for it, its verdicts, and a fixed balanced set to measure it on."""
+"""One model judges another's solutions: the prompts for it, its verdicts, and what is measured on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rollout import sample, tokenize
 from megatron_rl.turns import Players
-from megatron_rl.types import Prompt, Stop, Trajectory
+from megatron_rl.types import Prompt, Trajectory
 
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
 
@@ -97,54 +97,3 @@ def review_metrics(reviews: Sequence[Reviewed], step_labels: StepLabels | None) 
     out = {"verdicts_match": aligned(reviews)} | outcome_confusion(reviews).metrics()
     share = agreement(gold_confusion(reviews, step_labels)) if step_labels else None
     return out if share is None else out | {"step_agreement": share}
-
-
-def balanced_set(rounds: Iterator[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
-    """Takes solutions round by round until there are `per_class` right and as many wrong ones, or no more rounds.
-
-    Ungraded solutions and those that do not fit the reviewer are passed over. The right ones come first.
-    """
-    kept: dict[bool, list[Solution]] = {True: [], False: []}
-    for solutions in rounds:
-        for s in solutions:
-            if s.correct is not None and len(kept[s.correct]) < per_class and fits(s):
-                kept[s.correct].append(s)
-        if all(len(side) >= per_class for side in kept.values()):
-            break
-    return kept[True] + kept[False]
-
-
-def solutions_to_json(solutions: Sequence[Solution]) -> list[dict[str, Any]]:
-    """Of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a set."""
-    return [
-        {"id": _problem_id(s), "response": s.trajectory.response, "stop": s.trajectory.stop.value, "correct": s.correct} for s in solutions
-    ]
-
-
-def solutions_from_json(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokenizer: Any) -> list[Solution]:
-    """Joins kept responses to their problems again. Raises ValueError for a problem that is no longer among `prompts`."""
-    problems = {p.id: p for p in prompts}
-    out = []
-    for i, row in enumerate(rows):
-        if row["id"] not in problems:
-            raise ValueError(f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was")
-        prompt, response = problems[row["id"]], list(row["response"])
-        trajectory, text = with_steps(
-            Trajectory(
-                group=f"{i}:{prompt.id}",
-                tokens=[*prompt.tokens, *response],
-                trainable=[False] * len(prompt.tokens) + [True] * len(response),
-                logprobs=[0.0] * (len(prompt.tokens) + len(response)),
-                version=0,
-                stop=Stop(row["stop"]),
-                payload=prompt.payload,
-            ),
-            tokenizer,
-        )
-        out.append(Solution(trajectory=trajectory, text=text, correct=row["correct"]))
-    return out
-
-
-def _problem_id(solution: Solution) -> str:
-    """The id of the problem in the group name that rollout.sample gave."""
-    return solution.trajectory.group.partition(":")[2]

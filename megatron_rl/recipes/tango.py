@@ -13,12 +13,12 @@ from megatron_rl.algorithms.schedules import Schedule, step_weight
 from megatron_rl.chat import fill, read_template
 from megatron_rl.config import ConfigError
 from megatron_rl.plugins import find
-from megatron_rl.recipes import review as reviews
+from megatron_rl.recipes import held_out
 from megatron_rl.recipes.base import Solution, accuracies, at_least, solution_metrics, solve
-from megatron_rl.recipes.review import Reviewed, Reviewer
-from megatron_rl.rollout import greedy, measure, plain, without_signal
+from megatron_rl.recipes.review import Reviewed, Reviewer, StepLabels, review_metrics
+from megatron_rl.rollout import measure, plain, without_signal
 from megatron_rl.turns import Played, Players, Turn
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Trajectory
 
 GENERATOR, VERIFIER = "generator", "verifier"
 
@@ -57,7 +57,7 @@ class Tango:
         if not (self.train_generator or self.train_verifier):
             raise ConfigError("recipe.args: train_generator and train_verifier are both false; at least one player must learn")
         self._counts = ClassCounts()
-        self._balanced: list[dict[str, Any]] | None = None  # see review.solutions_to_json
+        self._balanced: list[dict[str, Any]] | None = None  # see held_out.solutions_to_json
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -98,16 +98,14 @@ class Tango:
         return self._generator_turn(turn, prompts, players) if turn.role == GENERATOR else self._verifier_turn(turn, prompts, players)
 
     def evaluate(self, prompts: Sequence[Prompt], players: Players, seed: int) -> dict[str, float]:
-        """Both players on held-out problems; names and meaning: `_judge`, base.accuracies.
-
-        The verifier judges a fixed balanced set of solutions, drawn by the generator at the first call and kept in the state.
-        """
+        """Both players on held-out problems: base.accuracies, and held_out.judge on a set that the first call draws and the state keeps."""
         figures, solutions = accuracies(players, GENERATOR, prompts, seed)
         if self._balanced is None:
             rounds = self._rounds(solutions, prompts, players, seed)
-            chosen = reviews.balanced_set(rounds, lambda s: self._reviewer().prompt(players, s) is not None, self.balanced_per_class)
-            self._balanced = reviews.solutions_to_json(chosen)
-        return figures | self._judge(reviews.solutions_from_json(self._balanced, prompts, players.tokenizers[GENERATOR]), players, seed)
+            chosen = held_out.balanced_set(rounds, lambda s: self._reviewer().prompt(players, s) is not None, self.balanced_per_class)
+            self._balanced = held_out.solutions_to_json(chosen)
+        fixed = held_out.solutions_from_json(self._balanced, prompts, players.tokenizers[GENERATOR])
+        return figures | held_out.judge(players, self._reviewer(), fixed, self._labels(), seed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"right": self._counts.right, "wrong": self._counts.wrong, "balanced": self._balanced}
@@ -127,7 +125,7 @@ class Tango:
 
     def _verifier_turn(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """Verifications of one solution are a group; class weights keep the rarer outcome from being ignored (eq. 9)."""
-        solutions = [s for s in self._solve(turn, prompts, players, n=1)]
+        solutions = self._solve(turn, prompts, players, n=1)
         known = [s for s in solutions if s.correct is not None]
         judged = self._review(turn, known, players, n=self.verifications)
         rows = [r for group in judged for r in group]
@@ -155,9 +153,9 @@ class Tango:
     def _shared_metrics(self, solutions: Sequence[Solution], judged: Sequence[Sequence[Reviewed]]) -> dict[str, float]:
         rows = [r for group in judged for r in group]
         dropped = {"reviews_dropped": float(sum(not group for group in judged))}
-        return solution_metrics(solutions) | dropped | reviews.review_metrics(rows, self._labels())
+        return solution_metrics(solutions) | dropped | review_metrics(rows, self._labels())
 
-    def _labels(self) -> reviews.StepLabels | None:
+    def _labels(self) -> StepLabels | None:
         return None if self.step_labels is None else find(self.step_labels)
 
     def _rounds(self, first: list[Solution], prompts: Sequence[Prompt], players: Players, seed: int) -> Iterator[list[Solution]]:
@@ -167,25 +165,8 @@ class Tango:
             again = plain(players.samplings[GENERATOR], seed=players.seed_for("balanced", seed, number))
             yield solve(players, GENERATOR, prompts, again)
 
-    def _judge(self, solutions: Sequence[Solution], players: Players, seed: int) -> dict[str, float]:
-        """verifier/outcome_f1, /step_f1 (with gold labels), /aligned of sampled verdicts, and the same + _greedy; class counts.
 
-        F1 is the harmonic mean of the accuracies on right and on wrong ones; it is left out when a class is empty.
-        """
-        right = sum(bool(s.correct) for s in solutions)
-        out = {f"{VERIFIER}/right_solutions": float(right), f"{VERIFIER}/wrong_solutions": float(len(solutions) - right)}
-        draws = {"": plain(players.samplings[VERIFIER], seed=seed), "_greedy": greedy(players.samplings[VERIFIER], seed=seed)}
-        labels = self._labels()
-        for suffix, sampling in draws.items():
-            rows = [r for group in self._reviewer().review(players, solutions, sampling) for r in group]
-            outcome = reviews.outcome_confusion(rows)
-            figures = {"outcome_f1": outcome.f1, "aligned": reviews.aligned(rows), "predicted_positive": outcome.predicted_positive}
-            figures["step_f1"] = reviews.gold_confusion(rows, labels).f1 if labels else None
-            out |= {f"{VERIFIER}/{name}{suffix}": value for name, value in figures.items() if value is not None}
-        return out
-
-
-def _marked(solution: Solution, judged: Sequence[Reviewed]):
+def _marked(solution: Solution, judged: Sequence[Reviewed]) -> Trajectory:
     """The solution with its one verification's verdicts, text and step rewards; unchanged when there is none."""
     if not judged:
         return solution.trajectory
