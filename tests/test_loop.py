@@ -83,7 +83,9 @@ def make(template, log, *, grade=right, policy=None, data=None, stop_after=None,
     hooks = loop.Hooks(log=log, save=save, should_stop=lambda: stop_after is not None and len(log.series("loss")) >= stop_after)
     held_out = Questions().take(5)
     recipe = Grpo(updates=25, group_size=8, template=template)
-    return loop.Setup(world=world, roles={"generator": role}, recipe=recipe, players=players, data=data, held_out=held_out, hooks=hooks)
+    return loop.Setup(
+        world=world, roles={"generator": role}, recipe=recipe, players=players, data={"generator": data}, held_out=held_out, hooks=hooks
+    )
 
 
 def test_grpo_learns_the_table(template):
