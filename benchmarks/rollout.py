@@ -1,0 +1,144 @@
+"""Tokens per CPU-second of the embedded engine against transformers' `generate`, same model and same tokens, in one run.
+
+The model is random and ends a sequence with a fixed probability at every token, so that lengths are geometric, cut at
+--max-tokens: their mean is about a third of the longest, as in rollouts of reasoning models. Our engine samples them at
+temperature 1 with log-probs of every token. Transformers must then generate exactly the same tokens: a logits processor
+makes each row's next recorded token the argmax of a greedy `generate`, which is cheaper than drawing it, and no log-probs
+are asked of it. Only recorded tokens are counted on either side, not what `generate` pads finished rows with.
+
+Transformers gets all prompts at once, left-padded, or cut into the batch size (of --batches) that was its fastest in a
+first round; every prompt is different, so that our prefill shared between samples gains nothing. `equal` repeats the
+comparison with no end of sequence: all rows have one length, and what remains is the speed of a step. One thread, float32;
+both sides are measured in turn, and the ratio is the median of the rounds'. The bar is 3 times, the goal 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded import EmbeddedEngine
+
+PRESETS = {
+    "tiny": dict(vocab_size=59, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
+    "small": dict(
+        vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2
+    ),
+}
+BARS = {"mixed/ratio": 3.0}
+EOS = 1
+
+
+class Recorded(LogitsProcessor):
+    """Makes the next token of every row's recording the only one that can be chosen; pad rows choose EOS."""
+
+    def __init__(self, recordings: list[list[int]], prompt_width: int) -> None:
+        longest = max(map(len, recordings))
+        self._tokens = torch.tensor([r + [EOS] * (longest - len(r)) for r in recordings])  # [B, T]
+        self._prompt_width = prompt_width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.scatter_(1, self._tokens[:, input_ids.shape[1] - self._prompt_width, None], torch.inf)
+
+
+def write_model(directory: Path, preset: str, eos_share: float) -> None:
+    """A random Qwen2 whose every next-token distribution gives EOS the probability `eos_share`, nearly."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**PRESETS[preset], max_position_embeddings=2048, eos_token_id=EOS, pad_token_id=0)).eval()
+    with torch.no_grad():
+        # Feature 0 of the residual stream is a constant; the output row of EOS reads it alone, the other rows never.
+        model.model.embed_tokens.weight[:, 0] = model.model.embed_tokens.weight.norm(dim=1).mean()
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.lm_head.weight[:, 0] = 0
+        model.lm_head.weight[EOS] = 0
+        hidden = model.model(torch.randint(2, PRESETS[preset]["vocab_size"], (8, 64))).last_hidden_state
+        others = torch.cat([model.lm_head.weight[:EOS], model.lm_head.weight[EOS + 1 :]])
+        rest = (hidden @ others.T).logsumexp(-1).mean()
+        model.lm_head.weight[EOS, 0] = (math.log(eos_share / (1 - eos_share)) + rest) / hidden[..., 0].mean()
+    model.save_pretrained(directory)
+
+
+def generate_recorded(model: Qwen2ForCausalLM, prompts: list[list[int]], recordings: list[list[int]], batch: int) -> list[list[int]]:
+    """Runs transformers' generate over the prompts, `batch` at a time, and returns what it generated."""
+    out = []
+    for start in range(0, len(prompts), batch):
+        part, recorded = prompts[start : start + batch], recordings[start : start + batch]
+        width = max(map(len, part))
+        tokens = torch.tensor([[0] * (width - len(p)) + p for p in part])
+        seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
+        made = model.generate(
+            tokens, attention_mask=seen, do_sample=False, max_new_tokens=max(map(len, recorded)), use_cache=True, eos_token_id=EOS,
+            pad_token_id=0, logits_processor=LogitsProcessorList([Recorded(recorded, width)]),
+        )  # fmt: skip
+        out += [row[width : width + len(r)].tolist() for row, r in zip(made, recorded, strict=True)]
+    return out
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def compare(directory: Path, prompts: list[list[int]], sampling: Sampling, *, batches: list[int], rounds: int) -> dict[str, float]:
+    """Measures both sides in turn. Raises RuntimeError when transformers generated other tokens than ours."""
+    engine = EmbeddedEngine(directory, max_batch=len(prompts))
+    engine.load_pretrained()
+    model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
+    recordings = [row[0].tokens for row in engine.generate(prompts, sampling)]
+    if generate_recorded(model, prompts, recordings, batches[0]) != recordings:
+        raise RuntimeError("transformers did not generate the recorded tokens: the comparison is void")
+    best = min(batches, key=lambda b: cpu_seconds(lambda: generate_recorded(model, prompts, recordings, b)))
+    pairs = []
+    for _ in range(rounds):
+        ours = cpu_seconds(lambda: engine.generate(prompts, sampling))
+        pairs.append((ours, cpu_seconds(lambda: generate_recorded(model, prompts, recordings, best))))
+    lengths = [len(r) for r in recordings]
+    return {
+        "ours_tokens_per_cpu_s": sum(lengths) / statistics.median(a for a, _ in pairs),
+        "transformers_tokens_per_cpu_s": sum(lengths) / statistics.median(b for _, b in pairs),
+        "transformers_batch": best,
+        "mean_length": statistics.fmean(lengths),
+        "longest": max(lengths),
+        "ratio": statistics.median(b / a for a, b in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="tiny: 0.16 M parameters; small: 19 M")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of the longest sequence; end of sequence comes with 3 / this")
+    parser.add_argument("--batches", type=int, nargs="+", default=[256, 128, 64], help="batch sizes that transformers may choose from")
+    parser.add_argument("--rounds", type=int, default=5)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, PRESETS[args.preset]["vocab_size"]) for _ in range(rng.randint(8, 32))] for _ in range(args.sequences)]
+    batches = [b for b in args.batches if b <= args.sequences] or [args.sequences]
+    figures: dict[str, float] = {}
+    for kind, eos_share, tokens in (("mixed", 3 / args.max_tokens, args.max_tokens), ("equal", 1e-9, args.max_tokens // 3)):
+        with tempfile.TemporaryDirectory() as folder:
+            write_model(Path(folder), args.preset, eos_share)
+            found = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
+        figures |= {f"{kind}/{name}": value for name, value in found.items()}
+    common.finish(figures, BARS, args)
+
+
+if __name__ == "__main__":
+    main()
