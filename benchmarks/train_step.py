@@ -31,7 +31,9 @@ from megatron_rl.types import Batch, Stop, Trajectory, pack
 
 PRESETS = {
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
-    "small": dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4),
+    "small": dict(
+        vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4
+    ),
 }
 BARS = {"equal/ratio": 0.95, "varied/ratio": 1.5}
 
@@ -45,7 +47,9 @@ def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Traject
         n = length if kind == "equal" else min(length, prompt + 8 + int(rng.lognormvariate(4.0, 0.8)))
         tokens = [rng.randrange(vocab) for _ in range(n)]
         trainable = [j >= prompt for j in range(n)]
-        out.append(Trajectory(group=str(i), tokens=tokens, trainable=trainable, logprobs=[0.0] * n, version=0, stop=Stop.EOS, advantages=[1.0] * n))
+        out.append(
+            Trajectory(group=str(i), tokens=tokens, trainable=trainable, logprobs=[0.0] * n, version=0, stop=Stop.EOS, advantages=[1.0] * n)
+        )
     return out
 
 

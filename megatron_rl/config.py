@@ -115,22 +115,6 @@ class SamplingConfig:
 
 
 @config
-class Role:
-    """One trained model. Batch sizes count samples (trajectories), everywhere."""
-
-    model: Model
-    layout: Layout = field(default_factory=Layout)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    loss: Loss = field(default_factory=Loss)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    max_prompt_tokens: int = 2048  # longer prompts are dropped, never cut
-    packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
-    micro_batch_tokens: int = 8192  # tokens per micro-batch and rank
-    samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
-    sleep: bool = False  # off-load optimizer and gradients between this role's turns
-
-
-@config
 class PromptSet:
     """Where problems come from. `path` is a JSONL or Parquet file, a directory of them, or a Hugging Face data set."""
 
@@ -144,6 +128,23 @@ class PromptSet:
     limit: int | None = None  # first rows only
     shuffle: bool = True  # a new deterministic order every epoch
     max_bad_share: float = 0.01  # refuse the set when more of its rows are unusable
+
+
+@config
+class Role:
+    """One trained model. Batch sizes count samples (trajectories), everywhere."""
+
+    model: Model
+    layout: Layout = field(default_factory=Layout)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    loss: Loss = field(default_factory=Loss)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    max_prompt_tokens: int = 2048  # longer prompts are dropped, never cut
+    packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
+    micro_batch_tokens: int = 8192  # tokens per micro-batch and rank
+    samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
+    data: PromptSet | None = None  # problems of this role's turns; null: the run's
+    sleep: bool = False  # off-load optimizer and gradients between this role's turns
 
 
 @config

@@ -18,7 +18,9 @@ def check(config: Any, ranks: int) -> None:
         for name, role in config.roles.items():
             problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks) + _role_problems(f"roles.{name}", role)
         if config.run.steps is not None and config.run.steps < 1:
-            problems.append(f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for the recipe's plan")
+            problems.append(
+                f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for the recipe's plan"
+            )
         if config.run.prompts_per_step < 1:
             problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
     if isinstance(config, SftConfig):

@@ -89,7 +89,13 @@ class PromptReader:
     """
 
     def __init__(
-        self, problems: Sequence[Problem], encode: Callable[[Mapping[str, Any]], list[int]], *, seed: int, shuffle: bool, max_prompt_tokens: int
+        self,
+        problems: Sequence[Problem],
+        encode: Callable[[Mapping[str, Any]], list[int]],
+        *,
+        seed: int,
+        shuffle: bool,
+        max_prompt_tokens: int,
     ) -> None:
         if not problems:
             raise DataError("the data set has no problems: look at data.path and data.filters")
@@ -231,7 +237,9 @@ def _hub_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file") from error
+        raise ConfigError(
+            f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
+        ) from error
     if Path(path).is_dir() and ((Path(path) / "dataset_info.json").exists() or (Path(path) / "dataset_dict.json").exists()):
         found = datasets.load_from_disk(path)
         rows = found[split] if isinstance(found, datasets.DatasetDict) else found

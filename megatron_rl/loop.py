@@ -18,6 +18,7 @@ from megatron_rl.types import Batch, Prompt, Trajectory, pack
 from megatron_rl.world import World
 
 SUMMED = ("trained_tokens", "packed_tokens", "micro_batches")  # over an update's optimizer steps; other figures are averaged
+ROUNDING = 1e-6  # the mean of equal rewards may miss them by 1e-16, which a group's std + 1e-6 divides
 
 
 class NothingTrained(RuntimeError):
@@ -106,13 +107,14 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The parts of a run. `players.engines` has an engine for every role; data and held_out are read on rank 0 alone."""
+    """The parts of a run. `players.engines` has an engine for every role; data (by the role whose turn it is; roles may share a
+    reader) and held_out are read on rank 0 alone."""
 
     world: World
     roles: Mapping[str, Role]
     recipe: Recipe
     players: Players
-    data: Data
+    data: Mapping[str, Data]
     held_out: Sequence[Prompt] = ()
     hooks: Hooks
 
@@ -200,7 +202,7 @@ def _turn(setup: Setup, plan: Plan, progress: Progress, name: str) -> None:
 
 def _play(setup: Setup, plan: Plan, turn: Turn) -> Played:
     """On the driver: rollouts for the turn, or those of a recorded one."""
-    prompts = setup.data.take(plan.prompts_per_step)
+    prompts = setup.data[turn.role].take(plan.prompts_per_step)
     played = setup.recipe.play(turn, prompts, setup.players) if plan.replay is None else read_turn(plan.replay, turn)
     if plan.record is not None:
         write_turn(plan.record, turn, played)
@@ -241,8 +243,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress) -> None:
     wanted = progress.index == 0 and progress.evaluated != step and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return
-    with setup.players.watch("evaluate"):
-        figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, setup.players, setup.players.seed)
+    figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, setup.players, setup.players.seed)
     progress.evaluated, progress.last_evaluation = step, figures
     if not progress.first_evaluation:
         progress.first_evaluation = figures
@@ -264,7 +265,8 @@ def _save(setup: Setup, progress: Progress) -> None:
 
 
 def _has_signal(trajectories: Sequence[Trajectory]) -> bool:
-    return any(a != 0.0 for t in trajectories for a in t.advantages)
+    """Whether any advantage is more than what rounding leaves of equal rewards."""
+    return any(abs(a) > ROUNDING for t in trajectories for a in t.advantages)
 
 
 def _version_lag(trajectories: Sequence[Trajectory], version: int) -> float:

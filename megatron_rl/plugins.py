@@ -28,7 +28,9 @@ def find(target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory or installed?") from error
+        raise ConfigError(
+            f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory or installed?"
+        ) from error
     if name not in vars(module):
         close = difflib.get_close_matches(name, vars(module), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -94,7 +94,7 @@ class TorchWorld:
         return self._send(value)
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        if self.size == 1:
+        if self.size == 1 or self._driving:  # a nested call is the outer one's business
             return function(*args)
         if self.rank != 0:
             return self._follow()

@@ -113,7 +113,10 @@ def run_case(path: str, case: dict) -> dict[str, float]:
         error = (p.main_grad.view_as(p) - want).abs().max().item()
         worst = max(worst, error)
         if error > 1e-5:
-            print(f"rank {dist.get_rank()} {name}: gradient error {error:.1e}, norms {float(p.main_grad.norm())} {float(want.norm())}", flush=True)
+            print(
+                f"rank {dist.get_rank()} {name}: gradient error {error:.1e}, norms {float(p.main_grad.norm())} {float(want.norm())}",
+                flush=True,
+            )
     errors["gradients"] = worst
 
     before = {n: t.clone() for n, t in policy.weights()}

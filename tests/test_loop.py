@@ -165,6 +165,14 @@ def test_a_turn_without_signal_is_skipped_and_a_run_of_such_turns_is_no_success(
         loop.train(setup, loop.Plan(steps=0, prompts_per_step=5), loop.Progress())
 
 
+def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template):
+    log = Log()
+    setup = make(template, log, grade=graded(lambda response, payload: 0.1 + 0.2))
+    with pytest.raises(loop.NothingTrained):
+        loop.train(setup, loop.Plan(steps=1, prompts_per_step=5), loop.Progress())
+    assert log.series("skipped") == [1.0]
+
+
 def test_recorded_turns_train_the_same_model_without_an_engine(template, tmp_path):
     played, replayed = Log(), Log()
     plan = loop.Plan(steps=3, prompts_per_step=5)

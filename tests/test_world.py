@@ -31,6 +31,7 @@ def test_an_error_on_the_driver_is_raised_on_every_rank_with_its_traceback(answe
 def test_every_rank_works_when_the_driver_calls_all(answers):
     expected = [[[r, (r + k) * 10] for r in range(len(answers))] for k in (1, 5)]
     assert [a[2] for a in answers] == [["value", expected]] * len(answers)
+    assert [a[12] for a in answers] == [["value", [[r, r * 10] for r in range(len(answers))]]] * len(answers)
     assert [a[11][:2] for a in answers] == [[r + 1, r + 5] for r in range(len(answers))]
 
 

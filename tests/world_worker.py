@@ -51,6 +51,7 @@ def cases(world, asked):
     yield told(world, lambda: "still alive")
     yield world.broadcast(world.rank + 7)
     yield asked.seen
+    yield told(world, lambda: world.from_driver(lambda: world.call_all("ask", ranks)))
 
 
 def main(out):

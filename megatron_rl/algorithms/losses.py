@@ -40,7 +40,9 @@ class PolicyLoss:
         }
         if config.kl_coef > 0:
             if batch.reference_logprobs is None:
-                raise ValueError(f"loss.kl_coef = {config.kl_coef} needs the reference's log-probs; set it to 0 for a run without reference")
+                raise ValueError(
+                    f"loss.kl_coef = {config.kl_coef} needs the reference's log-probs; set it to 0 for a run without reference"
+                )
             reference = _at(mask, batch.reference_logprobs)
             estimate = {"k1": k1, "k2": k2, "k3": k3}[config.kl]
             per_token = per_token + config.kl_coef * estimate(_at(mask, logprobs), reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import shutil
 import sys
@@ -14,20 +15,40 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from megatron_rl import config as configs
 from megatron_rl import config_files
+from megatron_rl.chat import fill, load_tokenizer, read_template
 from megatron_rl.checkpoint import STATE, Checkpoints, write_json
 from megatron_rl.commands.launch import Place
 from megatron_rl.console import RunConsole
+from megatron_rl.data import Problem, read_problems
+from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.rollout import tokenize
 from megatron_rl.run import RunDirectory, open_run
 from megatron_rl.weights import hf
 from megatron_rl.world import TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+
+
+CHUNK = 512  # prompts answered between two moves of the progress bar
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer to one problem."""
+
+    problem: Problem
+    prompt: str
+    text: str
+    completion: Completion
 
 
 class Saves(Protocol):
@@ -60,8 +81,9 @@ class Driver:
             self.directory.update_summary(values)
 
 
-def start_world(place: Place) -> TorchWorld:
-    """Joins the ranks: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU."""
+@contextlib.contextmanager
+def open_world(place: Place) -> Iterator[TorchWorld]:
+    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
@@ -75,7 +97,10 @@ def start_world(place: Place) -> TorchWorld:
     store = dist.HashStore() if place.world_size == 1 else None
     address = {} if store else {"init_method": f"tcp://{place.address}:{place.port}"}
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address)
-    return TorchWorld()
+    world = TorchWorld()
+    yield world
+    world.barrier()  # only after a good end: a rank that failed must not wait for the others
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -132,6 +157,38 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
             copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
 
     world.from_driver(write)
+
+
+def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
+    """The engine's terms for a config's sampling."""
+    return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
+
+
+def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWorld) -> list[Answered] | None:
+    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0."""
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    engine = EmbeddedEngine(
+        config.model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, config.model.dtype), tokenizer=tokenizer
+    )
+    engine.load_pretrained()
+    spread = SpreadEngine(world, "model", engine)
+    template, problems = read_template(config.template), read_problems(config.data)
+    prompts = [fill(template, question=str(p.values["question"])) for p in problems]
+
+    def draw() -> list[Answered]:
+        out: list[Answered] = []
+        for start in track(range(0, len(problems), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+            part = slice(start, start + CHUNK)
+            sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
+            drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[part]], sampling)
+            for problem, prompt, group in zip(problems[part], prompts[part], drawn, strict=True):
+                texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in group]
+                out += [Answered(problem, prompt, str(text), c) for text, c in zip(texts, group, strict=True)]
+        return out
+
+    found: list[Answered] = []
+    world.from_driver(lambda: found.extend(draw()))
+    return found if world.rank == 0 else None
 
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:

@@ -51,9 +51,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, 
     """
     base = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megatron_rl.main", *arguments]
-    children = [
-        subprocess.Popen(command, env={**environment, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)
-    ]
+    children = [subprocess.Popen(command, env={**environment, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(nproc)]
     with _forwarded(children):
         return _wait(children)
 

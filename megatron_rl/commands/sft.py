@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_rl import config as configs
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import load_tokenizer
-from megatron_rl.commands.common import Driver, export_model, open_driver, save_checkpoint, start_world
+from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
 from megatron_rl.commands.launch import Place
 from megatron_rl.config import ConfigError, SftConfig
 from megatron_rl.data import read_pairs
@@ -23,14 +23,20 @@ from megatron_rl.world import TorchWorld
 
 def run(config: SftConfig, place: Place) -> int:
     """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
-    world = start_world(place)
+    with open_world(place) as world:
+        return _run(config, place, world)
+
+
+def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     pairs = read_pairs(config.data)
     samples = sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
     validation = _validation(config, tokenizer)
     steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
     if steps < 1:
-        raise ConfigError(f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last")
+        raise ConfigError(
+            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last"
+        )
     role = configs.Role(
         model=config.model,
         layout=config.layout,
@@ -40,7 +46,9 @@ def run(config: SftConfig, place: Place) -> int:
     )
     policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
     with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:
-        driver.say(f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens")
+        driver.say(
+            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens"
+        )
         done = _resume(driver, policy)
         finished = _train(config, world, driver, policy, (samples, validation, steps, done), interrupts)
         if finished:

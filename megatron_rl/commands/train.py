@@ -13,11 +13,10 @@ from megatron_rl import config_checks, loop, plugins
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
-from megatron_rl.commands.common import Driver, export_model, open_driver, save_checkpoint, start_world
+from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
 from megatron_rl.commands.launch import Place
-from megatron_rl.config import ConfigError, SamplingConfig, TrainConfig
+from megatron_rl.config import ConfigError, TrainConfig
 from megatron_rl.data import PromptReader, read_problems
-from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.gate import GatePlan
@@ -35,7 +34,11 @@ def run(config: TrainConfig, place: Place) -> int:
     """Every rank runs it. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
     _check_roles(config, recipe)
-    world = start_world(place)
+    with open_world(place) as world:
+        return _run(config, place, world, recipe)
+
+
+def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -> int:
     steps = recipe.num_steps() if config.run.steps is None else min(config.run.steps, recipe.num_steps())
     turns = sum(len(recipe.turns(s)) for s in range(steps))
     with contextlib.ExitStack() as stack:
@@ -44,21 +47,21 @@ def run(config: TrainConfig, place: Place) -> int:
         pool = stack.enter_context(GradePool(config.reward))
         _announce(config, recipe, driver, place.world_size)
         tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
-        reader, held_out = _prompts(config, recipe, tokenizers)
+        readers, held_out = _prompts(config, recipe, tokenizers)
         policies = _policies(config, recipe)
         players = _players(config, world, tokenizers, pool, driver)
-        progress = _restore(driver, recipe, reader, policies)
+        progress = _restore(driver, recipe, readers, policies)
         setup = loop.Setup(
             world=world,
             roles={name: _role(config, name, policy) for name, policy in policies.items()},
             recipe=recipe,
             players=players,
-            data=reader,
+            data=readers,
             held_out=held_out,
-            hooks=_hooks(config, world, driver, _Saved(recipe, reader, policies, progress), tokenizers, interrupts),
+            hooks=_hooks(config, world, driver, _Saved(recipe, readers, policies, progress), tokenizers, interrupts),
         )
         started = time.monotonic()
-        finished = loop.train(setup, _plan(config, steps, held_out, reader), progress)
+        finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
         driver.summary(_summary(progress, time.monotonic() - started))
         if finished:
             for name in recipe.trained:
@@ -72,13 +75,14 @@ class _Saved:
     """What a checkpoint holds beside the files of the policies."""
 
     recipe: Recipe
-    reader: PromptReader
+    readers: Mapping[str, PromptReader]  # by role; roles may share one
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
 
     def state(self) -> dict[str, Any]:
         """Of rank 0: only the driver reads data and plays."""
-        return {"progress": self.progress.state_dict(), "recipe": self.recipe.state_dict(), "data": self.reader.state_dict()}
+        data = {name: reader.state_dict() for name, reader in self.readers.items()}
+        return {"progress": self.progress.state_dict(), "recipe": self.recipe.state_dict(), "data": data}
 
 
 def _check_roles(config: TrainConfig, recipe: Recipe) -> None:
@@ -97,7 +101,8 @@ def _announce(config: TrainConfig, recipe: Recipe, driver: Driver, ranks: int) -
         driver.say(config_checks.explain_role(name, config.roles[name], prompts=config.run.prompts_per_step, group_size=size, ranks=ranks))
 
 
-def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[PromptReader, list[Prompt]]:
+def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[dict[str, PromptReader], list[Prompt]]:
+    """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out prompts."""
     role = recipe.prompt_role
     limit = config.roles[role].max_prompt_tokens
 
@@ -112,7 +117,9 @@ def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any])
         held = config.evaluation.prompts
         available = len(read_problems(held))
         held_out = reader(held).take(min(config.evaluation.num_prompts, available))
-    return reader(config.data), held_out
+    common = reader(config.data)
+    own = {name: reader(settings.data) for name, settings in config.roles.items() if settings.data is not None}
+    return {name: own.get(name, common) for name in config.roles}, held_out
 
 
 def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
@@ -142,10 +149,6 @@ def _players(config: TrainConfig, world: TorchWorld, tokenizers: Mapping[str, An
     )
 
 
-def sampling_of(settings: SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
-    return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
-
-
 def _role(config: TrainConfig, name: str, policy: MegatronPolicy) -> loop.Role:
     role = config.roles[name]
     return loop.Role(
@@ -172,14 +175,15 @@ def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: Promp
     )
 
 
-def _restore(driver: Driver, recipe: Recipe, reader: PromptReader, policies: Mapping[str, MegatronPolicy]) -> loop.Progress:
+def _restore(driver: Driver, recipe: Recipe, readers: Mapping[str, PromptReader], policies: Mapping[str, MegatronPolicy]) -> loop.Progress:
     if driver.resumed is None:
         return loop.Progress()
     state = read_json(driver.resumed / STATE)
     for name in recipe.trained:
         policies[name].load(driver.resumed / name)
     recipe.load_state_dict(state["recipe"])
-    reader.load_state_dict(state["data"])
+    for name, reader in readers.items():
+        reader.load_state_dict(state["data"][name])
     return loop.Progress(**state["progress"])
 
 

@@ -51,7 +51,11 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
         shapes[p + "self_attn.o_proj.weight"] = (h, arch.heads * d)
         if arch.qk_norm:
             shapes |= {p + "self_attn.q_norm.weight": (d,), p + "self_attn.k_norm.weight": (d,)}
-        shapes |= {p + "mlp.gate_proj.weight": (arch.ffn, h), p + "mlp.up_proj.weight": (arch.ffn, h), p + "mlp.down_proj.weight": (h, arch.ffn)}
+        shapes |= {
+            p + "mlp.gate_proj.weight": (arch.ffn, h),
+            p + "mlp.up_proj.weight": (arch.ffn, h),
+            p + "mlp.down_proj.weight": (h, arch.ffn),
+        }
     return shapes
 
 

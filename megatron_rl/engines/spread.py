@@ -26,7 +26,7 @@ class RowEngine(Protocol):
 class SpreadEngine:
     """Implements engines.base.Engine over a world. Every rank makes it, under the same `name` and over its own `engine`.
 
-    What it generates does not depend on the number of ranks.
+    What it generates does not depend on the number of ranks, as far as a row's log-probs do not depend on its neighbours.
     """
 
     def __init__(self, world: World, name: str, engine: RowEngine) -> None:

@@ -39,7 +39,9 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     true_vocab: int = 0
 
-    def _postprocess(self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None, *args: Any, **rest: Any) -> Tensor:
+    def _postprocess(
+        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None, *args: Any, **rest: Any
+    ) -> Tensor:
         """hidden [L, S, h] and labels [S, L] -> [2, n]: log-probability and entropy of the n labels that are not IGNORED, row by row.
 
         Without labels: logits [S, L, V/tp], as core gives them.

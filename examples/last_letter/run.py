@@ -1,0 +1,162 @@
+"""The last-letter experiment from nothing: tiny model, SFT of both roles, one arm of reinforcement learning, table and report.
+
+    python examples/last_letter/run.py --regime a --arm tango --seed 0 --out runs/demo
+
+The task and the SFT models of a regime are made once, under runs/last_letter/REGIME, and used by all arms and seeds; `--seed` is that
+of reinforcement learning. A run that was interrupted goes on where it stood when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import task
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent
+ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
+SFT_SEED = 0
+POOL = 512  # sampled solutions the verifier's SFT judges
+console = Console(soft_wrap=True)
+
+
+class Stages:
+    """Runs the program's commands one after the other and remembers how long each took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        console.rule(name)
+        start = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - start, 1)
+
+    def command(self, name: str, *arguments: str) -> None:
+        """`megatron-rl *arguments` as a stage; leaves with its status when it fails."""
+        with self.stage(name):
+            status = subprocess.run([sys.executable, "-m", "megatron_rl.main", *arguments]).returncode
+            if status:
+                sys.exit(status)
+
+
+def prepare(base: Path, name: str, stages: Stages) -> None:
+    """Task files, then SFT of generator and verifier, under `base`. Does nothing that is there already."""
+    regime, files = task.regimes()[name], base / "task"
+    if not (base / "ready").exists():
+        with stages.stage("task"):
+            task.write_model(files / "model", SFT_SEED)
+            test = task.write_problems(files / "test.jsonl", regime.test, 512, SFT_SEED + 1)
+            held = [row["question"] for row in test]
+            task.write_problems(files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=held)
+            task.write_problems(files / "judged.jsonl", regime.judged, 4000, SFT_SEED + 3, without=held)
+            task.write_problems(files / "pool.jsonl", regime.sft, POOL, SFT_SEED + 4, without=held)
+            task.write_generator_pairs(files / "generator_sft.jsonl", regime, SFT_SEED + 5)
+            (base / "ready").touch()
+    if not (base / "generator/model/model.safetensors").exists():
+        stages.command("SFT of the generator", "sft", *_sft(base, "generator", files / "model", 400))
+    if not (base / "verifier/model/model.safetensors").exists():
+        pool = base / "pool"
+        stages.command(
+            "solutions for the verifier to judge", "generate", f"model.path={base}/generator/model", f"data.path={files}/pool.jsonl",
+            "data.settings=last_letter", f"template={HERE}/prompts/generator.txt", "sampling.max_tokens=48", "validation_share=0.0",
+            f"output={pool}", "launch.nproc=2",
+        )  # fmt: skip
+        rows = pq.read_table(pool / "train.parquet").to_pylist()
+        task.write_verifier_pairs(files / "verifier_sft.jsonl", regime, rows, SFT_SEED + 6)
+        stages.command("SFT of the verifier", "sft", *_sft(base, "verifier", base / "generator/model", 250))
+
+
+def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
+    """One arm, into options.out."""
+    regime = task.regimes()[options.regime]
+    updates = options.updates or regime.generator_updates
+    settings = [
+        f"run.seed={options.seed}", f"run.name={options.out.name}", f"run.dir={options.out.parent}", f"data.path={base}/task/train.jsonl",
+        f"evaluation.prompts.path={base}/task/test.jsonl", f"roles.generator.model.path={base}/generator/model",
+        f"roles.generator.optimizer.lr={regime.generator_lr}",
+        f"evaluation.every={options.evaluate_every}",
+    ]  # fmt: skip
+    if options.arm == "grpo":
+        stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
+        return
+    settings += [
+        f"roles.verifier.model.path={base}/verifier/model", f"roles.verifier.optimizer.lr={regime.verifier_lr}",
+        f"recipe.args.generator_updates={updates}", f"recipe.args.warmup_updates={regime.warmup_updates}",
+        f"recipe.args.alpha_start={regime.alpha_start}", f"recipe.args.alpha_min={regime.alpha_min}",
+        f"recipe.args.train_generator={str(options.arm != 'frozen_generator').lower()}",
+        f"recipe.args.train_verifier={str(options.arm != 'frozen_verifier').lower()}",
+    ]  # fmt: skip
+    if regime.judged != regime.train:
+        settings += [f"roles.verifier.data={{path: {base}/task/judged.jsonl, settings: last_letter}}"]
+    stages.command(f"reinforcement learning: {options.arm}", "train", str(HERE / "tango.yaml"), *settings)
+
+
+def finish(options: argparse.Namespace, stages: Stages) -> None:
+    """Completes summary.json, prints before and after, writes the report."""
+    path = options.out / "summary.json"
+    summary = json.loads(path.read_text())
+    for figure, source in (("generator_accuracy", "generator_accuracy_sampled"), ("verifier_outcome_f1", None), ("verifier_step_f1", None)):
+        for end in ("start", "end"):
+            if source and f"{source}_{end}" in summary:
+                summary[f"{figure}_{end}"] = summary[f"{source}_{end}"]
+    summary |= {"regime": options.regime, "arm": options.arm, "seed": options.seed}
+    summary["seconds"] = {**summary.get("seconds", {}), **phases(options.out), "stages": stages.seconds}
+    path.write_text(json.dumps(summary, indent=1) + "\n")
+    table = Table(title=f"last letter, regime {options.regime}, {options.arm}, held-out problems")
+    for column in ("figure", "before", "after"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    names = ("generator_accuracy_sampled", "generator_accuracy_greedy", "verifier_outcome_f1", "verifier_step_f1")
+    for name in names:
+        if f"{name}_end" in summary:
+            table.add_row(name.replace("_", " "), f"{summary.get(f'{name}_start', float('nan')):.3f}", f"{summary[f'{name}_end']:.3f}")
+    console.print(table)
+    console.print("updates: " + ", ".join(f"{role} {count}" for role, count in summary["updates"].items()))
+    subprocess.run([sys.executable, "-m", "megatron_rl.main", "report", str(options.out)], check=True)
+
+
+def phases(run: Path) -> dict[str, dict[str, float]]:
+    """Seconds by role and phase, summed over the run's metrics."""
+    totals: dict[str, dict[str, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for phase, seconds in row["time"].items():
+            scope = totals.setdefault(row["scope"], {})
+            scope[phase] = round(scope.get(phase, 0.0) + seconds, 2)
+    return totals
+
+
+def _sft(base: Path, name: str, model: Path, steps: int) -> Sequence[str]:
+    return [
+        str(HERE / "sft.yaml"), f"model.path={model}", f"data.train={base}/task/{name}_sft.jsonl", f"steps={steps}",
+        f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=task.regimes(), default="a")
+    parser.add_argument("--arm", choices=ARMS, default="tango")
+    parser.add_argument("--seed", type=int, default=0, help="of reinforcement learning")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run directory")
+    parser.add_argument("--updates", type=int, help="generator updates (default: the regime's)")
+    parser.add_argument("--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)")
+    options = parser.parse_args()
+    stages, base = Stages(), Path("runs/last_letter") / options.regime
+    prepare(base, options.regime, stages)
+    reinforce(base, options, stages)
+    finish(options, stages)
+
+
+if __name__ == "__main__":
+    main()
