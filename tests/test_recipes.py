@@ -7,10 +7,12 @@ from collections import Counter
 import pytest
 from toys import EOS, characters, graded
 
+from megatron_rl import loop
+from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import fill, read_template
-from megatron_rl.config import ConfigError, Use
+from megatron_rl.config import ConfigError, Loss, Use
 from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.fake import ScriptedEngine
+from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
 from megatron_rl.evaluate import Confusion, confusion, step_confusion
 from megatron_rl.plugins import build
 from megatron_rl.recipes.grpo import Grpo
@@ -20,6 +22,7 @@ from megatron_rl.rewards.tags import boxed, generator_format, step_spans
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.turns import Players, Turn
 from megatron_rl.types import Prompt
+from megatron_rl.world import OneProcess
 
 TOKENIZER = characters()
 by_answer = graded(lambda response, payload: boxed(response) == payload["answer"])
@@ -352,3 +355,33 @@ def test_the_packaged_verifier_prompt_has_the_papers_order_and_a_perfect_example
     [example] = re.findall(r"good verification of it is:\n(<step_verification>.*?</final_verification>)", text, re.DOTALL)
     read = review(example, num_steps=2, correct=True, generator_format=1.0)
     assert (read.verdicts, read.final, read.format, read.reward) == ((True, True), True, 1.0, 1.8)
+
+
+def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(texts):
+    lines, saved = [], []
+    vocabulary = len(TOKENIZER)
+    roles = {name: loop.Role(policy=TablePolicy(vocabulary), loss=PolicyLoss(Loss(kl_coef=0.001)), needs_reference=True)
+             for name in ("generator", "verifier")}  # fmt: skip
+    with_players = players(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
+    recipe = Tango(generator_updates=4, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2, **texts)
+    setup = loop.Setup(
+        world=OneProcess(), roles=roles, recipe=recipe, players=with_players, held_out=problems(2),
+        data=dict.fromkeys(roles, Endless()),
+        hooks=loop.Hooks(log=lambda step, scope, m, *, turn: lines.append((turn, step, scope, m)), save=saved.append),
+    )  # fmt: skip
+    progress = loop.Progress()
+    assert loop.train(setup, loop.Plan(steps=recipe.num_steps(), prompts_per_step=2, save_every=2), progress)
+    g, v = "generator", "verifier"
+    assert [(turn, step, scope) for turn, step, scope, _ in lines] == [
+        (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),
+    ]  # fmt: skip
+    assert progress.updates == {g: 4, v: 3} and [with_players.engines[name].version for name in (g, v)] == [4, 3] and saved == [4, 7]
+    assert all(m["version_lag"] == 0 and m["kl_ref"] >= 0 for _, _, scope, m in lines if scope != "eval")
+    assert [m["alpha"] for _, _, scope, m in lines if scope == g] == pytest.approx([0.1, 0.0316, 0.01, 0.00316], rel=0.01)
+
+
+class Endless:
+    """The same problems, as often as wanted."""
+
+    def take(self, count):
+        return problems(count)
