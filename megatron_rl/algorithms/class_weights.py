@@ -11,13 +11,21 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """Running counts of rows whose solution is right and wrong; None before the first batch. The state a checkpoint holds."""
+    """Moving counts of rows whose solution is right and wrong; None before the first batch.
+
+    The state a checkpoint holds: `dataclasses.asdict(counts)` and `ClassCounts(**state)`.
+    """
 
     right: float | None = None
     wrong: float | None = None
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
-        """Moving average including this batch: decay * old + (1 - decay) * count; the first batch initialises."""
+        """decay * old + (1 - decay) * count of the [B] labels, this batch included; the first batch initialises, an empty one changes
+        nothing. Raises ValueError for a decay outside [0, 1)."""
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
+        if not labels:
+            return self
         right = float(sum(labels))
         wrong = len(labels) - right
         if self.right is None or self.wrong is None:
@@ -25,12 +33,15 @@ class ClassCounts:
         return ClassCounts(decay * self.right + (1 - decay) * right, decay * self.wrong + (1 - decay) * wrong)
 
     def weights(self, labels: Sequence[bool]) -> list[float]:
-        """[B] labels -> [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows given."""
+        """[B] labels -> [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows given.
+
+        With one class in the batch all weights are 1. Raises ValueError before the first `updated`.
+        """
         if not labels:
             return []
         if self.right is None or self.wrong is None:
             raise ValueError("no batch was counted yet: call updated() first")
         raw = {True: 1 / (math.sqrt(self.right) + EPSILON), False: 1 / (math.sqrt(self.wrong) + EPSILON)}
         rows = [raw[bool(label)] for label in labels]
-        mean = sum(rows) / len(rows)
+        mean = math.fsum(rows) / len(rows)
         return [w / mean for w in rows]

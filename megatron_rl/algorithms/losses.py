@@ -10,44 +10,45 @@ from megatron_rl.types import Batch
 
 
 class PolicyLoss:
-    """Clipped policy gradient with KL to a frozen reference and an entropy bonus (PPO; GRPO's per-token form)."""
+    """Clipped policy gradient with KL to a frozen reference and an entropy bonus (PPO, arXiv 1707.06347; GRPO's per-token form)."""
 
     def __init__(self, config: Loss) -> None:
         self.config = config
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Live log-probs and entropies [N] of a micro-batch -> (sum to minimise, sums by name).
+        """Live log-probs and entropies [N] of a micro-batch of whole sequences -> (sum to minimise, detached sums by name).
 
-        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Raises ValueError when
-        kl_coef > 0 and the batch has no reference.
+        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever stands at an
+        untrained place, nan included, reaches neither value nor gradient. The sums, over trained tokens and unweighted:
+        clip_frac (the clip decides the token's loss), ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)),
+        and with kl_coef > 0 kl_ref (k3 of KL(policy || reference), whatever `kl` is).
+        Raises ValueError when kl_coef > 0 and a batch with a trained token has no reference.
         """
         config, mask = self.config, batch.mask
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        log_ratio = _at(mask, logprobs - old)
-        ratio = log_ratio.exp()
+        advantages = _at(mask, batch.advantages)
+        ratio = _at(mask, logprobs - old).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        surrogate = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
-        gap = _at(mask, old.detach() - batch.engine_logprobs)
+        per_token = -torch.min(ratio * advantages, clipped * advantages)
+        gap = _at(mask, old - batch.engine_logprobs)  # no gradient: neither side is live
         if config.tis_cap is not None:
-            surrogate = surrogate * gap.exp().clamp(max=config.tis_cap)
-        per_token = surrogate - config.entropy_coef * entropy
+            per_token = per_token * gap.exp().clamp(max=config.tis_cap)
+        if config.entropy_coef:
+            per_token = per_token - config.entropy_coef * _at(mask, entropy)
         sums = {
-            "clip_frac": _sum(mask, (ratio != clipped).float()),
-            "ratio": _sum(mask, ratio.detach()),
-            "entropy": _sum(mask, entropy.detach()),
-            "engine_gap": _sum(mask, gap.abs()),
-            "engine_kl": _sum(mask, k3(torch.zeros_like(gap), -gap)),
+            "clip_frac": (clipped * advantages < ratio * advantages).to(logprobs.dtype),
+            "ratio": ratio.detach(),
+            "entropy": entropy.detach(),
+            "engine_gap": gap.abs(),
+            "engine_kl": k3(-gap, torch.zeros_like(gap)),
         }
         if config.kl_coef > 0:
-            if batch.reference_logprobs is None:
-                raise ValueError(
-                    f"loss.kl_coef = {config.kl_coef} needs the reference's log-probs; set it to 0 for a run without reference"
-                )
-            reference = _at(mask, batch.reference_logprobs)
+            live, reference = _at(mask, logprobs), _at(mask, self._reference(batch))
             estimate = {"k1": k1, "k2": k2, "k3": k3}[config.kl]
-            per_token = per_token + config.kl_coef * estimate(_at(mask, logprobs), reference)
-            sums["kl_ref"] = _sum(mask, k3(_at(mask, logprobs.detach()), reference))
-        return (torch.where(mask, per_token, 0.0) * self._weights(batch)).sum(), sums
+            per_token = per_token + config.kl_coef * estimate(live, reference)
+            sums["kl_ref"] = k3(live.detach(), reference)
+        total = (_at(mask, per_token) * self._weights(batch, logprobs)).sum()
+        return total, {name: _at(mask, values).sum() for name, values in sums.items()}
 
     def denominator(self, batch: Batch) -> float:
         """Trained tokens (token_mean), or sequences with at least one trained token (sequence_mean)."""
@@ -55,11 +56,19 @@ class PolicyLoss:
             return float(batch.mask.sum())
         return float((_trained_per_sequence(batch) > 0).sum())
 
-    def _weights(self, batch: Batch) -> Tensor | float:
+    def _reference(self, batch: Batch) -> Tensor:
+        """[N] log-probs of the reference; of a batch that trains nothing (a rank without sequences) they may be missing."""
+        if batch.reference_logprobs is not None:
+            return batch.reference_logprobs
+        if batch.mask.any():
+            raise ValueError(f"loss.kl_coef = {self.config.kl_coef} needs the reference's log-probs: compute them, or set kl_coef to 0")
+        return torch.zeros_like(batch.engine_logprobs)
+
+    def _weights(self, batch: Batch, like: Tensor) -> Tensor | float:
         """[N]: 1 per token, or 1 / (trained tokens of its sequence)."""
         if self.config.aggregation == "token_mean":
             return 1.0
-        per_sequence = 1.0 / _trained_per_sequence(batch).clamp(min=1).float()
+        per_sequence = 1.0 / _trained_per_sequence(batch).clamp(min=1).to(like.dtype)
         return per_sequence.repeat_interleave(batch.lengths.to(per_sequence.device))
 
 
@@ -67,36 +76,36 @@ class CompletionLoss:
     """Negative log-likelihood of the trained tokens (supervised fine-tuning)."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] each -> (sum, sums by name)."""
-        return -torch.where(batch.mask, logprobs, 0.0).sum(), {"entropy": _sum(batch.mask, entropy.detach())}
+        """[N] each -> (sum to minimise, {entropy: detached sum})."""
+        return -_at(batch.mask, logprobs).sum(), {"entropy": _at(batch.mask, entropy.detach()).sum()}
 
     def denominator(self, batch: Batch) -> float:
+        """Trained tokens."""
         return float(batch.mask.sum())
 
 
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """KL(policy || reference) estimate log p - log q: unbiased, high variance (Schulman, Approximating KL Divergence)."""
-    return logprobs - reference
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Estimates of KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL Divergence).
+
+    log p - log q: unbiased, high variance. As a loss its gradient is zero in expectation: it pulls nowhere.
+    """
+    return logprobs - other
 
 
-def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, low variance."""
-    return 0.5 * (logprobs - reference) ** 2
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: biased, low variance; its gradient is that of KL(p || q)."""
+    return 0.5 * (logprobs - other) ** 2
 
 
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log q - log p: unbiased, low variance, never negative."""
-    difference = reference - logprobs
+    difference = other - logprobs
     return difference.exp() - difference - 1
 
 
 def _at(mask: Tensor, values: Tensor) -> Tensor:
     """Values where trained, 0 elsewhere: nothing that stands at an untrained place can reach a sum, not even nan."""
     return torch.where(mask, values, 0.0)
-
-
-def _sum(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).sum()
 
 
 def _trained_per_sequence(batch: Batch) -> Tensor:

@@ -9,17 +9,28 @@ Schedule = Literal["exponential", "linear", "cosine"]
 
 
 def step_weight(schedule: Schedule, update: int, *, start: float, floor: float, total: int) -> float:
-    """alpha at generator update `update` (0 for the first) of `total`; never below `floor`.
+    """alpha at generator update `update` (0 for the first) of `total`; `floor` from `total` on.
 
-    exponential: start * exp(-update * ln(start / floor) / total). linear, cosine: from start to floor over `total` updates.
+    exponential  max(floor, start * exp(-update * ln(start / floor) / total)); the paper's
+    linear       start + (floor - start) * update / total
+    cosine       floor + (start - floor) * (1 + cos(pi * update / total)) / 2
+
+    A `start` at or below `floor` is constant: start 0 switches the step advantages off.
+    Raises ValueError for an unknown schedule, a negative update, total < 1, floor < 0, and an exponential fall to floor 0.
     """
+    if update < 0 or total < 1:
+        raise ValueError(f"update {update} of total = {total}: updates count from 0, and there is at least one")
+    if floor < 0 or (schedule == "exponential" and floor == 0 < start):
+        raise ValueError(f"floor = {floor} for a {schedule} schedule: give a number above 0 (linear and cosine can end at 0)")
     if start <= floor:
         return start
-    share = min(1.0, update / max(1, total))
-    if schedule == "exponential":
-        return max(floor, start * math.exp(-share * math.log(start / floor)) if floor > 0 else start * (1 - share))
-    if schedule == "linear":
-        return max(floor, start + (floor - start) * share)
-    if schedule == "cosine":
-        return max(floor, floor + (start - floor) * 0.5 * (1 + math.cos(math.pi * share)))
-    raise ValueError(f"alpha schedule {schedule!r}: use exponential, linear or cosine")
+    share = min(1.0, update / total)
+    match schedule:
+        case "exponential":
+            return max(floor, start * math.exp(-share * math.log(start / floor)))
+        case "linear":
+            return max(floor, start + (floor - start) * share)
+        case "cosine":
+            return floor + (start - floor) * 0.5 * (1 + math.cos(math.pi * share))
+        case _:
+            raise ValueError(f"alpha schedule {schedule!r}: use exponential, linear or cosine")
