@@ -15,7 +15,8 @@ from megatron_rl.rewards.tags import boxed, step_texts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
-NOTHING = "<q>"  # what a verifier writes where a step has no word to look at
+NOTHING = "<q>"  # what a verifier writes where a step is empty, or has no word to look at
+MAX_STEPS = 13  # later steps are numbered #13 too: a vocabulary of step numbers has to end somewhere
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,16 @@ def verification_text(rng: random.Random, words: Sequence[str], solution: str, m
     With probability `misread` it expects the first letter. The final verdict holds when all steps do, their number is that of the
     words, and the boxed answer repeats them. No gold verdict is used.
     """
-    claims = [text.split()[1:] for text in step_texts(solution)]
+    contents = [text.split() for text in step_texts(solution)]  # `#j letter` where the step is well formed
     blocks, verdicts = [], []
-    for j, claim in enumerate(claims):
+    for j, content in enumerate(contents):
         expected = (words[j][0] if rng.random() < misread else words[j][-1]) if j < len(words) else NOTHING
-        verdicts.append(claim == [expected])
-        claimed = claim[-1] if claim else NOTHING
-        blocks.append(f"<step> #{j + 1} {claimed} {expected} {CORRECT if verdicts[-1] else INCORRECT} </step>")
-    repeated = (boxed(solution) or "").split() == [letter for claim in claims for letter in claim]
-    final = all(verdicts) and len(claims) == len(words) and repeated
+        verdicts.append(content[1:] == [expected])
+        claimed = content[-1] if content else NOTHING
+        number = min(j + 1, MAX_STEPS)
+        blocks.append(f"<step> #{number} {claimed} {expected} {CORRECT if verdicts[-1] else INCORRECT} </step>")
+    repeated = (boxed(solution) or "").split() == [letter for content in contents for letter in content[1:]]
+    final = all(verdicts) and len(contents) == len(words) and repeated
     steps = "".join(f"{block} " for block in blocks)
     verdict = CORRECT if final else INCORRECT
     return f"<step_verification> {steps}</step_verification> <final_verification> {verdict} </final_verification>"
