@@ -74,7 +74,7 @@ def prepare(base: Path, name: str, stages: Stages) -> None:
         )  # fmt: skip
         rows = pq.read_table(pool / "train.parquet").to_pylist()
         task.write_verifier_pairs(files / "verifier_sft.jsonl", regime, rows, SFT_SEED + 6)
-        stages.command("SFT of the verifier", "sft", *_sft(base, "verifier", base / "generator/model", 250))
+        stages.command("SFT of the verifier", "sft", *_sft(base, "verifier", base / "generator/model", 400))
 
 
 def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:

@@ -93,7 +93,7 @@ def write_generator_pairs(path: Path, regime: Regime, seed: int, *, clean_steps:
     _write_jsonl(path, rows)
 
 
-def write_verifier_pairs(path: Path, regime: Regime, pool: list[dict[str, Any]], seed: int, *, steps: int = 250) -> None:
+def write_verifier_pairs(path: Path, regime: Regime, pool: list[dict[str, Any]], seed: int, *, steps: int = 400) -> None:
     """Half the pairs judge solutions that the generator sampled (`pool` rows with words, question, response), half a noisy teacher's."""
     rng, template, rows = random.Random(seed), _template("verifier"), []
     for _ in range(steps * BATCH):

@@ -1,0 +1,74 @@
+"""Fixtures of several tests: last-letter models that can play, made once by the program itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "examples/last_letter")]
+torch.set_num_threads(1)  # tiny tensors: a thread pool only adds waiting
+
+
+def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs `megatron-rl *arguments` from the repository's root, as a user does."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", *map(str, arguments)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s,
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+
+
+@pytest.fixture(scope="session")
+def last_letter(tmp_path_factory) -> Path:
+    """task/, generator/model and verifier/model: a short SFT, enough for rewards to differ within a group."""
+    import json
+    import random
+
+    import task
+
+    from megatron_rl.last_letter import Sizes, make_problem, teacher_solution
+
+    base = tmp_path_factory.mktemp("last_letter")
+    sizes = Sizes((2, 3), (2, 3), alphabet=6)
+    regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)
+    task.write_model(base / "task/model", 0)
+    task.write_problems(base / "task/test.jsonl", sizes, 32, 1)
+    task.write_problems(base / "task/train.jsonl", sizes, 200, 2)
+    task.write_generator_pairs(base / "task/generator_sft.jsonl", regime, 3, clean_steps=150, noisy_steps=20)
+    rng = random.Random(4)
+    pool = []
+    for _ in range(200):
+        problem = make_problem(rng, sizes)
+        pool.append({**problem, "response": teacher_solution(rng, problem["words"], 0.35)})
+    task.write_verifier_pairs(base / "task/verifier_sft.jsonl", regime, pool, 5, steps=100)
+    for name, start, steps in (("generator", "task/model", 170), ("verifier", "generator/model", 100)):
+        program(
+            "sft", "examples/last_letter/sft.yaml", f"model.path={base}/{start}", f"data.train={base}/task/{name}_sft.jsonl",
+            f"steps={steps}", f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}", "launch.nproc=1",
+        )  # fmt: skip
+        rows = [json.loads(line)["metrics"]["loss"] for line in (base / name / "metrics.jsonl").read_text().splitlines()]
+        assert rows[-1] < 0.5 * rows[0]
+    return base
+
+
+def tango_settings(base: Path, out: Path, name: str) -> list[str]:
+    """Arguments of a small Tango run on the fixture's models: 2 ranks, a verifier warm-up, one cycle, a checkpoint after each step."""
+    return [
+        "examples/last_letter/tango.yaml", f"roles.generator.model.path={base}/generator/model",
+        f"roles.verifier.model.path={base}/verifier/model", f"data.path={base}/task/train.jsonl",
+        f"evaluation.prompts.path={base}/task/test.jsonl", "evaluation.num_prompts=32", "evaluation.every=1",
+        "recipe.args.generator_updates=5", "recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8",
+        "run.prompts_per_step=8", "run.save_every=1", f"run.dir={out}", f"run.name={name}",
+    ]  # fmt: skip
