@@ -1,0 +1,113 @@
+"""The program from outside: help, checks, launchers, and commands that a user chains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, environment, program, tango_settings
+from ranks import free_port
+
+from megatron_rl.commands.launch import Place, place_from
+
+
+def test_help_names_every_command_and_setting():
+    text = program("--help").stdout
+    assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "a.b=c"))
+    assert "prompts_per_step" not in text and "roles" in program("train", "--help").stdout
+
+
+def test_check_says_what_is_wrong_without_torch():
+    code = (
+        "import sys; from megatron_rl.main import main\n"
+        "status = main(['check', 'examples/tango_qwen2.5_7b.yaml', '--ranks', '32']); print('torch' in sys.modules, status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False 0", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("roles.generator.layot.tp=2", "did you mean 'layout'"),
+        ("roles.generator.layout.tp=2.5", "2.5"),
+        ("roles.generator.layout.tp=3", "does not divide 32 ranks"),
+        ("roles.generator.layout={pp: 2, vpp: 2}", "overlap_p2p=true"),
+        ("roles.generator.layout={sequence_parallel: true}", "tp above 1"),
+        ("run.steps=0", "zero steps"),
+        ("roles.generator.micro_batch_tokens=100", "would not fit"),
+        ("nothing", "no such config file"),
+    ],
+)
+def test_check_refuses_with_the_value_and_the_cure(change, says):
+    done = program("check", "examples/tango_qwen2.5_7b.yaml", change, "--ranks", "32", check=False)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_heads_must_divide_by_tp(last_letter):
+    done = program(
+        "check", "examples/last_letter/grpo.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        "roles.generator.layout.tp=4", "--ranks", "4", check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "num_key_value_heads = 2" in done.stderr
+
+
+def test_places_of_the_launchers():
+    assert place_from({}) is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert place_from(torchrun) == Place(3, 8, 1, "a", 5)
+    srun = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "MASTER_ADDR": "b", "MASTER_PORT": "6"}
+    assert place_from(srun) == Place(2, 4, 2, "b", 6)
+    with pytest.raises(ValueError, match="MASTER_ADDR"):
+        place_from({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"})
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
+    shared = [
+        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl", "data.settings=last_letter",
+        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
+    ]  # fmt: skip
+    program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
+    train, held = (pq.read_table(tmp_path / f"pairs/{name}.parquet").to_pylist() for name in ("train", "validation"))
+    assert (len(train), len(held)) == (48, 16)
+    assert not {row["question"] for row in train} & {row["question"] for row in held}
+    text = program("eval", *shared, "reward.target=megatron_rl.rewards.last_letter:grade", f"output={tmp_path}/eval.json").stdout
+    answer = json.loads((tmp_path / "eval.json").read_text())
+    assert f"{answer['figures']['accuracy']:.4f}" in text and len(answer["responses"]) == 32
+    assert answer["figures"]["accuracy"] == sum(r["score"] for r in answer["responses"]) / 32 > 0
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_path):
+    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from their record."""
+    arguments = [
+        *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2", "roles.generator.samples_per_optimizer_step=20",
+        "roles.verifier.sleep=true", f"debug.save_rollouts={tmp_path}/record", "recipe.args.generator_updates=3", "evaluation.prompts=null",
+    ]  # fmt: skip
+    port = str(free_port())
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "megatron_rl.main", "train",
+         *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    generator = [row["metrics"] for row in rows if row["scope"] == "generator"]
+    assert generator[0]["optimizer_steps"] == 2.0 and generator[0]["engine_gap"] < 1e-4
+    for name in ("alpha", "kl_ref", "entropy", "groups_without_signal", "steps_per_solution", "verdicts_match", "finished", "version_lag"):
+        assert all(name in metrics for metrics in generator), name
+    program("report", tmp_path / "run", "--png", tmp_path / "curves.png")
+    assert (tmp_path / "run/report.html").stat().st_size > 20_000 and (tmp_path / "curves.png").stat().st_size > 5_000
+
+    replayed = [a.replace("run.name=run", "run.name=again") for a in arguments if "save_rollouts" not in a]
+    program("train", *replayed, f"debug.replay={tmp_path}/record")
+    for name in ("generator", "verifier"):
+        first, second = (tmp_path / run / "models" / name / "model.safetensors" for run in ("run", "again"))
+        assert first.read_bytes() == second.read_bytes()
