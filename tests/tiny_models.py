@@ -52,7 +52,7 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
                 elif name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 else:
-                    parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+                    parameter.normal_(std=0.7 * parameter.shape[1] ** -0.5)
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)

@@ -4,70 +4,64 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.embedded_model import Decoder, gather_weights
-from megatron_rl.engines.sampler import draw, stream_key
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
-STOP_WINDOW = 24  # tokens decoded again each step to look for stop strings
-COMPACT_BELOW = 0.75  # share of living rows under which the cache is packed together
-GROWTH = 64  # cache columns added at once
-
-
-@dataclass
-class _Sequence:
-    """One completion in the making."""
-
-    request: int  # its place in the answer
-    prompt: Sequence[int]
-    key: int
-    budget: int  # tokens it may still draw in all
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    model_logprobs: list[float] = field(default_factory=list)
-
-    def completion(self, stop: Stop) -> Completion:
-        return Completion(tokens=self.tokens, logprobs=self.logprobs, model_logprobs=self.model_logprobs, stop=stop)
+COMPACT_BELOW = 0.9  # share of living rows under which the cache is packed together
+GROWTH = 128  # cache columns added at once
+PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once
+SCORE_TOKENS = 1024  # positions whose logits are held at once
+PARTIAL = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a character whose bytes are not all there
 
 
 class EmbeddedEngine:
     """Generates on this rank with a copy of the weights. Implements engines.base.Engine for a world of one rank.
 
-    `tokenizer` is needed for stop strings alone. Greedy output equals transformers' `generate`.
+    Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory and of
+    `tokenizer`, which stop strings need. `max_batch` rows are decoded together. Raises ValueError for a family that is not supported.
     """
 
     def __init__(
         self, model_dir: str | Path, *, max_batch: int = 256, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
         tokenizer: Any = None,
     ) -> None:  # fmt: skip
+        if max_batch < 1:
+            raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
-        self.directory = hf.local_directory(model_dir)
-        self.arch = hf.read_architecture(self.directory)
-        self._tokenizer, self._max_batch, self._dtype = tokenizer, max_batch, dtype
+        self._directory = hf.local_directory(model_dir)
+        self.arch = hf.read_architecture(self._directory)
+        self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._eos = hf.eos_tokens(self.directory, self.arch)
+        self._eos = hf.eos_tokens(self._directory, self.arch)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes a whole weight stream; on any error the old weights and version stay."""
+        """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and version stay.
+
+        Raises ValueError for unknown, missing, repeated or misshapen tensors.
+        """
         self._decoder = Decoder(self.arch, gather_weights(weights, self.arch, self._dtype, self._device))
         self.version = version
 
     def load_pretrained(self) -> None:
-        """Loads the model directory's own weights, as version 0."""
-        self.load(hf.read_tensors(self.directory), version=0)
+        """Loads the model directory's own weights, as version 0. Raises FileNotFoundError when it has none."""
+        self.load(hf.read_tensors(self._directory), version=0)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """[P] prompts -> [P][n] completions, in order."""
+        """[P] prompts -> [P][n] completions, in order. Raises as `generate_rows` does."""
         rows = [(prompt, i, j) for i, prompt in enumerate(prompts) for j in range(sampling.n)]
         flat = self.generate_rows(rows, sampling)
         return [flat[i * sampling.n : (i + 1) * sampling.n] for i in range(len(prompts))]
@@ -76,159 +70,248 @@ class EmbeddedEngine:
     def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
         """One completion per row, in order; a row's draw depends on its indices and the seed, not on its neighbours.
 
-        Raises RuntimeError before the first load, ValueError for an empty prompt and for stop strings without a tokenizer.
+        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load; ValueError for an empty
+        prompt, a token outside the vocabulary, an impossible sampling setting, and stop strings without a tokenizer;
+        FloatingPointError when the model's log-probs are not finite.
         """
-        if self._decoder is None:
-            raise RuntimeError("the engine has no weights yet: call load (or load_pretrained) first")
+        decoder = self._loaded()
+        sampler.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer: give one to EmbeddedEngine")
-        if any(not prompt for prompt, _, _ in rows):
-            raise ValueError("an empty prompt cannot be continued: give at least one token")
+            raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
+        for prompt, i, _ in rows:
+            self._check_tokens(prompt, f"prompt {i}")
         if not rows:
             return []
-        return _Batch(self._decoder, rows, sampling, self).run()
+        ends = _Ends(self._eos, sampling, self._tokenizer, decoder)
+        return _Batch(decoder, rows, sampling, ends=ends, max_batch=self._max_batch).run()
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Model log-probability of every token given those before it; 0.0 for the first. [S][T] -> [S][T]."""
-        if self._decoder is None:
-            raise RuntimeError("the engine has no weights yet: call load (or load_pretrained) first")
-        out = []
-        for tokens in sequences:
+        """Model log-probability of every token given those before it, at temperature 1; 0.0 for the first. [S][T] -> [S][T].
+
+        Raises as `generate_rows` does.
+        """
+        decoder, out = self._loaded(), []
+        for i, tokens in enumerate(sequences):
+            self._check_tokens(tokens, f"sequence {i}")
             row = torch.tensor([list(tokens)], device=self._device)
-            logprobs = self._decoder.logits(self._decoder.prefill(row)[0])[0].float().log_softmax(dim=-1)
-            out.append([0.0, *logprobs[:-1].gather(1, row[0, 1:, None])[:, 0].tolist()])
+            hidden, labels = decoder.prefill(row)[0][0, :-1], row[0, 1:, None]
+            scores = [0.0]
+            for part, wanted in zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True):
+                scores += decoder.logits(part).float().log_softmax(dim=-1).gather(1, wanted)[:, 0].tolist()
+            out.append(scores)
         return out
 
-    def stop_of(self, sequence: _Sequence, sampling: Sampling) -> Stop | None:
-        """Why `sequence` ends after its last token, or None."""
-        last = sequence.tokens[-1]
-        if last in self._eos:
-            return Stop.EOS
-        if last in sampling.stop_tokens:
-            return Stop.STOP
-        if sampling.stop_strings:
-            tail = self._tokenizer.decode(sequence.tokens[-STOP_WINDOW:], skip_special_tokens=False)
-            if any(text in tail for text in sampling.stop_strings):
-                return Stop.STOP
-        return Stop.LENGTH if len(sequence.tokens) >= sequence.budget else None
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise RuntimeError("the engine has no weights yet: call load (or load_pretrained) first")
+        return self._decoder
+
+    def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
+        if not tokens:
+            raise ValueError(f"{name} is empty and cannot be continued: give at least one token")
+        if min(tokens) < 0 or max(tokens) >= self.arch.vocab:
+            worst = next(t for t in tokens if not 0 <= t < self.arch.vocab)
+            raise ValueError(f"{name} holds token {worst}, the model's vocabulary has {self.arch.vocab}: use the model's own tokenizer")
+
+
+class _Ends:
+    """Where completions of one call end: by token, looked up for all rows at once, and by text."""
+
+    def __init__(self, eos: frozenset[int], sampling: Sampling, tokenizer: Any, decoder: Decoder) -> None:
+        self._eos, self._strings, self._tokenizer = eos, sampling.stop_strings, tokenizer
+        table = torch.zeros(decoder.arch.vocab, dtype=torch.bool)
+        table[[t for t in (*eos, *sampling.stop_tokens) if 0 <= t < decoder.arch.vocab]] = True
+        self._table = table.to(decoder.device)
+        self._stop_tokens = frozenset(sampling.stop_tokens)
+        # A token has a byte at least, but for the edges of a window, where a character may be cut or a space dropped.
+        self._window = max((len(s.encode()) for s in self._strings), default=0) + 4
+        self._last_characters = {s[-1] for s in self._strings}
+        self._texts: dict[int, bool] = {}  # token -> whether it could complete a stop string
 
     @property
-    def max_batch(self) -> int:
-        return self._max_batch
+    def by_text(self) -> bool:
+        return bool(self._strings)
+
+    def by_token(self, tokens: Tensor) -> Tensor:
+        """[B] -> bool [B]."""
+        return self._table[tokens]
+
+    def completes_string(self, tokens: list[int]) -> bool:
+        """Whether the last of `tokens` completes a stop string."""
+        last = tokens[-1]
+        if last not in self._texts:
+            text = self._tokenizer.decode([last], skip_special_tokens=False)
+            self._texts[last] = PARTIAL in text or any(c in text or c.isspace() for c in self._last_characters)
+        if not self._texts[last]:
+            return False
+        tail = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
+        return any(s in tail for s in self._strings)
+
+    def reason(self, last: int, by_text: bool) -> Stop:
+        if last in self._eos:
+            return Stop.EOS
+        return Stop.STOP if by_text or last in self._stop_tokens else Stop.LENGTH
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One row of a call."""
+
+    place: int  # in the answer
+    prompt: tuple[int, ...]
+    key: int  # of its random stream
+    limit: int  # length at which it ends, prompt included
 
 
 class _Batch:
-    """Continuous batching of one call: rows that end leave their slot, waiting ones take it."""
+    """Continuous batching of one call: rows that end leave their slot, waiting ones take it.
 
-    def __init__(self, decoder: Decoder, rows: Sequence[Row], sampling: Sampling, engine: EmbeddedEngine) -> None:
-        self.decoder, self.sampling, self.engine = decoder, sampling, engine
-        arch, self.device = decoder.arch, decoder.weights.norm.device
-        limit = arch.config.max_position_embeddings
-        sequences = [
-            _Sequence(i, prompt, stream_key(sampling.seed, p, j), min(sampling.max_tokens, limit - len(prompt)))
-            for i, (prompt, p, j) in enumerate(rows)
+    Slots 0 .. size - 1 are in use, living rows and, until the next packing, dead ones.
+    """
+
+    def __init__(self, decoder: Decoder, rows: Sequence[Row], sampling: Sampling, *, ends: _Ends, max_batch: int) -> None:
+        self._decoder, self._sampling, self._ends = decoder, sampling, ends
+        context = decoder.arch.config.max_position_embeddings
+        requests = [
+            _Request(place, tuple(prompt), sampler.stream_key(sampling.seed, i, j), min(len(prompt) + sampling.max_tokens, context))
+            for place, (prompt, i, j) in enumerate(rows)
         ]
-        self.done: list[Completion | None] = [s.completion(Stop.LENGTH) if s.budget < 1 else None for s in sequences]
-        # Long prompts first: rows of similar length live together, and the cache is at its width from the start.
-        self.waiting = deque(sorted((s for s in sequences if s.budget >= 1), key=lambda s: (-len(s.prompt), s.request)))
-        self.slots: list[_Sequence | None] = []
-        empty = torch.zeros(0, arch.kv_heads, 0, arch.head_dim, dtype=decoder.weights.norm.dtype, device=self.device)
-        self.cache = [(empty, empty) for _ in range(arch.num_layers)]
-        self.tokens = torch.zeros(0, dtype=torch.int64, device=self.device)  # [slots] last token of each row
-        self.positions = torch.zeros(0, dtype=torch.int64, device=self.device)  # [slots] where it stands
-        self.keys = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._prompt_lengths = [len(r.prompt) for r in requests]
+        self._lengths = [0] * len(rows)  # of each completion, when it has ended
+        self._stops = [Stop.LENGTH] * len(rows)
+        # Long prompts first: rows of similar length live together, and samples of one prompt are prefilled together.
+        fitting = [r for r in requests if len(r.prompt) < r.limit]
+        self._waiting = deque(sorted(fitting, key=lambda r: (-len(r.prompt), r.prompt, r.place)))
+        self._slots = min(max_batch, len(fitting))
+        self._size = 0
+        self._cache = decoder.new_cache(self._slots, 0)
+        self._width = 0
+        state = torch.zeros(5, self._slots, dtype=torch.int64, device=decoder.device)
+        self._state = state
+        self._tokens, self._positions, self._keys, self._limits, self._places = state  # [slots] each; positions: of `tokens`
+        self._alive = [False] * self._slots
+        self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # places, tokens, log-probs, model's log-probs of each draw
+        self._texts: dict[int, list[int]] = {r.place: [] for r in fitting} if ends.by_text else {}
 
     def run(self) -> list[Completion]:
-        while self.waiting or any(self.slots):
-            free = self.engine.max_batch - sum(s is not None for s in self.slots)
-            if self.waiting and (free >= min(len(self.waiting), max(1, self.engine.max_batch // 4)) or not any(self.slots)):
-                self._admit(free)
-                continue
-            self._compact()
-            self._step()
-        return [c for c in self.done if c is not None]
+        living = 0
+        while self._waiting or living:
+            free = self._slots - living
+            if self._waiting and (free >= min(len(self._waiting), max(1, self._slots // 4)) or not living):
+                self._pack()
+                self._admit(min(free, len(self._waiting)))
+            else:
+                if living < COMPACT_BELOW * self._size:
+                    self._pack()
+                self._step()
+            living = sum(self._alive)
+        return self._completions()
 
-    def _admit(self, free: int) -> None:
-        """Prefills the next `free` rows, each distinct prompt once, and draws their first tokens."""
-        new = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        distinct = list(dict.fromkeys(tuple(s.prompt) for s in new))
-        number = {prompt: i for i, prompt in enumerate(distinct)}
-        width = max(map(len, distinct))
-        padded = torch.zeros(len(distinct), width, dtype=torch.int64)
-        for i, prompt in enumerate(distinct):
-            padded[i, : len(prompt)] = torch.tensor(prompt)
-        hidden, fresh = self.decoder.prefill(padded.to(self.device))
-        source = torch.tensor([number[tuple(s.prompt)] for s in new], device=self.device)
-        lengths = torch.tensor([len(s.prompt) for s in new], device=self.device)
-        logits = self.decoder.logits(hidden[source, lengths - 1])
-        keys = torch.tensor([s.key for s in new], device=self.device)
-        living = [i for i, s in enumerate(self.slots) if s is not None]
-        self._keep(living)
-        self._reserve(width + 1)
-        self._append(new, [(k[source], v[source]) for k, v in fresh])
-        self.keys = torch.cat([self.keys, keys])
-        tokens = self._draw(logits, keys, lengths, range(len(living), len(self.slots)))
-        self.tokens = torch.cat([self.tokens, tokens])
-        self.positions = torch.cat([self.positions, lengths])
+    def _admit(self, count: int) -> None:
+        """Prefills the next `count` rows, each distinct prompt once, and draws their first tokens."""
+        self._reserve(len(self._waiting[0].prompt) + 1)
+        chunk: list[_Request] = []
+        prompts: dict[tuple[int, ...], int] = {}
+        for request in (self._waiting.popleft() for _ in range(count)):
+            if request.prompt not in prompts and chunk and (len(prompts) + 1) * len(chunk[0].prompt) > PREFILL_TOKENS:
+                self._prefill(chunk, prompts)
+                chunk, prompts = [], {}
+            prompts.setdefault(request.prompt, len(prompts))
+            chunk.append(request)
+        self._prefill(chunk, prompts)
 
-    def _append(self, new: list[_Sequence], fresh: list[tuple[Tensor, Tensor]]) -> None:
-        self.slots = [*self.slots, *new]
-        width = self.cache[0][0].shape[2]
-
-        def widened(part: Tensor) -> Tensor:
-            grown = part.new_zeros(*part.shape[:2], width, part.shape[3])
-            grown[:, :, : part.shape[2]] = part
-            return grown
-
-        self.cache = [
-            (torch.cat([k, widened(nk)]), torch.cat([v, widened(nv)])) for (k, v), (nk, nv) in zip(self.cache, fresh, strict=True)
-        ]  # fmt: skip
+    def _prefill(self, new: list[_Request], prompts: dict[tuple[int, ...], int]) -> None:
+        """Puts `new` rows behind those in use; `prompts` numbers their distinct prompts."""
+        device, part = self._decoder.device, slice(self._size, self._size + len(new))
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
+        hidden, fresh = self._decoder.prefill(padded)
+        source = torch.tensor([prompts[r.prompt] for r in new], device=device)
+        last = torch.tensor([len(r.prompt) - 1 for r in new], device=device)
+        for pair, fresh_pair in zip(self._cache, fresh, strict=True):
+            for held, made in zip(pair, fresh_pair, strict=True):
+                held[part, :, : made.shape[2]] = made[source]
+        self._positions[part] = last
+        for state, values in (
+            (self._keys, [r.key for r in new]),
+            (self._limits, [r.limit for r in new]),
+            (self._places, [r.place for r in new]),
+        ):
+            state[part] = torch.tensor(values, device=device)
+        self._alive[part] = [True] * len(new)
+        self._size = part.stop
+        self._draw(self._decoder.logits(hidden[source, last]), part)
 
     def _step(self) -> None:
-        window = int(self.positions.max()) + 1
+        """Decodes one token of every row in use."""
+        part = slice(0, self._size)
+        window = int(self._positions[part].max()) + 1
         self._reserve(window)
-        hidden = self.decoder.decode(self.tokens, self.positions, self.cache, window)
-        self.positions = self.positions + 1
-        self.tokens = self._draw(self.decoder.logits(hidden), self.keys, self.positions, range(len(self.slots)))
+        hidden = self._decoder.decode(self._tokens[part], self._positions[part], self._cache, window)
+        self._draw(self._decoder.logits(hidden), part)
 
-    def _draw(self, logits: Tensor, keys: Tensor, positions: Tensor, slots: range) -> Tensor:
-        """Draws one token per row, records it, and empties the slots of rows that end. -> tokens [rows]."""
-        tokens, logprobs, model_logprobs = draw(logits, self.sampling, keys, positions)
-        for slot, token, logprob, model_logprob in zip(slots, tokens.tolist(), logprobs.tolist(), model_logprobs.tolist(), strict=True):
-            sequence = self.slots[slot]
-            if sequence is None:
-                continue
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.model_logprobs.append(model_logprob)
-            stop = self.engine.stop_of(sequence, self.sampling)
-            if stop is not None:
-                self.done[sequence.request] = sequence.completion(stop)
-                self.slots[slot] = None
-        return tokens
+    def _draw(self, logits: Tensor, part: slice) -> None:
+        """Draws the next token of the rows in slots `part` and ends those that it finishes."""
+        positions = self._positions[part].add_(1)
+        tokens, logprobs, model_logprobs = sampler.draw(logits, self._sampling, self._keys[part], positions)
+        self._tokens[part] = tokens
+        places = self._places[part].clone()
+        self._drawn.append((places, tokens, logprobs, model_logprobs))
+        by_text = self._ended_by_text(part, places, tokens) if self._ends.by_text else frozenset()
+        ended = (self._ends.by_token(tokens) | (positions + 1 >= self._limits[part])).nonzero()[:, 0].tolist()
+        for row in by_text.union(ended):
+            if self._alive[part.start + row]:
+                place = int(places[row])
+                self._lengths[place] = int(positions[row]) + 1 - self._prompt_lengths[place]
+                self._stops[place] = self._ends.reason(int(tokens[row]), row in by_text)
+                self._alive[part.start + row] = False
+                positions[row] = 0  # a dead row must not widen the window
 
-    def _compact(self) -> None:
-        living = [i for i, s in enumerate(self.slots) if s is not None]
-        if len(living) < COMPACT_BELOW * len(self.slots):
-            self._keep(living)
+    def _ended_by_text(self, part: slice, places: Tensor, tokens: Tensor) -> frozenset[int]:
+        """Rows of `part` whose new token completes a stop string."""
+        found = set()
+        for row, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
+            if self._alive[part.start + row]:
+                self._texts[place].append(token)
+                if self._ends.completes_string(self._texts[place]):
+                    found.add(row)
+        return frozenset(found)
 
-    def _keep(self, living: list[int]) -> None:
-        if len(living) == len(self.slots):
-            return
-        index = torch.tensor(living, dtype=torch.int64, device=self.device)
-        self.slots = [self.slots[i] for i in living]
-        self.cache = [(k[index], v[index]) for k, v in self.cache]
-        self.tokens, self.positions, self.keys = self.tokens[index], self.positions[index], self.keys[index]
+    def _pack(self) -> None:
+        """Moves the last living rows into the slots of dead ones, so that the living stand in front."""
+        living = [slot for slot in range(self._size) if self._alive[slot]]
+        holes = [slot for slot in range(len(living)) if not self._alive[slot]]
+        if holes:
+            to = torch.tensor(holes, device=self._decoder.device)
+            origin = torch.tensor(living[-len(holes) :], device=self._decoder.device)
+            for held in (part for pair in self._cache for part in pair):
+                held[to] = held[origin]
+            self._state[:, to] = self._state[:, origin]
+        self._size = len(living)
+        self._alive = [slot < self._size for slot in range(self._slots)]
 
     def _reserve(self, width: int) -> None:
         """Makes the cache at least `width` columns wide."""
-        held = self.cache[0][0].shape[2]
-        if width <= held:
+        if width <= self._width:
             return
-        grown = -(-width // GROWTH) * GROWTH
+        wider = self._decoder.new_cache(self._slots, -(-width // GROWTH) * GROWTH)
+        for pair, wider_pair in zip(self._cache, wider, strict=True):
+            for held, grown in zip(pair, wider_pair, strict=True):
+                grown[: self._size, :, : self._width] = held[: self._size]
+        self._cache, self._width = wider, wider[0][0].shape[2]
 
-        def wider(part: Tensor) -> Tensor:
-            return torch.cat([part, part.new_zeros(*part.shape[:2], grown - held, part.shape[3])], dim=2)
-
-        self.cache = [(wider(k), wider(v)) for k, v in self.cache]
+    def _completions(self) -> list[Completion]:
+        """Every row's draws, in the order of the call."""
+        if not self._drawn:
+            return [Completion(tokens=[], logprobs=[], model_logprobs=[], stop=stop) for stop in self._stops]
+        places, tokens, logprobs, model_logprobs = (torch.cat(column).cpu() for column in zip(*self._drawn, strict=True))
+        if not bool(model_logprobs.isfinite().all()):
+            raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
+        order = places.argsort(stable=True)
+        starts = [0, *places.bincount(minlength=len(self._lengths)).cumsum(0).tolist()]
+        tokens, logprobs, model_logprobs = (column[order].tolist() for column in (tokens, logprobs, model_logprobs))
+        out = []
+        for start, length, stop in zip(starts, self._lengths, self._stops, strict=False):
+            part = slice(start, start + length)  # a dead row may have been drawn a few times more
+            out.append(Completion(tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop))
+        return out

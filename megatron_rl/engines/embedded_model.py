@@ -1,8 +1,11 @@
-"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused projections."""
+"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused projections.
+
+B rows   P prompt width   L cache columns   H query heads   KV key/value heads   d head size   h hidden size   f ffn size   V vocabulary
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +14,22 @@ from torch import Tensor
 
 from megatron_rl.weights.hf import Architecture
 
+LayerCache = tuple[Tensor, Tensor]  # keys and values, [B, KV, L, d] each
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights; q, k, v and gate, up are fused by rows."""
+    """One block's weights; q, k, v and gate, up are fused by rows.
+
+    The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours: attention is
+    the same, and turning them is one complex product.
+    """
 
     norm: Tensor  # [h]
     qkv: Tensor  # [(H + 2 KV) d, h]
-    qkv_bias: Tensor | None
+    qkv_bias: Tensor | None  # [(H + 2 KV) d]
     q_norm: Tensor | None  # [d]
-    k_norm: Tensor | None
+    k_norm: Tensor | None  # [d]
     out: Tensor  # [h, H d]
     mlp_norm: Tensor  # [h]
     gate_up: Tensor  # [2 f, h]
@@ -35,139 +44,174 @@ class Weights:
     head: Tensor  # [V, h]
 
 
-def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of every tensor the model is made of."""
-    h, d = arch.hidden, arch.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, h), "model.norm.weight": (h,)}
-    if not arch.tied:
-        shapes["lm_head.weight"] = (arch.vocab, h)
-    for i in range(arch.num_layers):
-        p = f"model.layers.{i}."
-        shapes |= {p + "input_layernorm.weight": (h,), p + "post_attention_layernorm.weight": (h,)}
-        for name, heads in (("q", arch.heads), ("k", arch.kv_heads), ("v", arch.kv_heads)):
-            shapes[f"{p}self_attn.{name}_proj.weight"] = (heads * d, h)
-            if arch.qkv_bias:
-                shapes[f"{p}self_attn.{name}_proj.bias"] = (heads * d,)
-        shapes[p + "self_attn.o_proj.weight"] = (h, arch.heads * d)
-        if arch.qk_norm:
-            shapes |= {p + "self_attn.q_norm.weight": (d,), p + "self_attn.k_norm.weight": (d,)}
-        shapes |= {
-            p + "mlp.gate_proj.weight": (arch.ffn, h),
-            p + "mlp.up_proj.weight": (arch.ffn, h),
-            p + "mlp.down_proj.weight": (h, arch.ffn),
-        }
-    return shapes
+@dataclass(frozen=True)
+class Place:
+    """Where a Hugging Face tensor of `shape` goes: a view of the fused storage with as many elements."""
+
+    shape: tuple[int, ...]
+    view: Tensor
 
 
 def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Reads a whole stream of (name, tensor) and fuses it. Raises ValueError for unknown, missing, repeated or misshapen tensors."""
-    shapes, found = expected_shapes(arch), {}
+    """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or misshapen tensors.
+
+    A tied model may bring lm_head.weight; it is not read.
+    """
+    weights, places = _storage(arch, dtype, device)
+    seen: set[str] = set()
     for name, tensor in stream:
         if name == "lm_head.weight" and arch.tied:
             continue
-        if name not in shapes:
-            raise ValueError(f"weight stream: unknown tensor {name!r} for a {arch.family} model")
-        if tuple(tensor.shape) != shapes[name]:
-            raise ValueError(f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {shapes[name]}")
-        if name in found:
-            raise ValueError(f"weight stream: {name} came twice")
-        found[name] = tensor.detach().to(device=device, dtype=dtype, copy=True)
-    missing = sorted(shapes.keys() - found.keys())
+        if name not in places:
+            raise ValueError(f"weight stream: unknown tensor {name!r} for a {arch.family} model; give Hugging Face names")
+        place = places[name]
+        if tuple(tensor.shape) != place.shape:
+            raise ValueError(f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {place.shape}; give full tensors")
+        if name in seen:
+            raise ValueError(f"weight stream: {name} came twice; give every tensor once")
+        seen.add(name)
+        place.view.copy_(tensor.detach().reshape(place.view.shape))
+    missing = sorted(places.keys() - seen)
     if missing:
-        raise ValueError(f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; the old weights stay in use")
-    layers = tuple(_layer(found, f"model.layers.{i}.", arch) for i in range(arch.num_layers))
-    embedding = found["model.embed_tokens.weight"]
-    return Weights(embedding, layers, found["model.norm.weight"], embedding if arch.tied else found["lm_head.weight"])
+        raise ValueError(f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model")
+    return weights
 
 
-def _layer(found: dict[str, Tensor], p: str, arch: Architecture) -> Layer:
-    def joined(kind: str) -> Tensor:
-        return torch.cat([found[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv"])
+def _storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, Place]]:
+    def new(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    return Layer(
-        norm=found[p + "input_layernorm.weight"],
-        qkv=joined("weight"),
-        qkv_bias=joined("bias") if arch.qkv_bias else None,
-        q_norm=found[p + "self_attn.q_norm.weight"] if arch.qk_norm else None,
-        k_norm=found[p + "self_attn.k_norm.weight"] if arch.qk_norm else None,
-        out=found[p + "self_attn.o_proj.weight"],
-        mlp_norm=found[p + "post_attention_layernorm.weight"],
-        gate_up=torch.cat([found[p + "mlp.gate_proj.weight"], found[p + "mlp.up_proj.weight"]]),
-        down=found[p + "mlp.down_proj.weight"],
-    )
+    places: dict[str, Place] = {}
+
+    def place(name: str, view: Tensor) -> Tensor:
+        places[name] = Place(tuple(view.shape), view)
+        return view
+
+    def paired(name: str, rows: Tensor) -> None:
+        """Rows of whole heads whose halves [first, second] become pairs."""
+        pairs = rows.view(-1, arch.head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2)
+        places[name] = Place(tuple(rows.shape), pairs)
+
+    def head_norm(name: str) -> Tensor | None:
+        if not arch.qk_norm:
+            return None
+        weight = new(arch.head_dim)
+        paired(name, weight)
+        return weight
+
+    layers, sizes = [], [arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.kv_heads * arch.head_dim]
+    for i in range(arch.num_layers):
+        p = f"model.layers.{i}."
+        qkv, gate_up = new(sum(sizes), arch.hidden), new(2 * arch.ffn, arch.hidden)
+        bias = new(sum(sizes)) if arch.qkv_bias else None
+        for kind, fused in (("weight", qkv), ("bias", bias)):
+            if fused is not None:
+                q, k, v = fused.split(sizes)
+                paired(f"{p}self_attn.q_proj.{kind}", q)
+                paired(f"{p}self_attn.k_proj.{kind}", k)
+                place(f"{p}self_attn.v_proj.{kind}", v)
+        for name, part in zip(("gate", "up"), gate_up.chunk(2), strict=True):
+            place(f"{p}mlp.{name}_proj.weight", part)
+        layers.append(
+            Layer(
+                norm=place(p + "input_layernorm.weight", new(arch.hidden)),
+                qkv=qkv,
+                qkv_bias=bias,
+                q_norm=head_norm(p + "self_attn.q_norm.weight"),
+                k_norm=head_norm(p + "self_attn.k_norm.weight"),
+                out=place(p + "self_attn.o_proj.weight", new(arch.hidden, sizes[0])),
+                mlp_norm=place(p + "post_attention_layernorm.weight", new(arch.hidden)),
+                gate_up=gate_up,
+                down=place(p + "mlp.down_proj.weight", new(arch.hidden, arch.ffn)),
+            )
+        )
+    embedding = place("model.embed_tokens.weight", new(arch.vocab, arch.hidden))
+    head = embedding if arch.tied else place("lm_head.weight", new(arch.vocab, arch.hidden))
+    return Weights(embedding, tuple(layers), place("model.norm.weight", new(arch.hidden)), head), places
 
 
 class Decoder:
-    """Stateless forward passes over `weights`; the cache is the caller's."""
+    """Forward passes over `weights`; the cache is the caller's."""
 
     def __init__(self, arch: Architecture, weights: Weights) -> None:
         self.arch, self.weights = arch, weights
-        self._cos, self._sin = (t.to(weights.norm.device, weights.norm.dtype) for t in arch.rotary(torch.arange(512)))
+        self.device, self.dtype = weights.norm.device, weights.norm.dtype
+        self._turns = self._rotary(512)
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Right-padded prompts [B, P] -> hidden states [B, P, h] and per layer keys and values [B, KV, P, d]."""
+    def new_cache(self, rows: int, width: int) -> list[LayerCache]:
+        """Zeros: what is masked out is still multiplied, so it must be finite."""
+        shape = (rows, self.arch.kv_heads, width, self.arch.head_dim)
+        return [
+            (torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(shape, dtype=self.dtype, device=self.device))
+            for _ in self.weights.layers
+        ]
+
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[LayerCache]]:
+        """Right-padded prompts [B, P] -> hidden states [B, P, h] before the last norm, and per layer keys and values [B, KV, P, d]."""
         rows, width = tokens.shape
-        cos, sin = self._rotary(width)
-        cos, sin = cos[:width, None], sin[:width, None]  # [P, 1, d]
+        turns = self._turns_up_to(width)[:width, None]  # [P, 1, d / 2]
         x, cache = F.embedding(tokens, self.weights.embedding), []
         for layer in self.weights.layers:
-            q, k, v = self._project(x, layer, cos, sin)  # [B, P, heads, d]
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+            q, k, v = (part.transpose(1, 2) for part in self._project(x, layer, turns))  # [B, heads, P, d]
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             x = self._finish(x, y.transpose(1, 2).reshape(rows, width, -1), layer)
             cache.append((k, v))
-        return self._norm(x, self.weights.norm), cache
+        return x, cache
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]], window: int) -> Tensor:
-        """One token per row: tokens and positions [B], cache rows [B, KV, L, d], of which `window` columns are looked at -> hidden [B, h].
+    def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[LayerCache], window: int) -> Tensor:
+        """One token per row: tokens and positions [B] -> hidden states [B, h] before the last norm.
 
-        Keys and values of the token are written to the cache in place.
+        The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it in place.
         """
         arch, rows = self.arch, len(tokens)
-        cos, sin = self._rotary(window)
-        cos, sin = cos[positions][:, None], sin[positions][:, None]  # [B, 1, d]
-        hidden = torch.arange(window, device=tokens.device)[None] > positions[:, None]  # [B, window]
-        bias = torch.zeros(rows, 1, 1, window, dtype=cos.dtype, device=tokens.device).masked_fill_(hidden[:, None, None], -torch.inf)
-        index, scale = torch.arange(rows, device=tokens.device), arch.head_dim**-0.5
+        turns = self._turns_up_to(window)[positions][:, None]  # [B, 1, d / 2]
+        index, scale = torch.arange(rows, device=self.device), arch.head_dim**-0.5
+        later = torch.arange(window, device=self.device) > positions[:, None]  # [B, window]
+        bias = torch.zeros(later.shape, dtype=self.dtype, device=self.device).masked_fill_(later, -torch.inf)
+        bias = bias.repeat_interleave(arch.kv_heads, 0)[:, None]  # [B KV, 1, window]
         x = F.embedding(tokens, self.weights.embedding)
         for layer, (keys, values) in zip(self.weights.layers, cache, strict=True):
-            q, k, v = self._project(x, layer, cos, sin)  # [B, heads, d]
+            q, k, v = self._project(x, layer, turns)  # [B, heads, d]
             keys[index, :, positions], values[index, :, positions] = k, v
-            grouped = (q * scale).view(rows, arch.kv_heads, -1, arch.head_dim)
-            scores = torch.matmul(grouped, keys[:, :, :window].transpose(-1, -2)).add_(bias)
-            y = torch.matmul(scores.softmax(dim=-1), values[:, :, :window])
-            x = self._finish(x, y.reshape(rows, -1), layer)
-        return self._norm(x, self.weights.norm)
+            grouped = q.reshape(rows * arch.kv_heads, -1, arch.head_dim)  # [B KV, H / KV, d]
+            seen_keys, seen_values = (part[:rows].view(-1, *part.shape[2:])[:, :window] for part in (keys, values))
+            scores = torch.baddbmm(bias, grouped, seen_keys.transpose(1, 2), alpha=scale)  # [B KV, H / KV, window]
+            y = torch.bmm(scores.softmax(dim=-1), seen_values)
+            x = self._finish(x, y.view(rows, -1), layer)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., h] -> [..., V]."""
-        return hidden @ self.weights.head.T
+        """Hidden states before the last norm [..., h] -> [..., V]."""
+        return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
 
-    def _project(self, x: Tensor, layer: Layer, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., h] -> rotated queries and keys, values: [..., heads, d]."""
+    def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., h] -> turned queries and keys, values: [..., heads, d]."""
         arch = self.arch
-        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
-        fused = fused.view(*x.shape[:-1], -1, arch.head_dim)
-        if layer.q_norm is None or layer.k_norm is None:
-            both, v = fused.split([arch.heads + arch.kv_heads, arch.kv_heads], dim=-2)
-        else:
-            q, k, v = fused.split([arch.heads, arch.kv_heads, arch.kv_heads], dim=-2)
+        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).view(*x.shape[:-1], -1, arch.head_dim)
+        both, v = fused.split([arch.heads + arch.kv_heads, arch.kv_heads], dim=-2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = both.split([arch.heads, arch.kv_heads], dim=-2)
             both = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=-2)
-        first, second = both.chunk(2, dim=-1)
-        both = both * cos + torch.cat([-second, first], dim=-1) * sin
+        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))  # [..., H + KV, d / 2]
+        both = torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
         q, k = both.split([arch.heads, arch.kv_heads], dim=-2)
         return q, k, v
 
     def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
         x = x + F.linear(attended, layer.out)
         gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, layer.down)
+        return x + F.linear(F.silu(gate).mul_(up), layer.down)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.arch.norm_eps)
+        return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
 
-    def _rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        if length > len(self._cos):
-            tables = self.arch.rotary(torch.arange(2 * length))
-            self._cos, self._sin = (t.to(self._cos.device, self._cos.dtype) for t in tables)
-        return self._cos, self._sin
+    def _rotary(self, length: int) -> Tensor:
+        """e^(i angle) of every position: complex64 [length, d / 2]."""
+        cos, sin = self.arch.rotary(torch.arange(length))
+        half = self.arch.head_dim // 2
+        return torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device)
+
+    def _turns_up_to(self, length: int) -> Tensor:
+        if length > len(self._turns):
+            self._turns = self._rotary(2 * length)
+        return self._turns
