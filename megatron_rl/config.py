@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def config(cls: type[C]) -> type[C]:
     """A frozen keyword-only dataclass that refuses unknown keys and wrong types when read."""
-    cls.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)  # type: ignore[attr-defined]
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -120,12 +120,14 @@ class PromptSet:
 
     path: str
     settings: str | None = None  # a ready-made mapping: eurus2_rl, eurus2_sft, deepscaler, gsm8k, math, last_letter
-    split: str = "train"  # for Hugging Face data sets
+    subset: str | None = None  # configuration of a Hugging Face data set; null: as `settings` has it, else its only one
+    split: str = "train"  # of a Hugging Face data set, or of a directory with files train*, test*, ...
     fields: dict[str, str] = field(default_factory=dict)  # our name -> the row's key, dots reach inside: {question: problem}
     filters: dict[str, Any] = field(default_factory=dict)  # keep rows whose key equals the value
-    answer_pattern: str | None = None  # regular expression; group 1 of its last match is the answer
+    answer_pattern: str | None = None  # regular expression; group 1 (or all, without groups) of its last match is the answer
+    answer_commas: bool | None = None  # false: take them out of the answer (1,234 -> 1234); null: as `settings` has it, else true
     remove_suffix: str | None = None  # text cut from the end of the question
-    limit: int | None = None  # first rows only
+    limit: int | None = None  # at most so many problems: the first usable rows that pass the filters
     shuffle: bool = True  # a new deterministic order every epoch
     max_bad_share: float = 0.01  # refuse the set when more of its rows are unusable
 

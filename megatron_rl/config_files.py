@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 import yaml
@@ -19,7 +19,18 @@ from megatron_rl.config import ConfigError
 
 T = TypeVar("T")
 
-_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+
+class _Source(NamedTuple):
+    """Keys that one file or one override sets."""
+
+    label: str
+    tree: dict[str, Any]
+
+
+# YAML 1.2's scalars. YAML 1.1, PyYAML's own, reads 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and 2024-01-01 as a date.
+_INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$")
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 
 
 class _Loader(yaml.SafeLoader):
@@ -33,124 +44,233 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _float_resolvers() -> dict[str, list[Any]]:
-    """SafeLoader's implicit resolvers with YAML 1.2's floats: 1e-6 and 1E3 too."""
-    float_tag = "tag:yaml.org,2002:float"
-    table = {c: [r for r in rules if r[0] != float_tag] for c, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-    for character in "-+0123456789.":
-        table.setdefault(character, []).append((float_tag, _FLOAT))
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that quotes whatever another reader, this one included, would not take for text."""
+
+
+def _resolvers() -> dict[str, list[Any]]:
+    """First character -> (tag, pattern): SafeLoader's, with the scalars of YAML 1.2."""
+    ours = {"int": (_INT, "-+0123456789"), "float": (_FLOAT, "-+0123456789."), "bool": (_BOOL, "tTfF"), "timestamp": (None, "")}
+    tags = {f"tag:yaml.org,2002:{name}" for name in ours}
+    table = {c: [r for r in rules if r[0] not in tags] for c, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    for name, (pattern, characters) in ours.items():
+        for character in characters:
+            table.setdefault(character, []).append((f"tag:yaml.org,2002:{name}", pattern))
     return table
 
 
-_Loader.yaml_implicit_resolvers = _float_resolvers()
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    quoted = any(pattern.match(text) for pattern in (_INT, _FLOAT, _BOOL))
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Dumper.add_representer(str, _represent_text)
 
 
 def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
     """A validated `schema` from its defaults, YAML files and `a.b=c` overrides.
 
-    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key; when an override changes a
-    union's `kind`, the old variant's fields are dropped. Raises ConfigError naming every unknown key, wrong type and bad value.
+    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of dataclasses
+    (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys; keys without a `kind` are the
+    default's. Raises ConfigError naming every unknown key, wrong type and bad value, with the file or override it stands in.
     """
+    sources = [source for file in files for source in _read(Path(file), ())] + [_override(text) for text in overrides]
     tree: dict[str, Any] = {}
-    for file in files:
-        tree = _merge(tree, _read(Path(file), ()))
-    for override in overrides:
-        tree = _merge(tree, _override(override))
+    for source in sources:
+        tree = _merge(tree, source.tree, [schema], None)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
-        return pydantic.TypeAdapter(schema).validate_json(json.dumps(tree))
+        return pydantic.TypeAdapter(schema).validate_json(json.dumps(_with_kinds(tree, [schema])))
     except pydantic.ValidationError as error:
-        where = ", ".join([*map(str, files), *overrides]) or "the defaults"
-        lines = sorted({_explain_error(schema, problem) for problem in error.errors()})
-        raise ConfigError(f"{where}:\n  " + "\n  ".join(lines)) from error
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
+        lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
+        raise ConfigError("\n  ".join(lines)) from error
+    except TypeError as error:
+        labels = ", ".join(source.label for source in sources)
+        raise ConfigError(f"{labels}: {error}; use plain numbers, text, lists and mappings") from error
 
 
 def dump(config: Any) -> str:
     """The whole resolved config as YAML; `load` of it gives an equal value."""
-    tree = json.loads(pydantic.TypeAdapter(type(config)).dump_json(config))
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    tree = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_keys(files: Sequence[Path]) -> set[str]:
     """Top-level keys of YAML files and of their bases."""
-    return {key for file in files for key in _read(Path(file), ())}
+    return {key for file in files for source in _read(Path(file), ()) for key in source.tree}
 
 
-def _read(file: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
+    """The file's bases, then the file."""
     path = file.resolve()
     if path in seen:
-        raise ConfigError(f"{file}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+        raise ConfigError(f"{file}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}; remove one `base`")
     if not file.is_file():
-        raise ConfigError(f"no such config file: {file}")
+        named_by = f" ({seen[-1]} names it as its base)" if seen else ""
+        raise ConfigError(f"no such config file: {file}{named_by}")
     try:
-        loader = _Loader(file.read_text(encoding="utf-8"))
-        loader.name = str(file)
-        tree = loader.get_single_data() or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {error}") from error
+        tree = _parse(file.read_text(encoding="utf-8"), str(file))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error}; is it a YAML file?") from error
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
-    bases = tree.pop("base", [])
-    merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = _merge(merged, _read(file.parent / base, (*seen, path)))
-    return _merge(merged, tree)
+    named = tree.pop("base", None)
+    bases = [] if named is None else [named] if isinstance(named, str) else named
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
+    return [source for base in bases for source in _read(file.parent / base, (*seen, path))] + [_Source(str(file), tree)]
 
 
-def _override(text: str) -> dict[str, Any]:
+def _override(text: str) -> _Source:
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"override {text!r}: it has the form a.b=value")
-    try:
-        tree: Any = _Loader(value).get_single_data()
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {text!r}: the value is not YAML: {error}") from error
+    tree: Any = _parse(value, f"override {text!r}")
     for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return tree
+        tree = {part.strip(): tree}
+    return _Source(f"override {text!r}", tree)
 
 
-def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    if "kind" in new and new["kind"] != old.get("kind", new["kind"]):
+def _parse(text: str, label: str) -> Any:
+    try:
+        loader = _Loader(text)
+        loader.name = label
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{label} is not YAML: {error}; quote text with special characters") from error
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any], default_kind: Any) -> dict[str, Any]:
+    """`new` over `old`. `kinds`: what this mapping may be; `default_kind`: the variant it is when it does not say."""
+    if "kind" in new and default_kind is not None and new["kind"] != old.get("kind", default_kind):
         old = {}
     out = dict(old)
     for key, value in new.items():
-        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = _merge(out[key], value) if both else value
+        if isinstance(value, Mapping):
+            before = out.get(key)
+            out[key] = _merge(before if isinstance(before, Mapping) else {}, value, _inside(kinds, key), _default_kind(kinds, key))
+        else:
+            out[key] = value
     return out
 
 
-def _explain_error(schema: Any, problem: Any) -> str:
-    place = [str(p) for p in problem["loc"]]
+def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
+    """Names the default variant where keys of a union are given without a `kind`."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            default = _default_kind(kinds, key)
+            value = _with_kinds(value if default is None else {"kind": default, **value}, _inside(kinds, key))
+        out[key] = value
+    return out
+
+
+def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> str:
+    place, kinds = _locate(schema, [str(part) for part in problem["loc"]])
     name = ".".join(place) or "(whole config)"
-    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _fields_at(schema, place[:-1])
-        close = difflib.get_close_matches(place[-1], known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-        return f"{name}: unknown key; {hint}"
-    if problem["type"] in ("missing", "missing_argument"):
-        return f"{name}: missing; it has no default"
-    message = problem["msg"].removeprefix("Value error, ")
-    return message if problem["type"] == "value_error" else f"{name} = {json.dumps(problem['input'], default=str)[:80]}: {message}"
+    said = f"{_origin(place, sources)}: {name}"
+    match problem["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            known = [f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)]
+            close = difflib.get_close_matches(place[-1], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+            return f"{said}: unknown key; {hint}"
+        case "missing" | "missing_argument":
+            return f"{said}: missing; it has no default, so give it in a file or as {name}=..."
+        case "value_error":
+            message = problem["msg"].removeprefix("Value error, ")  # of a __post_init__: it may name its own dataclass first
+            if place and message.startswith(f"{place[-1]}."):
+                return f"{_origin(place, sources)}: {'.'.join([*place[:-1], message])}"
+            return f"{said}: {message}"
+    return f"{said} = {json.dumps(problem['input'], default=str)[:80]}: {_cure(problem)}"
 
 
-def _fields_at(schema: Any, place: Sequence[str]) -> list[str]:
-    """Names of the dataclass fields at a dotted place, through dicts and unions."""
-    kinds = [schema]
-    for part in place:
-        found: list[Any] = []
-        for kind in kinds:
-            if dataclasses.is_dataclass(kind):
-                hints = typing.get_type_hints(kind)
-                found += _alternatives(hints[part]) if part in hints else []
-            elif typing.get_origin(kind) is dict:
-                found += _alternatives(typing.get_args(kind)[1])
-        kinds = found or kinds
-    return [f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)]
+def _cure(problem: Any) -> str:
+    match problem["type"]:
+        case "int_type" | "int_from_float" | "int_parsing":
+            return "give a whole number, without quotes, leading zeros or a decimal point"
+        case "float_type" | "float_parsing":
+            return "give a number, without quotes"
+        case "finite_number":
+            return "give a finite number"
+        case "bool_type" | "bool_parsing":
+            return "give true or false"
+        case "string_type":
+            return "give text; put it in quotes when it looks like a number or a truth value"
+        case "tuple_type":
+            return "give a list"
+        case "dict_type" | "dataclass_type":
+            return "give a mapping of keys"
+        case "literal_error":
+            return f"choose {problem['ctx']['expected']}"
+        case "union_tag_invalid":
+            return f"choose a kind among {problem['ctx']['expected_tags']}"
+    return problem["msg"]
+
+
+def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
+    """The last of the sources that reach deepest towards a dotted place."""
+    best, label = 0, "no file or override sets it"
+    for source in sources:
+        depth, node = 0, source.tree
+        for part in place:
+            if not isinstance(node, Mapping) or part not in node:
+                break
+            depth, node = depth + 1, node[part]
+        if depth and depth >= best:
+            best, label = depth, source.label
+    return label if best or not sources else ", ".join(source.label for source in sources)
+
+
+def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]:
+    """pydantic's location of an error -> (the keys a user writes, what its last key may stand in). A union's variants are no keys."""
+    place: list[str] = []
+    parents: list[Any] = [schema]
+    kinds: list[Any] = [schema]
+    for part in location:
+        variants = [kind for kind in kinds if part in (_tag(kind), _name(kind))]
+        if variants and len(kinds) > 1:
+            kinds = variants
+            continue
+        parents, kinds = kinds, _inside(kinds, part)
+        place.append(part)
+    return place, parents
+
+
+def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
+    """What may stand at a key of these dataclasses or dicts; empty when unknown."""
+    found: list[Any] = []
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            found += _alternatives(hints[key]) if key in hints else []
+        elif typing.get_origin(kind) is dict:
+            found += _alternatives(typing.get_args(kind)[1])
+    return found
+
+
+def _default_kind(kinds: Sequence[Any], key: str) -> Any:
+    """The default's `kind` where a key holds a union's variant; None elsewhere."""
+    for kind in kinds:
+        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            if field.name == key:
+                made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                return _tag(type(made))
+    return None
+
+
+def _tag(kind: Any) -> Any:
+    """A variant's `kind`: the default of the field of that name; None when there is no such field."""
+    fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    return fields.get("kind")
+
+
+def _name(kind: Any) -> str | None:
+    return kind.__name__ if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 
 
 def _alternatives(kind: Any) -> list[Any]:

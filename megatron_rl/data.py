@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,8 @@ from megatron_rl.data_settings import resolve
 from megatron_rl.types import Prompt
 
 SHOWN = 5  # bad rows named in a message
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")  # names by which files of a directory are told apart
+_HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")  # `name` or `owner/name`, not a file
 _log = logging.getLogger(__name__)
 
 
@@ -41,51 +45,67 @@ class _BadRow:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """What a dotted key reaches when it is not in the row; null is a value."""
+
+
 def read_problems(source: PromptSet) -> list[Problem]:
-    """All usable rows of `source`, in file order. Bad rows are reported by file and line and refused above max_bad_share."""
+    """All usable rows of `source`, in file order. [rows] problems.
+
+    Bad rows (not JSON, a missing field, an empty question) are warned of by file and line; raises DataError when they are more than
+    max_bad_share of the rows that pass the filters, or when no row does, and ConfigError for a path that holds no data.
+    """
     source = resolve(source)
+    pattern = _compiled(source.answer_pattern)
     problems: list[Problem] = []
     bad: list[_BadRow] = []
-    total = 0
-    for where, row in _rows(source.path, source.split):
+    read = total = 0
+    for where, row in _rows(source.path, source.split, source.subset):
         if source.limit is not None and len(problems) >= source.limit:
             break
+        read += 1
         if isinstance(row, _BadRow):
-            total, bad = total + 1, [*bad, row]
+            total += 1
+            bad.append(row)
             continue
         if any(_reach(row, key) != value for key, value in source.filters.items()):
             continue
         total += 1
         try:
-            problems.append(Problem(total - 1, _mapped(row, source)))
+            problems.append(Problem(total - 1, _mapped(row, source, pattern)))
         except DataError as error:
             bad.append(_BadRow(where, str(error)))
+    if not total:
+        raise DataError(f"none of the {read} rows of {source.path} passes the filters {source.filters}: look at data.filters and data.path")
     _refuse(bad, total, source.max_bad_share, source.path)
     return problems
 
 
-def read_pairs(data: SftData) -> list[tuple[str, str]]:
-    """Prompt/response texts of data.train, by the same rules. [N] pairs."""
+def read_pairs(data: SftData, *, split: str = "train") -> list[tuple[str, str]]:
+    """Prompt/response texts of data.train, by the same rules. [N] pairs. `split` counts where the path is a directory or data set."""
     pairs: list[tuple[str, str]] = []
     bad: list[_BadRow] = []
-    for where, row in _rows(data.train, "train"):
+    for where, row in _rows(data.train, split, None):
         if isinstance(row, _BadRow):
             bad.append(row)
             continue
-        values = [row.get(name) for name in (data.prompt_field, data.response_field)]
-        if all(isinstance(v, str) and v for v in values):
-            pairs.append((values[0], values[1]))
-        else:
-            bad.append(_BadRow(where, f"no text in {data.prompt_field!r} or {data.response_field!r}; the row has {', '.join(row)}"))
-    _refuse(bad, len(pairs) + len(bad), data.max_bad_share, data.train)
+        try:
+            pairs.append((_text(row, "prompt", data.prompt_field), _text(row, "response", data.response_field)))
+        except DataError as error:
+            bad.append(_BadRow(where, str(error)))
+    total = len(pairs) + len(bad)
+    if not total:
+        raise DataError(f"{data.train} has no rows: look at data.train and data.validation")
+    _refuse(bad, total, data.max_bad_share, data.train)
     return pairs
 
 
 class PromptReader:
     """An endless, deterministic stream of prompts over problems: every epoch once through all of them, in its own order.
 
-    `encode` turns a problem's values into prompt tokens. Prompts over `max_prompt_tokens` are dropped and counted in `dropped`.
-    The place in the stream is `state_dict()`.
+    `encode` turns a problem's values into prompt tokens, when the problem's turn comes. Prompts over `max_prompt_tokens` are dropped
+    and counted in `dropped` (again in every epoch). A prompt's id is `epoch/row`. The place in the stream is `state_dict()`.
     """
 
     def __init__(
@@ -117,7 +137,7 @@ class PromptReader:
             tokens = self._encode(problem.values)
             if len(tokens) > self._max:
                 self.dropped, misses = self.dropped + 1, misses + 1
-                if misses >= len(self._problems):
+                if misses >= 2 * len(self._problems) - 1:  # so many in a row hold a whole epoch, wherever they begin
                     raise DataError(f"every prompt is longer than max_prompt_tokens = {self._max}, e.g. {len(tokens)}: raise it")
                 continue
             misses = 0
@@ -125,12 +145,17 @@ class PromptReader:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "dropped": self.dropped, "digest": self._digest()}
+        """The place in the stream, as plain numbers and text."""
+        place = {"epoch": self._epoch, "position": self._position, "dropped": self.dropped}
+        return place | {"problems": len(self._problems), "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a saved place. Raises DataError when it was saved over other data."""
-        if state["digest"] != self._digest():
-            raise DataError("the checkpoint was made with other data (rows or seed differ): put the data back, or start a new run")
+        if state["digest"] != self._digest:
+            raise DataError(
+                f"the checkpoint was made over {state['problems']} problems, these are {len(self._problems)}, and rows, seed or shuffle "
+                "differ: put the data and run.seed back, or start a new run"
+            )
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
         self._order = self._order_of(self._epoch)
 
@@ -147,6 +172,7 @@ class PromptReader:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
+    @functools.cached_property
     def _digest(self) -> str:
         digest = hashlib.sha256(f"{self._seed} {self._shuffle}".encode())
         for problem in self._problems:
@@ -155,98 +181,158 @@ class PromptReader:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows as Parquet, whole or not at all."""
+    """Writes rows as Parquet, whole or not at all. Columns are the keys of all rows together; null where a row has none."""
+    columns = dict.fromkeys(name for row in rows for name in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), partial)
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), partial)
     partial.replace(path)
 
 
-def _mapped(row: Mapping[str, Any], source: PromptSet) -> dict[str, Any]:
+def _mapped(row: Mapping[str, Any], source: PromptSet, pattern: re.Pattern[str] | None) -> dict[str, Any]:
+    """A row in our names. Raises DataError saying what it lacks."""
     values = {name: _reach(row, key) for name, key in source.fields.items()}
-    missing = [f"{name} (from {source.fields[name]!r})" for name, value in values.items() if value is None]
+    missing = [f"{name} (from {source.fields[name]!r})" for name, value in values.items() if isinstance(value, _Absent)]
     if missing:
         raise DataError(f"no {', '.join(missing)}; the row has {', '.join(map(str, row))}")
-    question = str(values["question"])
+    question = _text(row, "question", source.fields["question"])
     if source.remove_suffix:
         question = question.removesuffix(source.remove_suffix)
     if not question.strip():
-        raise DataError("the question is empty")
-    answer = str(values["answer"])
-    if source.answer_pattern is not None:
-        found = re.findall(source.answer_pattern, answer)
-        if not found:
-            raise DataError(f"the answer {answer[-60:]!r} does not match {source.answer_pattern!r}")
-        answer = str(found[-1]).replace(",", "")
+        raise DataError("the question is empty without data.remove_suffix")
+    answer = _text(row, "answer", source.fields["answer"], numbers=True)
+    if pattern is not None:
+        matches = list(pattern.finditer(answer))
+        found = matches[-1].group(1 if pattern.groups else 0) if matches else None
+        if found is None:
+            raise DataError(f"the answer {answer[-60:]!r} does not match data.answer_pattern = {source.answer_pattern!r}")
+        answer = found
+    if source.answer_commas is False:
+        answer = answer.replace(",", "")
     if not answer.strip():
         raise DataError("the answer is empty")
     return {**values, "question": question, "answer": answer}
 
 
+def _text(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:
+    """The text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
+    value = _reach(row, key)
+    if numbers and isinstance(value, (int, float)) and math.isfinite(value):
+        value = str(value)
+    if isinstance(value, _Absent):
+        raise DataError(f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}")
+    if isinstance(value, (list, tuple, Mapping)):
+        raise DataError(f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as {key}.0")
+    if not isinstance(value, str):
+        raise DataError(f"the {name} (from {key!r}) is {value!r}, not text")
+    if not value.strip():
+        raise DataError(f"the {name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the {name} has a lone surrogate: {error}") from error
+    return value
+
+
+def _compiled(pattern: str | None) -> re.Pattern[str] | None:
+    try:
+        return re.compile(pattern) if pattern else None
+    except re.error as error:
+        raise ConfigError(f"data.answer_pattern = {pattern!r} is not a regular expression: {error}") from error
+
+
 def _reach(row: Any, key: str) -> Any:
-    """Value at a dotted key; numbers index lists. None when it is not there."""
+    """Value at a dotted key; numbers index lists. _Absent when it is not there."""
     for part in key.split("."):
-        if isinstance(row, Mapping):
-            row = row.get(part)
-        elif isinstance(row, (list, tuple)) and part.isdigit() and int(part) < len(row):
+        if isinstance(row, Mapping) and part in row:
+            row = row[part]
+        elif isinstance(row, (list, tuple)) and part.isdecimal() and int(part) < len(row):
             row = row[int(part)]
         else:
-            return None
+            return _Absent()
     return row
 
 
-def _rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of a file, a directory of files, or a Hugging Face data set."""
+def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """(file:line, row) of a file, a directory of files, or a Hugging Face data set. A row is a dict or a _BadRow."""
     place = Path(path)
-    if place.is_dir() and not (place / "dataset_info.json").exists() and not (place / "dataset_dict.json").exists():
-        files = sorted([*place.glob("*.jsonl"), *place.glob("*.parquet")])
-        chosen = [f for f in files if f.stem == split or f.stem.startswith(f"{split}-")] or files
-        if chosen:
-            for file in chosen:
-                yield from _file_rows(file)
-            return
     if place.is_file():
         yield from _file_rows(place)
-        return
-    if not place.exists() and (place.suffix or place.is_absolute() or path.startswith(".") or path.count("/") > 1):
+    elif place.is_dir() and (files := [] if _saved_by_datasets(place) else _files_of(place, split)):
+        for file in files:
+            yield from _file_rows(file)
+    elif place.exists() or _HUB_NAME.fullmatch(path):
+        yield from _hub_rows(path, split, subset)
+    else:
         raise ConfigError(f"no data at {path}: give a JSONL or Parquet file, a directory of them, or a Hugging Face data set")
-    yield from _hub_rows(path, split)
+
+
+def _files_of(place: Path, split: str) -> list[Path]:
+    """Files of one split, as their names begin with it; all files where no name tells a split."""
+
+    def belongs(file: Path, name: str) -> bool:
+        return re.match(rf"{re.escape(name)}([-_.]|$)", file.stem) is not None
+
+    files = sorted([*place.glob("*.jsonl"), *place.glob("*.parquet")])
+    chosen = [file for file in files if belongs(file, split)]
+    others = [name for name in SPLITS if any(belongs(file, name) for file in files)]
+    if others and not chosen:
+        raise ConfigError(f"{place} has no files of the split {split!r}; there are {', '.join(others)}: set split, or name the file itself")
+    return chosen or files
+
+
+def _saved_by_datasets(place: Path) -> bool:
+    return (place / "dataset_info.json").exists() or (place / "dataset_dict.json").exists()
 
 
 def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".parquet":
-        number = 0
-        for batch in pq.ParquetFile(file).iter_batches():
-            for row in batch.to_pylist():
-                number += 1
+        try:
+            for number, row in enumerate((row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist()), start=1):
                 yield f"{file}:{number}", row
+        except pa.ArrowException as error:
+            raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
         return
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}:{number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                row = _BadRow(where, f"not JSON ({error.msg})")
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
+                row = _BadRow(where, f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else f"not JSON ({error})")
             yield where, row if isinstance(row, (dict, _BadRow)) else _BadRow(where, "not a JSON object")
 
 
-def _hub_rows(path: str, split: str) -> Iterator[tuple[str, Any]]:
+def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+    """Rows of a directory written by save_to_disk, of a local data set directory, or of a data set on the hub."""
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
             f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
         ) from error
-    if Path(path).is_dir() and ((Path(path) / "dataset_info.json").exists() or (Path(path) / "dataset_dict.json").exists()):
-        found = datasets.load_from_disk(path)
-        rows = found[split] if isinstance(found, datasets.DatasetDict) else found
-    else:
-        rows = datasets.load_dataset(path, split=split)
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}[{split}]:{number}", row
+    try:
+        if _saved_by_datasets(Path(path)):
+            found = datasets.load_from_disk(path)
+            if isinstance(found, datasets.DatasetDict) and split not in found:
+                raise ConfigError(f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split")
+            rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            rows = datasets.load_dataset(path, subset, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set ({error}): "
+            "look at the three, and at the network when it is a hub name"
+        ) from error
+    number = 0
+    for table in rows.with_format("arrow").iter(batch_size=1024):
+        for row in table.to_pylist():
+            number += 1
+            yield f"{path}[{split}]:{number}", row
 
 
 def _refuse(bad: Sequence[_BadRow], total: int, max_share: float, path: str) -> None:

@@ -9,6 +9,9 @@ from megatron_rl.config import ConfigError, PromptSet
 _BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
 
+_SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")  # settings of one value, null when a config leaves them open
+
+
 def settings_table() -> dict[str, PromptSet]:
     """Name of the settings -> what they stand for (path left empty)."""
     return {
@@ -25,7 +28,13 @@ def settings_table() -> dict[str, PromptSet]:
             remove_suffix=_BOXED_SUFFIX,
         ),
         "deepscaler": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
-        "gsm8k": PromptSet(path="", fields={"question": "question", "answer": "answer"}, answer_pattern=r"####\s*(-?[\d.,]+)"),
+        "gsm8k": PromptSet(
+            path="",
+            fields={"question": "question", "answer": "answer"},
+            answer_pattern=r"####\s*(-?[\d.,]+)",
+            answer_commas=False,
+            subset="main",
+        ),
         "math": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
         "last_letter": PromptSet(path="", fields={"question": "question", "answer": "answer", "words": "words"}),
     }
@@ -43,6 +52,5 @@ def resolve(source: PromptSet) -> PromptSet:
         source,
         fields={**ready.fields, **source.fields},
         filters={**ready.filters, **source.filters},
-        answer_pattern=source.answer_pattern or ready.answer_pattern,
-        remove_suffix=source.remove_suffix or ready.remove_suffix,
+        **{name: getattr(ready, name) for name in _SINGLE if getattr(source, name) is None},
     )
