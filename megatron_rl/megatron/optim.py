@@ -81,6 +81,9 @@ def initialize_state(optimizer: Any) -> None:
         part._init_optimizer_states_with_dummy_values()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"], group["step"] = rate, 0
+        for state in part.optimizer.state.values():
+            if "step" in state:  # torch's Adam, where neither Transformer Engine nor apex is installed, counts per parameter
+                state["step"].zero_()
 
 
 def zero_grad(chunks: list[Any], optimizer: Any) -> None:
