@@ -1,26 +1,91 @@
 """Reward functions that misbehave, run for real by the pool's workers."""
 
 import os
+import subprocess
+import sys
 import time
+from fractions import Fraction
+
+KEPT: list[bytearray] = []  # what a leaking reward never gives back
+NUMBER = 3
 
 
 def reward(response, payload):
-    """Does what the response says."""
-    match response:
-        case "loop":
-            while True:
-                time.sleep(0.01)
-        case "memory":
-            return float(len(bytearray(8 << 30)) < 0)
-        case "exit":
-            os._exit(3)
-        case "raise":
-            raise KeyError("no such thing")
-        case "text":
-            return "x"
-        case "two":
-            return 2.0
-        case "print":
-            print("noise on stdout")
-            return 1.0
-    return float(response == payload["answer"])
+    """Does what the response names; else 1.0 when it is the answer."""
+    return BEHAVIOURS[response](payload) if response in BEHAVIOURS else float(response == payload["answer"])
+
+
+def scaled(response, payload, *, scale):
+    return scale * float(response == payload["answer"])
+
+
+def loop(payload):
+    while True:
+        time.sleep(0.01)
+
+
+def deaf(payload):
+    """Closes the pool's pipes, and lives on."""
+    os.closerange(0, 64)
+    loop(payload)
+
+
+def forged(payload):
+    """Writes a frame of its own into every open file."""
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"\x02\x00\x00\x00hi")
+        except OSError:
+            continue
+    return 1.0
+
+
+def twice(payload):
+    """Comes back in two processes."""
+    if os.fork() == 0:
+        return 0.25
+    os.wait()
+    return 0.25
+
+
+def leak(payload):
+    KEPT.append(bytearray(160 << 20))
+    return 1.0
+
+
+def child(payload):
+    process = subprocess.Popen(["sleep", "600"])
+    with open(payload["pid_file"], "w") as file:
+        file.write(str(process.pid))
+    loop(payload)
+
+
+def raises(payload):
+    raise KeyError("no such thing")
+
+
+def prints(payload):
+    print("noise on stdout")
+    return 1.0
+
+
+BEHAVIOURS = {
+    "loop": loop,
+    "deaf": deaf,
+    "forged": forged,
+    "twice": twice,
+    "leak": leak,
+    "child": child,
+    "raise": raises,
+    "print": prints,
+    "memory": lambda payload: float(len(bytearray(8 << 30)) < 0),
+    "exit": lambda payload: os._exit(3),
+    "leave": lambda payload: sys.exit(0),
+    "signal": lambda payload: os.kill(os.getpid(), 11),
+    "input": lambda payload: float(sys.stdin.read() == ""),
+    "fraction": lambda payload: Fraction(1, 4),
+    "text": lambda payload: "x",
+    "two": lambda payload: 2.0,
+    "nan": lambda payload: float("nan"),
+    "none": lambda payload: None,
+}

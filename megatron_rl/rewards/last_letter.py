@@ -15,6 +15,15 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
-    """Gold label of each step. Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1]."""
+    """Gold label of each step. Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1].
+
+    The number in the mark is not read: a vocabulary may end before the steps do. A step without a mark, or beyond the words, is wrong.
+    """
     words = payload["words"]
-    return [j < len(words) and "".join(text.split()[1:]) == words[j][-1] for j, text in enumerate(step_texts)]
+    return [j < len(words) and _letters(text) == words[j][-1] for j, text in enumerate(step_texts)]
+
+
+def _letters(step: str) -> str | None:
+    """What stands behind the step's mark; None without a mark."""
+    mark, *letters = step.split() or [""]
+    return "".join(letters) if mark.startswith("#") else None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import json
+import os
 import pickle
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config import Reward
-from megatron_rl.rewards.worker import HEADER, write_frame
+from megatron_rl.rewards import worker as worker_script
+from megatron_rl.rewards.worker import HEADER, frame
 
 CHUNK = 16  # gradings a worker holds at once
 START_TIMEOUT_S = 120.0  # importing the reward's module
+PIPE_BYTES = 1 << 16  # moved at once
+EXHAUSTED = "out of memory"  # after an answer that says so: nobody else is at fault
 
 
 class Outcome(enum.Enum):
@@ -43,18 +50,23 @@ class Graded:
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    ready: bool = False
+    outbox: bytearray  # not yet written to it: a pipe that is full never blocks the run
+    since: float  # when it began on what it does now
+    inbox: bytearray = field(default_factory=bytearray)
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
-    buffer: bytearray = field(default_factory=bytearray)
-    since: float = 0.0  # when it began on what it does now
+    ready: bool = False
+    ended: str = ""  # why nothing more comes from it
 
     @property
-    def deadline_from(self) -> float | None:
-        return self.since if self.held or not self.ready else None
+    def busy(self) -> bool:
+        return bool(self.held) or not self.ready
 
 
 class GradePool:
-    """`with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use."""
+    """`with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use; one caller at a time.
+
+    The function is imported in the workers, along this process's sys.path and its working directory.
+    """
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
@@ -67,7 +79,7 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Kills the workers."""
+        """Kills the workers, and what they have started. The next `grade` starts new ones."""
         for worker in self._workers:
             _kill(worker)
         self._workers = []
@@ -77,87 +89,125 @@ class GradePool:
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
-        wanted = min(self.reward.workers, max(1, len(items)))
-        while len(self._workers) < wanted:
-            self._workers.append(self._start())
-        while len(results) < len(items):
-            for worker in self._workers:
-                self._feed(worker, waiting, items)
-            self._collect(results)
-            self._replace_stuck(results, waiting)
+        try:
+            self._staff(min(self.reward.workers, len(items)))
+            while len(results) < len(items):
+                for worker in self._workers:
+                    self._feed(worker, waiting, items)
+                self._exchange(results)
+                self._replace(results, waiting)
+        except BaseException:  # answers still on their way must not be taken for those of the next call
+            self.close()
+            raise
         return [results[i] for i in range(len(items))]
 
+    def _staff(self, wanted: int) -> None:
+        """At least `wanted` living workers."""
+        for worker in [w for w in self._workers if w.process.poll() is not None]:
+            _kill(worker)
+            self._workers.remove(worker)
+        while len(self._workers) < wanted:
+            self._workers.append(self._start())
+
     def _start(self) -> _Worker:
-        command = [sys.executable, "-m", "megatron_rl.rewards.worker"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        write_frame(_in(process), (self.reward.target, self.reward.args, self.reward.memory_mib))
-        return _Worker(process, since=time.monotonic())
+        # -P: the script's own directory is not searched. A session of its own: what the function starts is killed with it
+        command = [sys.executable, "-P", worker_script.__file__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(_fd(pipe), False)
+        here = os.getcwd()
+        paths = [here, *(path or here for path in sys.path)]
+        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, paths))
+        return _Worker(process, outbox=bytearray(frame(task)), since=time.monotonic())
 
     def _feed(self, worker: _Worker, waiting: deque[int], items: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        if not worker.ready or worker.held or not waiting:
+        if worker.busy or worker.ended or not waiting:
             return
-        share = min(CHUNK, -(-len(waiting) // len(self._workers)))
+        for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
+            serial = waiting.popleft()
+            worker.held.append(serial)
+            worker.outbox += frame(pickle.dumps((serial, *items[serial])))
         worker.since = time.monotonic()
-        try:
-            for _ in range(share):
-                write_frame(_in(worker.process), items[waiting[0]])
-                worker.held.append(waiting.popleft())
-        except BrokenPipeError:  # it died: _collect sees the end of its answers
-            return
 
-    def _collect(self, results: dict[int, Graded]) -> None:
-        """Reads what has been answered; waits at most until the next deadline."""
+    def _exchange(self, results: dict[int, Graded]) -> None:
+        """Writes what fits and reads what has been answered; waits at most until the next deadline."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                selector.register(_out(worker.process), selectors.EVENT_READ, worker)
-            for key, _ in selector.select(timeout=self._patience()):
-                worker = key.data
-                data = _out(worker.process).read1(1 << 16)
-                if not data:
-                    worker.process.wait()
-                worker.buffer += data
-                for answer in _frames(worker.buffer):
-                    self._answer(worker, answer, results)
+                selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
+                if worker.outbox:
+                    selector.register(_fd(worker.process.stdin), selectors.EVENT_WRITE, worker)
+            for key, events in selector.select(timeout=self._patience()):
+                if events & selectors.EVENT_WRITE:
+                    _send(key.data)
+                else:
+                    self._receive(key.data, results)
+
+    def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
+        """Takes what has been answered. -> whether there may be more."""
+        try:
+            data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            worker.ended = "ended"
+        worker.inbox += data
+        for answer in _frames(worker.inbox):
+            if worker.ended:
+                break
+            worker.since = time.monotonic()
+            try:
+                self._answer(worker, json.loads(answer), results)
+            except ValueError:
+                worker.ended = "wrote something of its own into the pool's pipe"
+        return not worker.ended
 
     def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
-        worker.since = time.monotonic()
         if not worker.ready:
             if answer is not None:
                 raise RewardFailure(f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form package.module:name")
             worker.ready = True
             return
-        score, detail, seconds = answer
-        outcome = Outcome.ERROR if score is None else Outcome.SCORE
-        results[worker.held.popleft()] = Graded(outcome, score or 0.0, detail, seconds)
+        serial, score, detail, seconds, exhausted = answer
+        if not worker.held or serial != worker.held[0]:
+            raise ValueError(f"an answer to item {serial}, which is not at work")
+        results[worker.held.popleft()] = Graded(Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds)
+        if exhausted:
+            worker.ended = EXHAUSTED
 
     def _patience(self) -> float:
-        starts = [w.since + self._limit(w) for w in self._workers if w.deadline_from is not None]
-        return max(0.0, min(starts) - time.monotonic()) if starts else 0.1
+        deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
+        return max(0.0, min(deadlines, default=0.0) - time.monotonic())
 
     def _limit(self, worker: _Worker) -> float:
         return self.reward.timeout_s if worker.ready else START_TIMEOUT_S
 
-    def _replace_stuck(self, results: dict[int, Graded], waiting: deque[int]) -> None:
+    def _late(self, worker: _Worker) -> bool:
+        return worker.busy and time.monotonic() > worker.since + self._limit(worker)
+
+    def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
         """A worker past its deadline, or dead: its first item is at fault, the others go back to the front of the queue."""
-        now = time.monotonic()
         for i, worker in enumerate(self._workers):
-            died = worker.process.poll() is not None
-            late = worker.deadline_from is not None and now > worker.since + self._limit(worker)
-            if not died and not late:
+            dead = worker.process.poll() is not None
+            while (dead or self._late(worker)) and not worker.ended and self._receive(worker, results):
+                continue  # what it answered before counts
+            ended = worker.ended or ("ended" if dead else "")
+            if not ended and not self._late(worker):
                 continue
-            if not worker.ready:
-                raise RewardFailure(f"a reward worker did not start: {self.reward.target!r} cannot be imported, or reward.memory_mib = "
-                                    f"{self.reward.memory_mib} is too little for it")  # fmt: skip
+            taken = time.monotonic() - worker.since
             _kill(worker)
-            if worker.held:
-                fault = worker.held.popleft()
-                status = worker.process.returncode
-                results[fault] = (
-                    Graded(Outcome.ERROR, detail=f"its worker died with status {status}")
-                    if died
-                    else Graded(Outcome.TIMEOUT, detail=f"no answer within {self.reward.timeout_s} s", seconds=now - worker.since)
+            status = worker.process.returncode
+            if not worker.ready:
+                raise RewardFailure(
+                    f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing {self.reward.target!r} "
+                    f"ends the process or hangs, or reward.memory_mib = {self.reward.memory_mib} is too little for it"
                 )
-                waiting.extendleft(reversed(worker.held))
+            if worker.held and ended != EXHAUSTED:
+                results[worker.held.popleft()] = (
+                    Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken)
+                    if ended
+                    else Graded(Outcome.TIMEOUT, detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}", seconds=taken)
+                )
+            waiting.extendleft(reversed(worker.held))
             self._workers[i] = self._start()
 
 
@@ -173,32 +223,38 @@ def check_failures(graded: Sequence[Graded], max_share: float) -> None:
     )
 
 
-def _frames(buffer: bytearray) -> list[Any]:
+def _frames(buffer: bytearray) -> list[bytes]:
     """Takes whole frames off the front of `buffer`."""
     out = []
     while len(buffer) >= HEADER.size:
         (size,) = HEADER.unpack_from(buffer)
         if len(buffer) < HEADER.size + size:
             break
-        out.append(pickle.loads(bytes(buffer[HEADER.size : HEADER.size + size])))
+        out.append(bytes(buffer[HEADER.size : HEADER.size + size]))
         del buffer[: HEADER.size + size]
     return out
 
 
-def _in(process: subprocess.Popen[bytes]) -> Any:
-    return process.stdin
+def _send(worker: _Worker) -> None:
+    try:
+        written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
+    except BlockingIOError:
+        return
+    except BrokenPipeError:  # it died: the end of its answers says so
+        worker.outbox.clear()
+        return
+    del worker.outbox[:written]
 
 
-def _out(process: subprocess.Popen[bytes]) -> Any:
-    return process.stdout
+def _fd(pipe: Any) -> int:
+    return pipe.fileno()
 
 
 def _kill(worker: _Worker) -> None:
-    worker.process.kill()
+    """Kills the worker's whole process group, and waits for it. One that has just ended by itself keeps its own status."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for pipe in (worker.process.stdin, worker.process.stdout):
         if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
+            pipe.close()

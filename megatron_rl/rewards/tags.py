@@ -4,56 +4,66 @@ from __future__ import annotations
 
 import re
 
-STEP = re.compile(r"<step>(.*?)</step>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MIN_STEPS = 3  # fewer cost 0.4 of the format score
+
+_OPEN, _CLOSE = "<step>", "</step>"
+_BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups nothing
 
 
 def step_spans(text: str) -> list[tuple[int, int]]:
-    """Character spans [start, end) of the step blocks, tags included, in order. Any text is allowed."""
-    return [match.span() for match in STEP.finditer(text)]
+    """Character spans [start, end) of the step blocks, tags included, in order. Any text is allowed.
+
+    A block reaches from an opening tag to the next closing one: an opening tag inside a block is part of its text, and a tag without
+    its partner makes no block (the released code's lazy match).
+    """
+    spans: list[tuple[int, int]] = []
+    end = 0
+    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start + len(_OPEN))) >= 0:
+        end = close + len(_CLOSE)
+        spans.append((start, end))
+    return spans
 
 
 def step_texts(text: str) -> list[str]:
     """What stands inside each step block."""
-    return [match.group(1).strip() for match in STEP.finditer(text)]
+    return [text[start + len(_OPEN) : end - len(_CLOSE)].strip() for start, end in step_spans(text)]
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} with balanced braces; None when there is none."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for i in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                return text[start + 7 : i].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    r"""Content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there is none."""
+    start, end = max(_boxes(text), default=(0, 0))
+    return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def generator_format(text: str) -> float:
-    """How well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
+    r"""How well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
 
-    0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly one boxed answer, minus 0.8 without steps or
-    0.4 with fewer than three.
+    0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus 0.8 without steps or 0.4 with
+    fewer than three.
     """
-    answer = _ANSWER.search(text)
-    if answer is None:
+    _, opened, rest = text.partition("<answer>")
+    answer, closed, _ = rest.partition("</answer>")
+    if not (opened and closed):
         return 0.0
-    body = answer.group(1).strip()
-    score = 1.0
-    if not (body.startswith("\\boxed{") and boxed(body) is not None and _closes_at_end(body)):
-        score -= 0.8
+    answer = answer.strip()
+    tenths = 10
+    if (0, len(answer)) not in _boxes(answer):
+        tenths -= 8
     steps = len(step_spans(text))
-    score -= 0.8 if steps == 0 else 0.4 if steps < MIN_STEPS else 0.0
-    return min(1.0, max(0.0, score))
+    tenths -= 8 if steps == 0 else 4 if steps < MIN_STEPS else 0
+    return max(0, tenths) / 10
 
 
-def _closes_at_end(body: str) -> bool:
-    depth = 0
-    for i, character in enumerate(body):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0 and character == "}":
-            return i == len(body) - 1
-    return False
+def _boxes(text: str) -> list[tuple[int, int]]:
+    r"""Spans of the balanced \boxed{...}, in one pass over the braces."""
+    opened: list[int | None] = []  # where each open brace's box starts; None: a plain brace
+    boxes: list[tuple[int, int]] = []
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token == "}":
+            start = opened.pop() if opened else None
+            if start is not None:
+                boxes.append((start, match.end()))
+        elif token.endswith("{") and token != "\\{":
+            opened.append(None if token == "{" else match.start())
+    return boxes

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from megatron_rl.rewards.tags import step_spans, step_texts
+
 GAMMA = 0.8  # weight of the format score
 COUNT_GATE = 0.6  # generator format from which on the number of verdicts must match
 
-_BLOCK = re.compile(r"<step>(.*?)</step>", re.DOTALL)
-_VERDICT = re.compile(r"\\box(?:ed)?\{\s*(CORRECT|INCORRECT)\s*\}[\s.]*$", re.IGNORECASE)
-_FINAL = re.compile(r"<final_verification>(?:(?!<final_verification>).)*?\\box(?:ed)?\{\s*(CORRECT|INCORRECT)\s*\}[\s.]*</final_verification>\s*$",
-                    re.DOTALL | re.IGNORECASE)  # fmt: skip
-_WHOLE = re.compile(r"<step_verification>(.*)</step_verification>\s*<final_verification>(.*)</final_verification>", re.DOTALL)
+_STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
+_FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
+_VERDICT = re.compile(r"\\box(?:ed)?\{\s*(CORRECT|INCORRECT)\s*\}\s*\.?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,20 @@ class Review:
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Verdicts of the step blocks, in order; a block without a verdict at its end gives none."""
-    found = (_VERDICT.search(block.strip()) for block in _BLOCK.findall(text))
-    return tuple(match.group(1).upper() == "CORRECT" for match in found if match)
+    """Verdicts of the step blocks, in order; a block without a verdict at its end gives none. Blocks behind the step section are not
+    looked at."""
+    found = (_verdict(block) for block in step_texts(_step_section(text)))
+    return tuple(verdict for verdict in found if verdict is not None)
 
 
 def final_verdict(text: str) -> bool | None:
     """The boxed verdict that ends the final section, which must end the text; None when it cannot be parsed."""
-    match = _FINAL.search(text)
-    return None if match is None else match.group(1).upper() == "CORRECT"
+    text = text.strip()
+    start = text.rfind(_FINAL)
+    if start < 0 or not text.endswith(_END_FINAL):
+        return None
+    section = text[start + len(_FINAL) : -len(_END_FINAL)]
+    return None if _END_FINAL in section else _verdict(section)
 
 
 def verifier_format(text: str, num_steps: int, generator_format: float) -> float:
@@ -46,29 +51,56 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
     section, minus 0.8 without step blocks or (given a well-formed solution) when the verdicts are not K, minus 0.4 for text between
     step blocks.
     """
-    whole = _WHOLE.fullmatch(text.strip())
-    if whole is None:
+    sections = _sections(text)
+    if sections is None:
         return 0.0
-    body, final = whole.groups()
-    score = 1.0
-    if _VERDICT.search(final.strip()) is None:
-        score -= 0.8
-    if not _BLOCK.search(body) or (len(step_verdicts(body)) != num_steps and generator_format >= COUNT_GATE):
-        score -= 0.8
-    if _BLOCK.sub("", body).strip():
-        score -= 0.4
-    return min(1.0, max(0.0, score))
+    steps, final = sections
+    spans = step_spans(steps)
+    tenths = 10
+    if _verdict(final) is None:
+        tenths -= 8
+    if not spans or (len(step_verdicts(steps)) != num_steps and generator_format >= COUNT_GATE):
+        tenths -= 8
+    ends = [0, *(end for _, end in spans)]
+    starts = [*(start for start, _ in spans), len(steps)]
+    if any(steps[end:start].strip() for end, start in zip(ends, starts, strict=True)):
+        tenths -= 4
+    return max(0, tenths) / 10
 
 
 def review(text: str, *, num_steps: int, correct: bool, generator_format: float, gamma: float = GAMMA) -> Review:
-    """Reads one verification of a solution with K steps whose graded outcome is `correct`.
+    """Reads one verification of a solution with K steps whose graded outcome is `correct`. Any text is allowed.
 
     Reward 1[final verdict = outcome] + gamma * format; both parts are 0 when the final verdict cannot be parsed.
     """
     final = final_verdict(text)
-    verdicts, blocks = step_verdicts(text), len(_BLOCK.findall(text))
+    verdicts, blocks = step_verdicts(text), len(step_spans(_step_section(text)))
     if final is None:
         return Review(verdicts, blocks, None, agrees=False, format=0.0, reward=0.0)
     form = verifier_format(text, num_steps, generator_format)
     agrees = final == correct
     return Review(verdicts, blocks, final, agrees=agrees, format=form, reward=float(agrees) + gamma * form)
+
+
+def _verdict(section: str) -> bool | None:
+    match = _VERDICT.search(section.rstrip())
+    return None if match is None else match.group(1).upper() == "CORRECT"
+
+
+def _step_section(text: str) -> str:
+    """The text up to the end of the step section; all of it when that end is missing."""
+    return text.partition(_END_STEPS)[0]
+
+
+def _sections(text: str) -> tuple[str, str] | None:
+    """Contents of the two sections; None unless the text is exactly one of each, in order."""
+    text = text.strip()
+    if not (text.startswith(_STEPS) and text.endswith(_END_FINAL)):
+        return None
+    steps, _, rest = text[len(_STEPS) : -len(_END_FINAL)].partition(_END_STEPS)
+    final = rest.lstrip()
+    if not final.startswith(_FINAL):
+        return None
+    final = final[len(_FINAL) :]
+    again = any(tag in part for part in (steps, final) for tag in (_STEPS, _END_STEPS, _FINAL, _END_FINAL))
+    return None if again else (steps, final)
