@@ -26,7 +26,7 @@ class PolicyLoss:
         """
         config, mask = self.config, batch.mask
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        advantages = _at(mask, batch.advantages)
+        advantages = batch.advantages
         ratio = _at(mask, logprobs - old).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         per_token = -torch.min(ratio * advantages, clipped * advantages)
