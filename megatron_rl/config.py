@@ -6,11 +6,13 @@ Imports neither torch nor Megatron, so that a config can be checked on a login n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
 
 import pydantic
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 C = TypeVar("C")
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # of a whole
 
 
 class ConfigError(ValueError):
@@ -74,15 +76,15 @@ class Model:
 class Optimizer:
     """Adam with decoupled weight decay; warm-up is linear, then the rate is constant or falls to `min_lr`."""
 
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0  # global gradient norm; 0 is off
-    warmup_steps: int = 0
+    lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    clip_grad: NonNegativeFloat = 1.0  # global gradient norm; 0 is off
+    warmup_steps: NonNegativeInt = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    decay_steps: int | None = None  # optimizer steps until `min_lr`, warm-up included; linear and cosine need it
+    decay_steps: PositiveInt | None = None  # optimizer steps until `min_lr`, warm-up included; linear and cosine need it
 
     def __post_init__(self) -> None:
         if self.decay != "constant" and self.decay_steps is None:
@@ -93,24 +95,24 @@ class Optimizer:
 class Loss:
     """Clipped policy gradient + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.2
     kl_coef: float = 0.001
     kl: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    tis_cap: float | None = None  # truncated importance sampling of trainer against engine: min(pi_old / pi_engine, cap)
+    tis_cap: PositiveFloat | None = None  # truncated importance sampling of trainer against engine: min(pi_old / pi_engine, cap)
 
 
 @config
 class SamplingConfig:
     """The draw of one role's rollouts; n and the seed come from the recipe."""
 
-    max_tokens: int = 2048
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    max_tokens: PositiveInt = 2048
+    temperature: NonNegativeFloat = 1.0
+    top_p: Share = 1.0
+    top_k: NonNegativeInt = 0
+    min_p: Share = 0.0
     stop_strings: tuple[str, ...] = ()
 
 
@@ -127,9 +129,9 @@ class PromptSet:
     answer_pattern: str | None = None  # regular expression; group 1 (or all, without groups) of its last match is the answer
     answer_commas: bool | None = None  # false: take them out of the answer (1,234 -> 1234); null: as `settings` has it, else true
     remove_suffix: str | None = None  # text cut from the end of the question
-    limit: int | None = None  # at most so many problems: the first usable rows that pass the filters
+    limit: PositiveInt | None = None  # at most so many problems: the first usable rows that pass the filters
     shuffle: bool = True  # a new deterministic order every epoch
-    max_bad_share: float = 0.01  # refuse the set when more of its rows are unusable
+    max_bad_share: Share = 0.01  # refuse the set when more of its rows are unusable
 
 
 @config
@@ -141,9 +143,9 @@ class Role:
     optimizer: Optimizer = field(default_factory=Optimizer)
     loss: Loss = field(default_factory=Loss)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    max_prompt_tokens: int = 2048  # longer prompts are dropped, never cut
+    max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
-    micro_batch_tokens: int = 8192  # tokens per micro-batch and rank
+    micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and rank
     samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
     data: PromptSet | None = None  # problems of this role's turns; null: the run's
     sleep: bool = False  # off-load optimizer and gradients between this role's turns
@@ -152,15 +154,15 @@ class Role:
 @config
 class Evaluation:
     prompts: PromptSet | None = None
-    every: int = 0  # steps; 0: only at the end
+    every: NonNegativeInt = 0  # steps; 0: only at the end
     at_start: bool = True
-    num_prompts: int = 256
+    num_prompts: PositiveInt = 256
 
 
 @config
 class Embedded:
     kind: Literal["embedded"] = "embedded"
-    max_batch: int = 256  # rows decoded together on one rank
+    max_batch: PositiveInt = 256  # rows decoded together on one rank
 
 
 @config
@@ -169,10 +171,10 @@ class Reward:
 
     target: str = "megatron_rl.rewards.math_answer:grade"
     args: dict[str, Any] = field(default_factory=dict)
-    workers: int = 2
-    timeout_s: float = 5.0
-    memory_mib: int = 2048
-    max_failure_share: float = 0.05  # stop the run when more gradings of one update time out or raise
+    workers: PositiveInt = 2
+    timeout_s: PositiveFloat = 5.0
+    memory_mib: PositiveInt = 2048
+    max_failure_share: Share = 0.05  # stop the run when more gradings of one update time out or raise
     wrong_answer: str = "-123456.789"  # the known wrong answer of the step-0 gate
 
 
@@ -183,23 +185,23 @@ class Run:
     seed: int = 0
     steps: int | None = None  # null: as many as the recipe plans
     prompts_per_step: int = 256  # P, of every turn
-    save_every: int = 50  # steps; 0: only at the end
-    keep: int = 2  # newest checkpoints kept
+    save_every: NonNegativeInt = 50  # steps; 0: only at the end
+    keep: PositiveInt = 2  # newest checkpoints kept
     resume: Literal["auto", "never", "must"] = "auto"
-    save_rollouts_every: int = 1  # turns whose rollouts are written as Parquet; 0: none
+    save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts are written as Parquet; 0: none
 
 
 @config
 class Launch:
-    nproc: int = 1  # ranks started here when no launcher (torchrun, srun) did
+    nproc: PositiveInt = 1  # ranks started here when no launcher (torchrun, srun) did
 
 
 @config
 class Gate:
     """The step-0 gate: what must hold before the first update."""
 
-    num_prompts: int = 4
-    max_logprob_gap: float = 0.05  # mean |engine - trainer| log-prob of sampled tokens
+    num_prompts: PositiveInt = 4
+    max_logprob_gap: NonNegativeFloat = 0.05  # mean |engine - trainer| log-prob of sampled tokens
     enabled: bool = True
 
 
@@ -242,8 +244,8 @@ class SftData:
     response_field: str = "response"
     append_eos: bool = True
     shuffle: bool = True
-    max_tokens: int = 4096  # longer pairs are dropped and counted
-    max_bad_share: float = 0.01
+    max_tokens: PositiveInt = 4096  # longer pairs are dropped and counted
+    max_bad_share: Share = 0.01
 
 
 @config
@@ -256,9 +258,9 @@ class SftConfig:
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))
     samples_per_step: int = 64
     steps: int | None = None  # null: `epochs` passes
-    epochs: float = 1.0
-    validate_every: int = 100  # steps; 0: only at the end
-    micro_batch_tokens: int = 8192
+    epochs: PositiveFloat = 1.0
+    validate_every: NonNegativeInt = 100  # steps; 0: only at the end
+    micro_batch_tokens: PositiveInt = 8192
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))
     launch: Launch = field(default_factory=Launch)
     sinks: Sinks = field(default_factory=Sinks)
@@ -273,9 +275,9 @@ class GenerateConfig:
     template: str  # a prompt text file with {question}
     output: str  # directory
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    n: int = 1
+    n: PositiveInt = 1
     seed: int = 0
-    validation_share: float = 0.02
+    validation_share: Share = 0.02
     engine: Embedded = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)
 
@@ -289,7 +291,7 @@ class EvalConfig:
     template: str
     output: str | None = None  # JSON file of the figures and every response
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
-    n: int = 1
+    n: PositiveInt = 1
     seed: int = 0
     reward: Reward = field(default_factory=Reward)
     engine: Embedded = field(default_factory=Embedded)

@@ -209,7 +209,7 @@ def _cure(problem: Any) -> str:
             return f"choose {problem['ctx']['expected']}"
         case "union_tag_invalid":
             return f"choose a kind among {problem['ctx']['expected_tags']}"
-    return problem["msg"]
+    return problem["msg"].replace("Input should be", "give a value")  # bounds, mostly
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:

@@ -233,6 +233,25 @@ def test_impossible_settings_are_refused_when_read(base, override, says):
     assert "roles.a." in message and says in message
 
 
+@pytest.mark.parametrize(
+    ("override", "cure"),
+    [
+        ("roles.a.sampling.temperature=-0.5", "greater than or equal to 0"),
+        ("roles.a.sampling.top_p=1.5", "less than or equal to 1"),
+        ("roles.a.optimizer.lr=-1e-6", "greater than or equal to 0"),
+        ("roles.a.micro_batch_tokens=0", "greater than 0"),
+        ("data.limit=0", "greater than 0"),
+        ("data.max_bad_share=5", "less than or equal to 1"),
+        ("launch.nproc=0", "greater than 0"),
+        ("run.keep=0", "greater than 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(base, override, cure):
+    key, _, value = override.partition("=")
+    message = refusal(TrainConfig, [base], [override])
+    assert f"{key} = {value}: " in message.replace("-1e-06", "-1e-6") and f"give a value {cure}" in message
+
+
 @pytest.mark.parametrize("override", ["run.steps=0", "run.prompts_per_step=0", "roles.a.samples_per_optimizer_step=0"])
 def test_a_run_that_trains_nothing_is_refused(base, override):
     with pytest.raises(ConfigError, match=override.split("=")[0] + " = 0"):
