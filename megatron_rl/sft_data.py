@@ -32,7 +32,8 @@ def sft_trajectories(pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append
         ones = [float(t) for t in trainable]
         out.append(
             Trajectory(
-                group=str(number), tokens=start + rest, trainable=trainable, logprobs=[0.0] * length, version=0, stop=Stop.EOS, advantages=ones
+                group=str(number), tokens=start + rest, trainable=trainable, logprobs=[0.0] * length, version=0, stop=Stop.EOS,
+                advantages=ones,
             )
         )  # fmt: skip
     if len(out) < len(pairs):

@@ -36,7 +36,9 @@ def wait_for_lines(process: subprocess.Popen, path: Path, count: int, timeout_s:
         if path.exists() and len(path.read_bytes().splitlines()) >= count:
             return
         time.sleep(0.02)
-    raise AssertionError(f"{path} did not reach {count} lines (status {process.poll()}):\n{(path.parent.parent / 'log').read_text()[-3000:]}")
+    raise AssertionError(
+        f"{path} did not reach {count} lines (status {process.poll()}):\n{(path.parent.parent / 'log').read_text()[-3000:]}"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,12 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
             for line in lines:
                 axis.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=1)
             shortest = min(map(len, lines))
-            axis.plot([x for x, _ in lines[0][:shortest]], [mean([line[i][1] for line in lines]) for i in range(shortest)], color=color, linewidth=2)
+            axis.plot(
+                [x for x, _ in lines[0][:shortest]],
+                [mean([line[i][1] for line in lines]) for i in range(shortest)],
+                color=color,
+                linewidth=2,
+            )
             axis.set(xlabel="turns of all roles", ylabel=name)
             axis.grid(alpha=0.3)
     axes[0].legend()

@@ -19,7 +19,7 @@ from megatron_rl.weights import hf
 
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
 COMPACT_BELOW = 0.9  # share of living rows under which the cache is packed together
-GROWTH = 128  # cache columns added at once
+GROWTH = 64  # cache columns added at once
 PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once
 SCORE_TOKENS = 1024  # positions whose logits are held at once
 PARTIAL = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a character whose bytes are not all there
@@ -291,9 +291,11 @@ class _Batch:
         self._alive = [slot < self._size for slot in range(self._slots)]
 
     def _reserve(self, width: int) -> None:
-        """Makes the cache at least `width` columns wide."""
+        """Makes the cache at least `width` columns wide, and without slots that no row will come to."""
         if width <= self._width:
             return
+        if not self._waiting:
+            self._slots = self._size
         wider = self._decoder.new_cache(self._slots, -(-width // GROWTH) * GROWTH)
         for pair, wider_pair in zip(self._cache, wider, strict=True):
             for held, grown in zip(pair, wider_pair, strict=True):

@@ -167,8 +167,8 @@ class Decoder:
         turns = self._turns_up_to(window)[positions][:, None]  # [B, 1, d / 2]
         index, scale = torch.arange(rows, device=self.device), arch.head_dim**-0.5
         later = torch.arange(window, device=self.device) > positions[:, None]  # [B, window]
-        bias = torch.zeros(later.shape, dtype=self.dtype, device=self.device).masked_fill_(later, -torch.inf)
-        bias = bias.repeat_interleave(arch.kv_heads, 0)[:, None]  # [B KV, 1, window]
+        bias = torch.where(later, -torch.inf, 0.0).to(self.dtype)[:, None]
+        bias = bias.expand(-1, arch.kv_heads, -1).reshape(rows * arch.kv_heads, 1, window)
         x = F.embedding(tokens, self.weights.embedding)
         for layer, (keys, values) in zip(self.weights.layers, cache, strict=True):
             q, k, v = self._project(x, layer, turns)  # [B, heads, d]

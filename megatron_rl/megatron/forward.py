@@ -61,7 +61,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 def vocab_parallel_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, first_row: int, vocab: int, temperature: float, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, natural log. hidden [n, h], weight [V/tp, h], labels [n] -> two [n] float32.
+    """Log-probability of each label and entropy of its distribution, natural log.
+
+    hidden [n, h], weight [V/tp, h], labels [n] -> two [n] float32.
 
     `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
     gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).

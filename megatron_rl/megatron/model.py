@@ -150,7 +150,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name with the global layer number, parameter) over this rank's chunks, wrapped or not."""
     for chunk in chunks:
-        core = unwrap(chunk)
+        core: Any = unwrap(chunk)
         numbers = {f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}." for i, layer in enumerate(core.decoder.layers)}
         for name, parameter in core.named_parameters():
             prefix = ".".join(name.split(".")[:3]) + "."

@@ -43,7 +43,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = count = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
