@@ -20,7 +20,7 @@ from megatron_rl.weights import hf
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
 COMPACT_BELOW = 0.9  # share of living rows under which the cache is packed together
 GROWTH = 64  # cache columns added at once
-PREFILL_TOKENS = 4096  # prompt tokens, padding included, that go through the model at once
+PREFILL_TOKENS = 2048  # prompt tokens, padding included, that go through the model at once
 SCORE_TOKENS = 1024  # positions whose logits are held at once
 PARTIAL = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer shows for a character whose bytes are not all there
 
@@ -228,9 +228,8 @@ class _Batch:
         hidden, fresh = self._decoder.prefill(padded)
         source = torch.tensor([prompts[r.prompt] for r in new], device=device)
         last = torch.tensor([len(r.prompt) - 1 for r in new], device=device)
-        for pair, fresh_pair in zip(self._cache, fresh, strict=True):
-            for held, made in zip(pair, fresh_pair, strict=True):
-                held[part, :, : made.shape[2]] = made[source]
+        for held, made in zip(self._cache, fresh, strict=True):
+            held[:, part, :, : made.shape[3]] = made[:, source]
         self._positions[part] = last
         for state, values in (
             (self._keys, [r.key for r in new]),
@@ -284,8 +283,8 @@ class _Batch:
         if holes:
             to = torch.tensor(holes, device=self._decoder.device)
             origin = torch.tensor(living[-len(holes) :], device=self._decoder.device)
-            for held in (part for pair in self._cache for part in pair):
-                held[to] = held[origin]
+            for held in self._cache:
+                held[:, to] = held[:, origin]
             self._state[:, to] = self._state[:, origin]
         self._size = len(living)
         self._alive = [slot < self._size for slot in range(self._slots)]
@@ -297,10 +296,9 @@ class _Batch:
         if not self._waiting:
             self._slots = self._size
         wider = self._decoder.new_cache(self._slots, -(-width // GROWTH) * GROWTH)
-        for pair, wider_pair in zip(self._cache, wider, strict=True):
-            for held, grown in zip(pair, wider_pair, strict=True):
-                grown[: self._size, :, : self._width] = held[: self._size]
-        self._cache, self._width = wider, wider[0][0].shape[2]
+        for held, grown in zip(self._cache, wider, strict=True):
+            grown[:, : self._size, :, : self._width] = held[:, : self._size]
+        self._cache, self._width = wider, wider[0].shape[3]
 
     def _completions(self) -> list[Completion]:
         """Every row's draws, in the order of the call."""

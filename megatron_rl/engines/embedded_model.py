@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megatron_rl.weights.hf import Architecture
 
-LayerCache = tuple[Tensor, Tensor]  # keys and values, [B, KV, L, d] each
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -137,28 +135,28 @@ class Decoder:
         self.arch, self.weights = arch, weights
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
         self._turns = self._rotary(512)
+        self._eps = torch.tensor(arch.norm_eps)
 
-    def new_cache(self, rows: int, width: int) -> list[LayerCache]:
-        """Zeros: what is masked out is still multiplied, so it must be finite."""
-        shape = (rows, self.arch.kv_heads, width, self.arch.head_dim)
-        return [
-            (torch.zeros(shape, dtype=self.dtype, device=self.device), torch.zeros(shape, dtype=self.dtype, device=self.device))
-            for _ in self.weights.layers
-        ]
+    def new_cache(self, rows: int, width: int) -> list[Tensor]:
+        """One [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so it must be finite."""
+        shape = (2, rows, self.arch.kv_heads, width, self.arch.head_dim)
+        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[LayerCache]]:
-        """Right-padded prompts [B, P] -> hidden states [B, P, h] before the last norm, and per layer keys and values [B, KV, P, d]."""
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Right-padded prompts [B, P] -> hidden states [B, P, h] before the last norm, and per layer a cache [2, B, KV, P, d]."""
         rows, width = tokens.shape
-        turns = self._turns_up_to(width)[:width, None]  # [P, 1, d / 2]
-        x, cache = F.embedding(tokens, self.weights.embedding), []
+        turns = self._turns_up_to(width)[:width].repeat(rows, 1)[:, None]  # [B P, 1, d / 2]
+        x, cache = F.embedding(tokens.flatten(), self.weights.embedding), []
         for layer in self.weights.layers:
-            q, k, v = (part.transpose(1, 2) for part in self._project(x, layer, turns))  # [B, heads, P, d]
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = self._finish(x, y.transpose(1, 2).reshape(rows, width, -1), layer)
-            cache.append((k, v))
-        return x, cache
+            q, kv = self._project(x, layer, turns)
+            keys, values = kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
+            q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
+            y = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+            self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
+            cache.append(kv)
+        return x.unflatten(0, (rows, width)), cache
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[LayerCache], window: int) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int) -> Tensor:
         """One token per row: tokens and positions [B] -> hidden states [B, h] before the last norm.
 
         The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it in place.
@@ -170,40 +168,44 @@ class Decoder:
         bias = torch.where(later, -torch.inf, 0.0).to(self.dtype)[:, None]
         bias = bias.expand(-1, arch.kv_heads, -1).reshape(rows * arch.kv_heads, 1, window)
         x = F.embedding(tokens, self.weights.embedding)
-        for layer, (keys, values) in zip(self.weights.layers, cache, strict=True):
-            q, k, v = self._project(x, layer, turns)  # [B, heads, d]
-            keys[index, :, positions], values[index, :, positions] = k, v
-            grouped = q.reshape(rows * arch.kv_heads, -1, arch.head_dim)  # [B KV, H / KV, d]
-            seen_keys, seen_values = (part[:rows].view(-1, *part.shape[2:])[:, :window] for part in (keys, values))
-            scores = torch.baddbmm(bias, grouped, seen_keys.transpose(1, 2), alpha=scale)  # [B KV, H / KV, window]
-            y = torch.bmm(scores.softmax(dim=-1), seen_values)
-            x = self._finish(x, y.view(rows, -1), layer)
+        for layer, held in zip(self.weights.layers, cache, strict=True):
+            q, kv = self._project(x, layer, turns)
+            held[:, index, :, positions] = kv
+            keys, values = held[:, :rows].flatten(1, 2)[:, :, :window]  # [B KV, window, d] each
+            q = q.reshape(rows * arch.kv_heads, -1, arch.head_dim)  # [B KV, H / KV, d]
+            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)  # [B KV, H / KV, window]
+            self._finish(x, torch.bmm(scores.softmax(dim=-1), values).view(rows, -1), layer)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states before the last norm [..., h] -> [..., V]."""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
 
-    def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[..., h] -> turned queries and keys, values: [..., heads, d]."""
-        arch = self.arch
-        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).view(*x.shape[:-1], -1, arch.head_dim)
-        both, v = fused.split([arch.heads + arch.kv_heads, arch.kv_heads], dim=-2)
+    def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, h] -> turned queries [N, H, d]; turned keys, and values [N, 2, KV, d]."""
+        arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
+        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(-1, (-1, arch.head_dim))  # [N, H + 2 KV, d]
+        both = fused[:, :turned]
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = both.split([arch.heads, arch.kv_heads], dim=-2)
-            both = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=-2)
-        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))  # [..., H + KV, d / 2]
-        both = torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
-        q, k = both.split([arch.heads, arch.kv_heads], dim=-2)
-        return q, k, v
+            q, k = both.split([arch.heads, arch.kv_heads], dim=1)
+            both = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=1)
+        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))  # [N, H + KV, d / 2]
+        fused[:, :turned] = torch.view_as_real(pairs * turns).flatten(-2)
+        return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
-    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> Tensor:
-        x = x + F.linear(attended, layer.out)
+    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> None:
+        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]."""
+        x.addmm_(attended, layer.out.T)
         gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate).mul_(up), layer.down)
+        x.addmm_(F.silu(gate).mul_(up), layer.down.T)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+        if x.is_cuda:
+            return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+        # On CPU torch runs rms_norm as nine small operations; these are five.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).to(x.dtype).mul_(weight)
 
     def _rotary(self, length: int) -> Tensor:
         """e^(i angle) of every position: complex64 [length, d / 2]."""
