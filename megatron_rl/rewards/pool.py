@@ -71,6 +71,7 @@ class GradePool:
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._workers: list[_Worker] = []
+        self._before = 0  # items of earlier calls: no two items ever have the same number
 
     def __enter__(self) -> GradePool:
         return self
@@ -99,6 +100,7 @@ class GradePool:
         except BaseException:  # answers still on their way must not be taken for those of the next call
             self.close()
             raise
+        self._before += len(items)
         return [results[i] for i in range(len(items))]
 
     def _staff(self, wanted: int) -> None:
@@ -124,9 +126,9 @@ class GradePool:
         if worker.busy or worker.ended or not waiting:
             return
         for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
-            serial = waiting.popleft()
-            worker.held.append(serial)
-            worker.outbox += frame(pickle.dumps((serial, *items[serial])))
+            item = waiting.popleft()
+            worker.held.append(item)
+            worker.outbox += frame(pickle.dumps((self._before + item, *items[item])))
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
@@ -168,7 +170,7 @@ class GradePool:
             worker.ready = True
             return
         serial, score, detail, seconds, exhausted = answer
-        if not worker.held or serial != worker.held[0]:
+        if not worker.held or serial != self._before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which is not at work")
         results[worker.held.popleft()] = Graded(Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds)
         if exhausted:
