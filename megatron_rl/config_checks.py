@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_rl.config import ConfigError, Layout, Role, SftConfig, TrainConfig
 
+_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+
 
 def check(config: Any, ranks: int) -> None:
     """Raises ConfigError for a layout or batch size that cannot work on `ranks` ranks; changes nothing."""
@@ -25,6 +27,8 @@ def check(config: Any, ranks: int) -> None:
             problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
+        if config.run.steps is not None:
+            problems.append(f"run.steps = {config.run.steps}: SFT has its own `steps`; set that, and run.steps to null")
         if config.samples_per_step < 1 or (config.steps is not None and config.steps < 1):
             problems.append(f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing")
     if problems:
@@ -81,7 +85,11 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[s
         if Path(path).is_absolute() or path.startswith("."):
             problems.append(f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name")
         return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
-    facts = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        sizes = {key: int(facts[key]) for key in _SIZES if key in facts}
+    except (ValueError, TypeError) as error:
+        return [*problems, f"{name}: {file} is not a model's config ({error}): look at model.path"]
     stages = layout.pp * (layout.vpp or 1)
     for key, by, what in (
         ("num_attention_heads", layout.tp, "tp"),
@@ -89,6 +97,6 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[s
         ("intermediate_size", layout.tp, "tp"),
         ("num_hidden_layers", stages, "pp x vpp"),
     ):
-        if key in facts and facts[key] % by:
-            problems.append(f"{name}: {key} = {facts[key]} of {path} is not divisible by {what} = {by}: choose a divisor of it")
+        if key in sizes and sizes[key] % by:
+            problems.append(f"{name}: {key} = {sizes[key]} of {path} is not divisible by {what} = {by}: choose a divisor of it")
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -127,6 +128,11 @@ class PromptReader:
     def restarted(self) -> PromptReader:
         """A reader over the same data, at its beginning."""
         return PromptReader(self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max)
+
+    def once(self, count: int) -> list[Prompt]:
+        """Up to `count` prompts of the first epoch, each problem at most once; over-long ones are left out."""
+        kept = (p for p in ((problem, self._encode(problem.values)) for problem in self._problems) if len(p[1]) <= self._max)
+        return [Prompt(id=f"0/{problem.row}", tokens=tokens, payload=problem.values) for problem, tokens in itertools.islice(kept, count)]
 
     def take(self, count: int) -> list[Prompt]:
         """The next `count` prompts. Raises DataError when a whole epoch gives none that fits."""

@@ -16,7 +16,6 @@ from megatron_rl.rewards.verdicts import review
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "last_letter"
 sys.path.append(str(EXAMPLE))
-import make_task  # noqa: E402
 import task  # noqa: E402
 
 SIZES = Sizes((2, 5), (2, 4))
@@ -230,28 +229,3 @@ def _words(prompt):
         else:
             word += token
     return words
-
-
-@pytest.mark.parametrize("regime", ["a", "b"])
-def test_the_script_writes_every_file(regime, tmp_path):
-    small = {"--train": 40, "--judged": 30, "--clean-steps": 2, "--noisy-steps": 1}
-    sizes = [str(part) for option in small.items() for part in option]
-    make_task.main(["files", "--regime", regime, "--out", str(tmp_path), *sizes])
-    rows = {path.stem: read_jsonl(path) for path in tmp_path.glob("*.jsonl")}
-    assert {name: len(found) for name, found in rows.items()} == {"test": 512, "train": 40, "judged": 30, "pool": 512, "generator_sft": 96}
-    held = {row["question"] for row in rows["test"]}
-    assert not held & {row["question"] for name in ("train", "judged", "pool") for row in rows[name]}
-    lengths = {name: {len(row["words"]) for row in rows[name]} for name in ("test", "train", "judged")}
-    expected = {"a": ({3, 4, 5}, {2, 3, 4, 5}, {2, 3, 4, 5}), "b": ({5}, {5}, {2, 3, 4})}[regime]
-    assert tuple(lengths.values()) == expected
-    solutions = tmp_path / "solutions.jsonl"
-    solutions.write_text("".join(json.dumps({**row, "response": solution_text(row["answer"].split())}) + "\n" for row in rows["pool"]))
-    make_task.main(["verifier-sft", "--solutions", str(solutions), "--out", str(tmp_path), "--steps", "3"])
-    assert [set(row) for row in read_jsonl(tmp_path / "verifier_sft.jsonl")] == [{"prompt", "response"}] * 96
-
-
-def test_the_script_refuses_solutions_it_cannot_use(tmp_path):
-    (tmp_path / "bare.jsonl").write_text('{"question": "a b #1"}\n')
-    for name, cure in (("bare.jsonl", "without response, words; .*generate"), ("none.txt", "parquet or .jsonl")):
-        with pytest.raises(SystemExit, match=cure):
-            make_task.main(["verifier-sft", "--solutions", str(tmp_path / name), "--out", str(tmp_path)])

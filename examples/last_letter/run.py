@@ -24,7 +24,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
-SFT_SEED = 0
+SFT_SEED = 1
 POOL = 512  # sampled solutions the verifier's SFT judges
 console = Console(soft_wrap=True)
 
@@ -51,7 +51,12 @@ class Stages:
 
 
 def prepare(base: Path, name: str, stages: Stages) -> None:
-    """Task files, then SFT of generator and verifier, under `base`. Does nothing that is there already."""
+    """Task files, then SFT of generator and verifier, under `base`. Does nothing that is there already.
+
+    Regime b takes regime a's verifier: b's own generator is right too seldom to learn from its solutions what right looks like.
+    """
+    if name == "b":
+        prepare(base.parent / "a", "a", stages)
     regime, files = task.regimes()[name], base / "task"
     if not (base / "ready").exists():
         with stages.stage("task"):
@@ -65,7 +70,7 @@ def prepare(base: Path, name: str, stages: Stages) -> None:
             (base / "ready").touch()
     if not (base / "generator/model/model.safetensors").exists():
         stages.command("SFT of the generator", "sft", *_sft(base, "generator", files / "model", 400))
-    if not (base / "verifier/model/model.safetensors").exists():
+    if name != "b" and not (base / "verifier/model/model.safetensors").exists():
         pool = base / "pool"
         stages.command(
             "solutions for the verifier to judge", "generate", f"model.path={base}/generator/model", f"data.path={files}/pool.jsonl",
@@ -91,7 +96,7 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
         stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
         return
     settings += [
-        f"roles.verifier.model.path={base}/verifier/model", f"roles.verifier.optimizer.lr={regime.verifier_lr}",
+        f"roles.verifier.model.path={base.parent}/a/verifier/model", f"roles.verifier.optimizer.lr={regime.verifier_lr}",
         f"recipe.args.generator_updates={updates}", f"recipe.args.warmup_updates={regime.warmup_updates}",
         f"recipe.args.alpha_start={regime.alpha_start}", f"recipe.args.alpha_min={regime.alpha_min}",
         f"recipe.args.train_generator={str(options.arm != 'frozen_generator').lower()}",

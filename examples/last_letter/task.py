@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.chat import fill
-from megatron_rl.last_letter import LETTERS, Sizes, make_problem, teacher_solution, verification_text
+from megatron_rl.last_letter import LETTERS, MAX_STEPS, Sizes, make_problem, teacher_solution, verification_text
+from megatron_rl.rewards.tags import step_texts
 
 PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -23,7 +24,6 @@ TAGS = [
     *("<step_verification>", "</step_verification>", "<final_verification>", "</final_verification>"),
     *("\\boxed{CORRECT}", "\\boxed{INCORRECT}"),
 ]
-MAX_STEPS = 13  # step numbers #1 .. #13 are in the vocabulary
 BATCH = 32  # pairs per SFT step
 MISREAD = 0.25  # how often the verifier's teacher looks at the first letter
 
@@ -104,7 +104,7 @@ def write_verifier_pairs(path: Path, regime: Regime, pool: list[dict[str, Any]],
             problem = make_problem(rng, regime.sft)
             question, words = problem["question"], problem["words"]
             solution = teacher_solution(rng, words, 0.35 if rng.random() < 0.6 else 0.0)
-        count = min(solution.count("</step>"), MAX_STEPS)
+        count = min(len(step_texts(solution)), MAX_STEPS)
         prompt = fill(template, question=question, solution=solution, num_steps=str(max(count, 1)))
         rows.append({"prompt": prompt, "response": verification_text(rng, words, solution, MISREAD)})
     _write_jsonl(path, rows)

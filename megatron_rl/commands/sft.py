@@ -98,7 +98,7 @@ def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
 def _validation(config: SftConfig, tokenizer) -> list[Trajectory]:
     if config.data.validation is None:
         return []
-    pairs = read_pairs(dataclasses.replace(config.data, train=config.data.validation))
+    pairs = read_pairs(dataclasses.replace(config.data, train=config.data.validation), split="validation")
     return sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
 
 

@@ -115,8 +115,7 @@ def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any])
     held_out: list[Prompt] = []
     if config.evaluation.prompts is not None:
         held = config.evaluation.prompts
-        available = len(read_problems(held))
-        held_out = reader(held).take(min(config.evaluation.num_prompts, available))
+        held_out = reader(held).once(config.evaluation.num_prompts)
     common = reader(config.data)
     own = {name: reader(settings.data) for name, settings in config.roles.items() if settings.data is not None}
     return {name: own.get(name, common) for name in config.roles}, held_out

@@ -18,7 +18,7 @@ from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
-COMPACT_BELOW = 0.9  # share of living rows under which the cache is packed together
+COMPACT_BELOW = 0.95  # share of living rows under which the cache is packed together
 GROWTH = 64  # cache columns added at once
 PREFILL_TOKENS = 2048  # prompt tokens, padding included, that go through the model at once
 SCORE_TOKENS = 1024  # positions whose logits are held at once
