@@ -36,7 +36,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("roles.generator.layout.tp=2.5", "2.5"),
         ("roles.generator.layout.tp=3", "does not divide 32 ranks"),
         ("roles.generator.layout={pp: 2, vpp: 2}", "overlap_p2p=true"),
-        ("roles.generator.layout={sequence_parallel: true}", "tp above 1"),
+        ("roles.generator.layout={tp: 1, sequence_parallel: true}", "tp above 1"),
         ("run.steps=0", "zero steps"),
         ("roles.generator.micro_batch_tokens=100", "would not fit"),
         ("nothing", "no such config file"),
