@@ -11,7 +11,7 @@ import torch.distributed as dist
 from parity_worker import WeightedLogprobs, make_batch
 
 from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
-from megatron_rl.megatron import offload, parallel
+from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
 
@@ -86,11 +86,38 @@ def sleep(path: str) -> dict[str, float]:
     return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
 
 
+def head() -> dict[str, float]:
+    """The vocabulary-parallel log-probabilities in many chunks against torch's log_softmax over the whole vocabulary."""
+    forward.CHUNK_ELEMENTS["cpu"] = 1
+    errors = {}
+    for vocab, rows in ((97, 49), (40, 49), (98, 49)):  # one padding row; the second rank all padding; none
+        torch.manual_seed(0)
+        weight, hidden = torch.randn(2 * rows, 16), torch.randn(150, 16)
+        labels, scales = torch.randint(vocab, (150,)), torch.randn(2, 150)
+        for name, entropy_scale in (("logprob", 0.0), ("both", 1.0)):
+            a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            log_p = (a @ w[:vocab].T / 0.7).log_softmax(-1)
+            wanted = torch.stack([log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1)])
+            (wanted[0] * scales[0] + entropy_scale * wanted[1] * scales[1]).sum().backward()
+            first = dist.get_rank() * rows
+            b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
+            found = torch.stack(
+                forward.vocab_parallel_logprobs(b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD)
+            )
+            (found[0] * scales[0] + entropy_scale * found[1] * scales[1]).sum().backward()
+            grad = b.grad.clone()
+            dist.all_reduce(grad)
+            pairs = {"value": (found, wanted), "hidden": (grad, a.grad), "weight": (v.grad, w.grad[first : first + rows])}
+            errors |= {f"{vocab}/{name}/{what}": (x - y).abs().max().item() for what, (x, y) in pairs.items()}
+    return errors
+
+
 def main() -> None:
     out, path = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
+    answer["head"] = head()
     out.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()

@@ -23,7 +23,7 @@ def answers(tmp_path_factory):
 def test_two_roles_with_different_layouts_do_not_disturb_each_other(answers):
     for answer in answers:
         assert answer["roles"]["a"] == 0.0 and answer["roles"]["b"] == 0.0
-        assert answer["roles"]["layouts"] < 2e-5  # tp 2 and pp 2 agree after three steps
+        assert answer["roles"]["layouts"] < 1e-4  # tp 2 and pp 2 after three Adam steps of 1e-3, which magnify rounding
 
 
 @pytest.mark.multi
@@ -43,6 +43,14 @@ def test_sleep_frees_gradients_and_changes_nothing(answers):
         assert answer["sleep"]["held"] > 0 and answer["sleep"]["asleep"] == 0
         assert answer["sleep"]["distance"] == 0.0
         assert answer["sleep"]["frozen"] < 2e-6
+
+
+@pytest.mark.multi
+def test_vocabulary_parallel_logprobs_are_log_softmax(answers):
+    for answer in answers:
+        assert len(answer["head"]) == 18
+        for name, error in answer["head"].items():
+            assert error < 1e-4, name  # sums over 150 rows in float32
 
 
 def test_micro_batches_cover_every_sequence_once_within_the_budget():

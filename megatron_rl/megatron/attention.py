@@ -1,4 +1,4 @@
-"""Norm and attention of the project's torch layer spec: RMSNorm under sequence parallelism, SDPA over packed sequences.
+"""Norm, activation and attention of the project's torch layer spec: RMSNorm under sequence parallelism, SDPA over packed sequences.
 
 They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were laid out
 once per micro-batch, because core's packed rotary loops over sequences in every layer.
@@ -138,6 +138,36 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of [..., gate | up]; the backward pass writes both halves in place, where autograd would join copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        back = torch.empty_like(x)
+        for_gate, for_up = back.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=for_gate)
+        torch.mul(F.silu(gate), grad, out=for_up)
+        return back
+
+
+class SwiGLU(MegatronModule):
+    """The gated activation of Qwen and Llama on fc1's joined output. [..., 2 f] -> [..., f]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _SwiGLU.apply(x)  # type: ignore[return-value]
 
 
 class SDPAttention(MegatronModule):

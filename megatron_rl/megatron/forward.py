@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24  # logits held at once, per rank
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # logits held at once, per rank: 8 MiB of a CPU, 512 MiB of a GPU
+
+
+@dataclass(frozen=True)
+class _Head:
+    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows; further rows of the weight are padding."""
+
+    first_row: int
+    rows: int
+    temperature: float
+    group: Any
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     """Softmax statistics of hidden @ weight.T without gathering the vocabulary or keeping logits for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: tuple[int, int, float], group: Any
-    ) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         logprobs, entropies, logsums = [], [], []
+        real = weight[: head.rows]
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight, head)
-            peak = logits.amax(dim=-1)
-            _reduce(peak, dist.ReduceOp.MAX, group)
-            local, mine = _local_labels(labels[rows], head, weight.shape[0])
-            exponents = (logits - peak[:, None]).exp()
-            target = logits.gather(1, local[:, None])[:, 0]
-            weighted = torch.where(exponents > 0, exponents * logits, 0.0)
-            sums = torch.stack([exponents.sum(-1), weighted.sum(-1), torch.where(mine, target, 0.0)])
-            _reduce(sums, dist.ReduceOp.SUM, group)
-            logsum = peak + sums[0].log()
-            logprobs.append(sums[2] - logsum)
-            entropies.append(logsum - sums[1] / sums[0])
-            logsums.append(logsum)
+            logits = _logits(hidden[rows], real, head)
+            peak = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
+            _reduce(peak, dist.ReduceOp.MAX, head.group)
+            logits.sub_(peak[:, None])
+            exponents = logits.exp()
+            sums = torch.stack([exponents.sum(-1), _pick(logits, labels[rows], head), exponents.mul_(logits).sum(-1)])
+            _reduce(sums, dist.ReduceOp.SUM, head.group)
+            logsum = sums[0].log()
+            logprobs.append(sums[1] - logsum)
+            entropies.append(logsum - sums[2] / sums[0])
+            logsums.append(logsum + peak)
         logprob, entropy, logsum = torch.cat(logprobs), torch.cat(entropies), torch.cat(logsums)
         ctx.save_for_backward(hidden, weight, labels, logsum, entropy)
         ctx.head = head
@@ -41,21 +49,25 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, logsum, entropy = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        head, real = ctx.head, weight[: ctx.head.rows]
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         use_entropy = bool(grad_entropy.any())
+        by_logprob, by_entropy = grad_logprob / head.temperature, grad_entropy / head.temperature
         for rows in _chunks(hidden, weight):
-            log_p = _logits(hidden[rows], weight, ctx.head) - logsum[rows, None]
-            p = log_p.exp()
-            grad = -p * grad_logprob[rows, None]
+            log_p = _logits(hidden[rows], real, head).sub_(logsum[rows, None])
             if use_entropy:
-                log_p = torch.where(p > 0, log_p, 0.0)
-                grad -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            local, mine = _local_labels(labels[rows], ctx.head, weight.shape[0])
-            grad.scatter_add_(1, local[:, None], torch.where(mine, grad_logprob[rows], 0.0)[:, None])
-            grad = (grad / ctx.head[2]).to(weight.dtype)
-            grad_hidden[rows] = grad @ weight
-            grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight, None, None, None
+                p = log_p.exp()
+                slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
+                grad = slope.mul_(p).neg_()
+            else:
+                grad = log_p.exp_().mul_(-by_logprob[rows, None])
+            if head.rows:
+                local, mine = _local_labels(labels[rows], head)
+                grad.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
+            grad = grad.to(weight.dtype)
+            torch.mm(grad, real, out=grad_hidden[rows])
+            grad_weight[: head.rows] += grad.T @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def vocab_parallel_logprobs(
@@ -68,28 +80,33 @@ def vocab_parallel_logprobs(
     `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
     gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).
     """
-    return _VocabParallelLogprobs.apply(hidden, weight, labels, (first_row, vocab, temperature), group)  # type: ignore[return-value]
+    head = _Head(first_row, max(0, min(weight.shape[0], vocab - first_row)), temperature, group)
+    return _VocabParallelLogprobs.apply(hidden, weight, labels, head)  # type: ignore[return-value]
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // weight.shape[0])
+    size = max(32, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, head: tuple[int, int, float]) -> Tensor:
-    first, vocab, temperature = head
-    logits = (hidden @ weight.T).float()
-    if temperature != 1.0:
-        logits /= temperature
-    if first + weight.shape[0] > vocab:
-        logits[:, max(0, vocab - first) :] = -torch.inf
-    return logits
+def _logits(hidden: Tensor, real: Tensor, head: _Head) -> Tensor:
+    """[n, real rows] float32, a fresh tensor."""
+    logits = (hidden @ real.T).float()
+    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
-def _local_labels(labels: Tensor, head: tuple[int, int, float], rows: int) -> tuple[Tensor, Tensor]:
+def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
+    """The logit of each label that lives on this rank, 0 for the others. -> [n]"""
+    if not head.rows:
+        return logits.new_zeros(len(labels))
+    local, mine = _local_labels(labels, head)
+    return torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
+
+
+def _local_labels(labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
     """Label ids -> row numbers on this rank (0 where the label lives elsewhere), and whether it lives here."""
-    local = labels - head[0]
-    mine = (local >= 0) & (local < rows)
+    local = labels - head.first_row
+    mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine
 
 

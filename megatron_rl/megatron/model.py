@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config import Model
 from megatron_rl.megatron import platform
-from megatron_rl.megatron.attention import RMSNorm, SDPAttention
+from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_logprobs
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.weights.hf import Architecture
@@ -112,7 +113,8 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups) -> Tran
         moe_token_dispatcher_type="alltoall",  # core refuses variable lengths with the default, also for dense models
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
-        bias_activation_fusion=torch.cuda.is_available(),
+        bias_activation_fusion=uses_transformer_engine(),
+        use_te_activation_func=not uses_transformer_engine(),  # core's name for: take the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -188,6 +190,9 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    mlp = layer.submodules.mlp
+    parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules  # partial: core 0.19
+    parts.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPAttention
     if arch.qk_norm:
