@@ -50,8 +50,7 @@ class Chart:
     """Lines over one axis, to be drawn together."""
 
     title: str
-    lines: Mapping[str, Points]  # name -> points
-    xlabel: str = "turn"
+    lines: Mapping[str, Points]  # name -> points over turns
     dots: bool = False  # few points that are measurements of their own (evaluations): no smoothing
 
 
@@ -79,33 +78,45 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def evaluation_charts(rows: Sequence[Row]) -> list[Chart]:
-    """One chart per role with its held-out figures, over steps; a role's `accuracy_sampled` is logged as `role/accuracy_sampled`."""
+    """One chart per role with its held-out figures, over turns; a role's `accuracy_sampled` is logged as `role/accuracy_sampled`.
+
+    Counts (`role/num_problems`) are not drawn.
+    """
     found: dict[str, dict[str, Points]] = {}
     for row in rows:
         if row.scope != "eval":
             continue
         for name, value in row.metrics.items():
             role, _, metric = name.rpartition("/")
-            if math.isfinite(value):
+            if math.isfinite(value) and not metric.startswith("num_"):
                 xs, ys = found.setdefault(role or "model", {}).setdefault(metric, ([], []))
-                xs.append(row.step)
+                xs.append(row.turn)
                 ys.append(value)
-    return [Chart(title=f"{role}: held-out problems", lines=lines, xlabel="step", dots=True) for role, lines in sorted(found.items())]
+    return [Chart(title=f"{role}: held-out problems", lines=lines, dots=True) for role, lines in sorted(found.items())]
 
 
 def draw_lines(axes: Axes, chart: Chart) -> None:
-    """Each line thin and pale as measured, and its running mean on top when there are enough points."""
-    for color, (name, (xs, ys)) in zip(_colors(len(chart.lines)), chart.lines.items(), strict=True):
+    """Each line thin and pale as measured, and its running mean on top when there are enough points.
+
+    `NAME_greedy` is the dashed line in the colour of NAME or NAME_sampled.
+    """
+    bases = list(dict.fromkeys(map(_base, chart.lines)))
+    colors = dict(zip(bases, _colors(len(bases)), strict=True))
+    for name, (xs, ys) in chart.lines.items():
+        color, dashed = colors[_base(name)], "--" if name.endswith("_greedy") else "-"
         if chart.dots or len(xs) < FEW:
-            axes.plot(xs, ys, color=color, linewidth=1.4, marker="o", markersize=3.5, label=name)
+            axes.plot(xs, ys, color=color, linestyle=dashed, linewidth=1.4, marker="o", markersize=3.5, label=name)
         else:
             axes.plot(xs, ys, color=color, linewidth=0.7, alpha=0.35)
             axes.plot(xs, smooth(ys), color=color, linewidth=1.6, label=name)
     axes.set_title(chart.title)
-    axes.set_xlabel(chart.xlabel)
+    axes.set_xlabel("turn")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.grid(True, linewidth=0.4, alpha=0.25)
-    axes.legend(loc="best")
+    if len(chart.lines) > 5:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    else:
+        axes.legend(loc="best")
 
 
 def draw_time(axes: Axes, rows: Sequence[Row]) -> None:
@@ -226,6 +237,10 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height))
         return figure, figure.add_subplot()
+
+
+def _base(name: str) -> str:
+    return name.removesuffix("_greedy").removesuffix("_sampled")
 
 
 def _colors(count: int) -> Iterable[str]:

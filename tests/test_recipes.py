@@ -280,8 +280,8 @@ def test_evaluation_measures_both_players_by_hand(texts):
     with_players = players(half_right, optimist)
     figures = recipe.evaluate(held_out, with_players, 1)
     assert figures == {
-        "generator/accuracy_sampled": 0.5, "generator/accuracy_greedy": 1.0, "generator/problems": 6.0,
-        "verifier/right_solutions": 3.0, "verifier/wrong_solutions": 3.0,
+        "generator/accuracy_sampled": 0.5, "generator/accuracy_greedy": 1.0, "generator/num_problems": 6.0,
+        "verifier/num_right": 3.0, "verifier/num_wrong": 3.0,
         "verifier/outcome_f1": 1.0, "verifier/aligned": 1.0, "verifier/predicted_positive": 0.5, "verifier/step_f1": 1.0,
         "verifier/outcome_f1_greedy": 0.0, "verifier/aligned_greedy": 1.0, "verifier/predicted_positive_greedy": 1.0,
         "verifier/step_f1_greedy": 0.0,
@@ -302,7 +302,7 @@ def test_the_verification_set_is_drawn_once_and_kept(texts):
     later.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     better = players(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
     figures = later.evaluate(held_out, better, 1)
-    assert (figures["verifier/right_solutions"], figures["verifier/wrong_solutions"]) == (3, 3) and len(
+    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3) and len(
         better.engines["generator"].asked
     ) == 2
     asked = [TOKENIZER.decode(p) for p in better.engines["verifier"].asked[0][0]]
@@ -314,7 +314,7 @@ def test_the_verification_set_is_drawn_once_and_kept(texts):
 def test_a_class_that_cannot_be_found_gives_no_f1(texts):
     recipe = Tango(balanced_per_class=3, balanced_rounds=2, **texts)
     figures = recipe.evaluate(problems(2), players(lambda *_: solution(1, "no"), optimist), 1)
-    assert "verifier/outcome_f1" not in figures and figures["verifier/right_solutions"] == 0 and figures["verifier/wrong_solutions"] == 3
+    assert "verifier/outcome_f1" not in figures and figures["verifier/num_right"] == 0 and figures["verifier/num_wrong"] == 3
 
 
 def test_f1_is_the_harmonic_mean_of_the_class_accuracies():

@@ -31,7 +31,7 @@ FIGURES = {
     "verifier_step_f1": "verifier step-F1",
 }
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # two-sided Student t, n - 1 degrees
-console = Console(soft_wrap=True)
+console = Console(soft_wrap=True, width=110)
 
 
 def main() -> None:
@@ -97,36 +97,36 @@ def check(regime: str, figures: dict[str, dict[str, float]]) -> int:
 
 
 def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
-    """Sampled accuracy and outcome-F1 against generator updates, one thin line per seed, one thick mean."""
+    """Sampled accuracy and outcome-F1 against the updates of the role they measure: a thin line per seed, a thick mean."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
-    for arm in summaries:
-        curves = [curve(options.out / f"{arm}_seed{seed}") for seed in options.seeds]
-        for axis, name in zip(axes, ("generator/accuracy_sampled", "verifier/outcome_f1"), strict=True):
-            lines = [[(x, row[name]) for x, row in points if name in row] for points in curves]
-            if not all(lines):
+    for number, arm in enumerate(summaries):
+        for axis, role, figure_name in ((axes[0], "generator", "accuracy_sampled"), (axes[1], "verifier", "outcome_f1")):
+            lines = [curve(options.out / f"{arm}_seed{seed}", role, figure_name) for seed in options.seeds]
+            if not all(len(line) > 1 for line in lines):
                 continue
-            [color] = [axis.plot([], [], label=arm)[0].get_color()]
             for line in lines:
-                axis.plot(*zip(*line, strict=True), color=color, alpha=0.3, linewidth=1)
-            shortest = min(map(len, lines))
-            axis.plot(
-                [x for x, _ in lines[0][:shortest]],
-                [mean([line[i][1] for line in lines]) for i in range(shortest)],
-                color=color,
-                linewidth=2,
-            )
-            axis.set(xlabel="turns of all roles", ylabel=name)
+                axis.plot(*zip(*line, strict=True), color=f"C{number}", alpha=0.3, linewidth=1)
+            shared = sorted(set.intersection(*(set(dict(line)) for line in lines)))
+            axis.plot(shared, [mean([dict(line)[x] for line in lines]) for x in shared], color=f"C{number}", linewidth=2, label=arm)
+            axis.set(xlabel=f"{role} updates", ylabel=f"{role} {figure_name}")
             axis.grid(alpha=0.3)
-    axes[0].legend()
+    for axis in axes:
+        axis.legend()
     figure.tight_layout()
     path = options.out / "comparison.png"
     figure.savefig(path, dpi=150)
+    plt.close(figure)
     console.print(f"curves: {path}")
 
 
-def curve(run_dir: Path) -> list[tuple[int, dict[str, float]]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(row["turn"] + (row["step"] > 0), row["metrics"]) for row in rows if row["scope"] == "eval"]
+def curve(run_dir: Path, role: str, name: str) -> list[tuple[int, float]]:
+    """(turns of `role` so far, figure) of each evaluation after which the role moved on; a role that never learns gives one point."""
+    turns, points = 0, {}
+    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        turns += row["scope"] == role
+        if row["scope"] == "eval" and f"{role}/{name}" in row["metrics"]:
+            points[turns] = row["metrics"][f"{role}/{name}"]
+    return sorted(points.items())
 
 
 def mean(values: list[float]) -> float:

@@ -71,7 +71,7 @@ def accuracies(players: Players, role: str, prompts: Sequence[Prompt], seed: int
     draws = {"sampled": plain(players.samplings[role], seed=seed), "greedy": greedy(players.samplings[role], seed=seed)}
     solved = {name: solve(players, role, prompts, sampling) for name, sampling in draws.items()}
     figures = {f"{role}/accuracy_{name}": fmean(float(bool(s.correct)) for s in solutions) for name, solutions in solved.items()}
-    return figures | {f"{role}/problems": float(len(prompts))}, solved["sampled"]
+    return figures | {f"{role}/num_problems": float(len(prompts))}, solved["sampled"]
 
 
 def at_least(settings: Mapping[str, int], floor: int) -> None:

@@ -36,7 +36,7 @@ def judge(
     when a class is empty; aligned is the share with one verdict per step; predicted_positive that judged right. And class counts.
     """
     right, role = sum(bool(s.correct) for s in solutions), reviewer.role
-    figures: dict[str, float | None] = {"right_solutions": float(right), "wrong_solutions": float(len(solutions) - right)}
+    figures: dict[str, float | None] = {"num_right": float(right), "num_wrong": float(len(solutions) - right)}
     draws = {"": plain(players.samplings[role], seed=seed), "_greedy": greedy(players.samplings[role], seed=seed)}
     for suffix, sampling in draws.items():
         rows = [r for group in reviewer.review(players, solutions, sampling) for r in group]
