@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,11 +193,13 @@ class Interrupts:
     """`with Interrupts() as stop: ... if stop.requested: save and leave`. Main thread only; handlers are restored at the end.
 
     The first SIGINT, SIGTERM or SIGUSR1 (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with
-    status 130, also while the main thread waits inside a collective, where Python runs no handlers: a thread reads the
-    signals from a pipe that the interpreter writes to.
+    status 130, if it comes more than SAME_PRESS_S after the first (a terminal and a launcher may both deliver one Ctrl-C); also while
+    the main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that the
+    interpreter writes to.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SAME_PRESS_S = 0.4
 
     def __init__(self, *, announce: bool = True) -> None:
         self.requested = False
@@ -241,11 +244,13 @@ class Interrupts:
         self.signal_name = self.signal_name or signal.Signals(number).name
 
     def _watch(self) -> None:
-        interrupts = 0
+        first: float | None = None
         while _END not in (received := os.read(self._read_end, 64)):
-            interrupts += received.count(signal.SIGINT)
-            if interrupts >= 2:
-                os._exit(130)
+            if signal.SIGINT in received:
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > self.SAME_PRESS_S:
+                    os._exit(130)
 
 
 def _rollout_row(turn: int, role: str, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

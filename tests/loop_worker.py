@@ -17,6 +17,7 @@ def main(out, template):
     setup = make(template, log, world=world)
     loop.train(setup, loop.Plan(steps=4, prompts_per_step=7, evaluate_every=2), loop.Progress())
     Path(out).write_text(json.dumps({"lines": log.lines, "table": setup.roles["generator"].policy.table.tolist()}))
+    world.barrier()
     dist.destroy_process_group()
 
 

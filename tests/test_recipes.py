@@ -302,9 +302,7 @@ def test_the_verification_set_is_drawn_once_and_kept(texts):
     later.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     better = players(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
     figures = later.evaluate(held_out, better, 1)
-    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3) and len(
-        better.engines["generator"].asked
-    ) == 2
+    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3) and len(better.engines["generator"].asked) == 2
     asked = [TOKENIZER.decode(p) for p in better.engines["verifier"].asked[0][0]]
     assert asked == [TOKENIZER.decode(p) for p in first.engines["verifier"].asked[0][0]] and all(a.endswith("K 2") for a in asked)
     with pytest.raises(ValueError, match="held-out problem 'p0' .* is gone"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT, environment, program, tango_settings
 
@@ -41,6 +43,13 @@ def wait_for_lines(process: subprocess.Popen, path: Path, count: int, timeout_s:
     )
 
 
+def kill_rank(launcher: subprocess.Popen, rank: int) -> None:
+    for child in psutil.Process(launcher.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may just have ended
+            if child.environ().get("RANK") == str(rank):
+                child.kill()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(last_letter, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
@@ -52,11 +61,14 @@ def test_resume_after_sigkill_is_bit_for_bit_the_uninterrupted_run(last_letter, 
     arguments = tango_settings(last_letter, tmp_path, "run")
     rng = random.Random(os.getpid())
     whole = figures(uninterrupted)
-    for lines in sorted(rng.sample(range(3, len(whole)), 2)):
+    for lines, one_rank in zip(sorted(rng.sample(range(3, len(whole)), 2)), rng.sample([True, False], 2), strict=True):
         process = start(arguments, tmp_path / "log")
         try:
             wait_for_lines(process, tmp_path / "run/metrics.jsonl", lines)
             time.sleep(rng.random())
+            if one_rank and process.poll() is None:  # the other rank must not wait for it for ever
+                kill_rank(process, 1)
+                assert process.wait(60) in (0, 137)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -80,7 +92,7 @@ def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_lette
     arguments = tango_settings(last_letter, tmp_path, "run")
     process = start(arguments, tmp_path / "log")
     wait_for_lines(process, tmp_path / "run/metrics.jsonl", 3)
-    os.killpg(process.pid, signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # to the launcher alone, which passes it on
     assert process.wait(120) == 130
     saved = sorted((tmp_path / "run/checkpoints").glob("step_*"))
     assert saved, "an interrupted run saves before it leaves"

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -215,6 +216,8 @@ def test_the_second_interrupt_leaves_at_once_with_130(waiter):
     assert process.stderr.readline() == "\n"
     assert process.stderr.readline().startswith("SIGINT: saving and leaving")
     process.send_signal(signal.SIGTERM)  # what a launcher adds is no second interrupt
+    process.send_signal(signal.SIGINT)  # nor is the launcher's copy of the same key press
+    time.sleep(2 * Interrupts.SAME_PRESS_S)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130

@@ -46,8 +46,8 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:
     """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits. Returns the exit status: the first failure's.
 
-    When one rank fails the others are told to leave, and killed after GRACE_S. SIGTERM and SIGUSR1 are passed on; Ctrl-C reaches
-    the ranks by itself, since they share the terminal.
+    When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in a terminal
+    then reaches a rank twice counts as once (`run.Interrupts`).
     """
     base = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megatron_rl.main", *arguments]
@@ -62,6 +62,10 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
         failed = next((child.returncode for child in children if child.poll()), 0)
         time.sleep(0.05)
     failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    if failed < 0:
+        rank = next(rank for rank, child in enumerate(children) if child.returncode == failed)
+        text = f"rank {rank} was killed by {signal.Signals(-failed).name}: the others are ended; start the run again to go on"
+        print(text, file=sys.stderr)
     if failed:
         _end(children)
     return failed if failed >= 0 else 128 - failed
@@ -84,7 +88,7 @@ def _end(children: list[subprocess.Popen[bytes]]) -> None:
 def _forwarded(children: list[subprocess.Popen[bytes]]):
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
-            if child.poll() is None and number != signal.SIGINT:
+            if child.poll() is None:
                 child.send_signal(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

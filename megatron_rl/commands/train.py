@@ -113,7 +113,7 @@ def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any])
         return PromptReader(read_problems(source), encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=limit)
 
     held_out: list[Prompt] = []
-    if config.evaluation.prompts is not None:
+    if config.evaluation.prompts is not None and not config.debug.replay:  # a replay has no engine to evaluate with
         held = config.evaluation.prompts
         held_out = reader(held).once(config.evaluation.num_prompts)
     common = reader(config.data)
@@ -135,6 +135,7 @@ def _players(config: TrainConfig, world: TorchWorld, tokenizers: Mapping[str, An
             world, name, EmbeddedEngine(role.model.path, max_batch=config.engine.max_batch, tokenizer=tokenizers[name])
         )
         for name, role in config.roles.items()
+        if not config.debug.replay
     }  # fmt: skip
     return Players(
         engines=engines,

@@ -125,7 +125,9 @@ def install() -> None:
 def _quiet() -> None:
     """Core warns at import that Transformer Engine is absent; our own start-up line says which backend is used."""
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)")  # core's calls, not ours
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)"
+    )  # core's calls, not ours
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|transformer_engine|apex).*")
 
 

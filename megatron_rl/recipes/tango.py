@@ -56,6 +56,12 @@ class Tango:
         at_least({name: getattr(self, name) for name in ("warmup_updates", "verifier_turns")}, 0)
         if not (self.train_generator or self.train_verifier):
             raise ConfigError("recipe.args: train_generator and train_verifier are both false; at least one player must learn")
+        if not 0.0 <= self.class_weight_decay < 1.0:
+            raise ConfigError(f"recipe.args.class_weight_decay = {self.class_weight_decay}: it is at least 0 and below 1")
+        try:
+            self._alpha(0)
+        except ValueError as error:
+            raise ConfigError(f"recipe.args.alpha_schedule, alpha_start, alpha_min: {error}") from None
         self._counts = ClassCounts()
         self._balanced: list[dict[str, Any]] | None = None  # see held_out.solutions_to_json
 
@@ -118,7 +124,7 @@ class Tango:
         solutions = self._solve(turn, prompts, players, n=self.group_size)
         judged = self._review(turn, solutions, players, n=1)
         marked = [_marked(solution, one) for solution, one in zip(solutions, judged, strict=True)]
-        alpha = step_weight(self.alpha_schedule, turn.update, start=self.alpha_start, floor=self.alpha_min, total=self.generator_updates)
+        alpha = self._alpha(turn.update)
         trajectories = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
         metrics = measure(trajectories) | {"alpha": alpha, "groups_without_signal": without_signal(trajectories, "outcome")}
         return Played(trajectories=trajectories, metrics=metrics | self._shared_metrics(solutions, judged))
@@ -139,6 +145,9 @@ class Tango:
         trajectories = assign_advantages([r.trajectory for r in rows], reward="verifier", estimator=self.estimator, weights=weights)
         metrics |= measure(trajectories) | {"groups_without_signal": without_signal(trajectories, "verifier")}
         return Played(trajectories=trajectories, metrics=metrics)
+
+    def _alpha(self, update: int) -> float:
+        return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=self.generator_updates)
 
     def _solve(self, turn: Turn, prompts: Sequence[Prompt], players: Players, *, n: int) -> list[Solution]:
         return solve(players, GENERATOR, prompts, replace(players.samplings[GENERATOR], n=n, seed=players.seed_for(turn.number, GENERATOR)))
