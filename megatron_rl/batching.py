@@ -6,22 +6,22 @@ import heapq
 from collections.abc import Sequence
 
 
-def micro_batches(lengths: Sequence[int], *, max_tokens: int, replicas: int) -> list[list[list[int]]]:
+def micro_batches(lengths: Sequence[int], *, max_tokens: int, replicas: int, multiple: int = 1) -> list[list[list[int]]]:
     """[S] lengths -> [replicas][M] lists of sequence numbers: M equal for all replicas, each list within `max_tokens`.
 
-    The number of micro-batches is the smallest that the budget allows; sequences are dealt longest first to the emptiest one,
-    then micro-batches are dealt to replicas the same way. A list is empty only when there are fewer sequences than lists.
+    The number of micro-batches is the smallest multiple of `multiple` that the budget allows; sequences are dealt longest first to
+    the emptiest one, then micro-batches are dealt to replicas the same way. A list is empty only when there are fewer sequences than lists.
     Raises ValueError when one sequence alone exceeds the budget.
     """
     if max(lengths) > max_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens exceeds micro_batch_tokens = {max_tokens}: raise it or shorten max_tokens")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = max(1, -(-sum(lengths) // (max_tokens * replicas)))
+    count = max(1, -(-sum(lengths) // (max_tokens * replicas * multiple))) * multiple
     while True:
         bins = _deal(lengths, order, count * replicas)
         if max(sum(lengths[i] for i in b) for b in bins) <= max_tokens:
             break
-        count += 1
+        count += multiple
     weights = [sum(lengths[i] for i in b) for b in bins]
     by_weight = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     shares: list[list[list[int]]] = [[] for _ in range(replicas)]

@@ -89,6 +89,10 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.decay != "constant" and self.decay_steps is None:
             raise ConfigError(f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached")
+        if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ConfigError(f"optimizer.decay_steps = {self.decay_steps} is within warmup_steps = {self.warmup_steps}: raise it")
+        if self.min_lr > self.lr:
+            raise ConfigError(f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: the rate falls to it")
 
 
 @config
@@ -97,7 +101,7 @@ class Loss:
 
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
-    kl_coef: float = 0.001
+    kl_coef: NonNegativeFloat = 0.001
     kl: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
@@ -110,7 +114,7 @@ class SamplingConfig:
 
     max_tokens: PositiveInt = 2048
     temperature: NonNegativeFloat = 1.0
-    top_p: Share = 1.0
+    top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     top_k: NonNegativeInt = 0
     min_p: Share = 0.0
     stop_strings: tuple[str, ...] = ()
@@ -183,7 +187,7 @@ class Run:
     name: str = "run"
     dir: str = "runs"  # the run directory is dir/name
     seed: int = 0
-    steps: int | None = None  # null: as many as the recipe plans
+    steps: int | None = None  # null: as many as the recipe plans; fewer end the run early
     prompts_per_step: int = 256  # P, of every turn
     save_every: NonNegativeInt = 50  # steps; 0: only at the end
     keep: PositiveInt = 2  # newest checkpoints kept
@@ -260,7 +264,7 @@ class SftConfig:
     steps: int | None = None  # null: `epochs` passes
     epochs: PositiveFloat = 1.0
     validate_every: NonNegativeInt = 100  # steps; 0: only at the end
-    micro_batch_tokens: PositiveInt = 8192
+    micro_batch_tokens: PositiveInt = 8192  # at least data.max_tokens
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))
     launch: Launch = field(default_factory=Launch)
     sinks: Sinks = field(default_factory=Sinks)

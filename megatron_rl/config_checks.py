@@ -27,6 +27,11 @@ def check(config: Any, ranks: int) -> None:
             problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
+        if config.micro_batch_tokens < config.data.max_tokens:
+            problems.append(
+                f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = {config.data.max_tokens}: one pair would "
+                "not fit; raise it or lower that"
+            )
         if config.run.steps is not None:
             problems.append(f"run.steps = {config.run.steps}: SFT has its own `steps`; set that, and run.steps to null")
         if config.samples_per_step < 1 or (config.steps is not None and config.steps < 1):
@@ -35,8 +40,27 @@ def check(config: Any, ranks: int) -> None:
         raise ConfigError("\n  ".join(problems))
 
 
+def check_recipe(config: TrainConfig, recipe: Any) -> None:
+    """Raises ConfigError when the recipe's roles are not the config's, or run.steps is beyond its plan."""
+    problems = [f"roles.{n} is missing" for n in recipe.roles if n not in config.roles]
+    problems += [f"roles.{n} is not one of them" for n in config.roles if n not in recipe.roles]
+    if problems:
+        raise ConfigError(f"recipe {config.recipe.target} plays with the roles {', '.join(recipe.roles)}: {'; '.join(problems)}")
+    if config.run.steps is not None and config.run.steps > recipe.num_steps():
+        raise ConfigError(
+            f"run.steps = {config.run.steps}, but the recipe plans {recipe.num_steps()} steps: raise its updates (recipe.args), or set "
+            "run.steps to null"
+        )
+
+
+def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:
+    """What an update of each trained role is made of, one line each."""
+    prompts, sizes = config.run.prompts_per_step, recipe.group_sizes
+    return [explain_role(n, config.roles[n], prompts=prompts, group_size=sizes[n], ranks=ranks) for n in recipe.trained]
+
+
 def explain(config: Any, ranks: int) -> list[str]:
-    """What the numbers of a training config mean, one line each; group sizes are the recipe's business and come at the start of the run."""
+    """How each role of a training config lies over the ranks, one line each."""
     if not isinstance(config, TrainConfig):
         return []
     lines = []

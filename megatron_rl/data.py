@@ -130,8 +130,9 @@ class PromptReader:
         return PromptReader(self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max)
 
     def once(self, count: int) -> list[Prompt]:
-        """Up to `count` prompts of the first epoch, each problem at most once; over-long ones are left out."""
-        kept = (p for p in ((problem, self._encode(problem.values)) for problem in self._problems) if len(p[1]) <= self._max)
+        """The first `count` prompts of the first epoch, each problem at most once; over-long ones are left out."""
+        problems = (self._problems[i] for i in self._order_of(0))
+        kept = (p for p in ((problem, self._encode(problem.values)) for problem in problems) if len(p[1]) <= self._max)
         return [Prompt(id=f"0/{problem.row}", tokens=tokens, payload=problem.values) for problem, tokens in itertools.islice(kept, count)]
 
     def take(self, count: int) -> list[Prompt]:

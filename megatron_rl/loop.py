@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_rl import gate
+from megatron_rl.checkpoint import write_text
 from megatron_rl.rollout import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.turns import Played, Players, Recipe, Turn
 from megatron_rl.types import Batch, Prompt, Trajectory, pack
@@ -169,8 +170,11 @@ def split(sequences: int, size: int | None) -> list[range]:
 
 
 def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
-    """Every engine gets its model's weights; then the gate. A role that sleeps between its turns begins asleep."""
+    """A role that sleeps between its turns begins asleep. Every engine gets its model's weights; then the gate."""
     watch, policies = setup.players.watch, {name: role.policy for name, role in setup.roles.items()}
+    for role in setup.roles.values():
+        if role.sleeps:
+            role.policy.sleep()
     with watch("refit"):
         for name in policies:
             _refit(setup, progress, name)
@@ -179,9 +183,6 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
             found = gate.check(setup.world, setup.players, setup.recipe, policies, plan.gate)
         if found and progress.number == 0:
             setup.hooks.log(progress.step, "gate", found, turn=0)
-    for role in setup.roles.values():
-        if role.sleeps:
-            role.policy.sleep()
 
 
 def _turn(setup: Setup, plan: Plan, progress: Progress, name: str) -> None:
@@ -251,17 +252,12 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress) -> None:
 
 
 def _save(setup: Setup, progress: Progress) -> None:
-    """Once per number of turns. Sleeping policies wake for it."""
+    """Once per number of turns."""
     if progress.saved == progress.number:
         return
     progress.saved = progress.number
-    sleeping = [role.policy for role in setup.roles.values() if role.sleeps]
     with setup.players.watch("save"):
-        for policy in sleeping:
-            policy.wake()
         setup.hooks.save(progress.number)
-        for policy in sleeping:
-            policy.sleep()
 
 
 def _has_signal(trajectories: Sequence[Trajectory]) -> bool:
@@ -278,7 +274,7 @@ def write_turn(directory: Path, turn: Turn, played: Played) -> Path:
     """Writes turn_000012_ROLE.jsonl: a line of metrics, then a line per trajectory."""
     directory.mkdir(parents=True, exist_ok=True)
     path = _turn_file(directory, turn)
-    path.write_text(json.dumps(played.metrics) + "\n" + trajectories_to_jsonl(played.trajectories), encoding="utf-8")
+    write_text(path, json.dumps(played.metrics) + "\n" + trajectories_to_jsonl(played.trajectories))
     return path
 
 

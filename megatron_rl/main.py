@@ -90,10 +90,27 @@ def _check(args: argparse.Namespace) -> int:
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks)
     print(config_files.dump(config), end="")
-    for line in config_checks.explain(config, ranks):
+    for line in [*config_checks.explain(config, ranks), *_check_plugins(config, ranks)]:
         print("# " + line)
     print(f"# {schema}: the config is valid for {ranks} ranks")
     return 0
+
+
+def _check_plugins(config: Any, ranks: int) -> list[str]:
+    """Builds the recipe and the reward, which import torch; where there is none, says that they were not checked."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return ["the arguments of recipe and reward were not checked: torch is not installed here"]
+    from megatron_rl import plugins
+
+    if hasattr(config, "reward"):
+        plugins.build(configs.Use(target=config.reward.target, args=config.reward.args))
+    if not isinstance(config, configs.TrainConfig):
+        return []
+    recipe = plugins.build(config.recipe)
+    config_checks.check_recipe(config, recipe)
+    return config_checks.explain_recipe(config, recipe, ranks)
 
 
 def _guess_schema(files: Sequence[Path]) -> str:

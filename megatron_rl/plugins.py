@@ -9,7 +9,6 @@ import importlib
 import inspect
 import json
 import sys
-import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,17 +54,6 @@ def build(use: Use) -> Any:
     return functools.partial(found, **use.args) if use.args else found
 
 
-def check(use: Use) -> None:
-    """Raises ConfigError where `build` would, but makes nothing: a dataclass's __post_init__ is not run."""
-    found = find(use.target)
-    if not _is_dataclass(found):
-        _check_function(use, found)
-        return
-    hints = typing.get_type_hints(found, include_extras=True)
-    fields = [(f.name, hints[f.name], dataclasses.field(**_default(f))) for f in _settable(found)]
-    _validated(use, found, dataclasses.make_dataclass(found.__name__, fields, kw_only=True))
-
-
 def _is_dataclass(found: Any) -> bool:
     return isinstance(found, type) and dataclasses.is_dataclass(found)
 
@@ -74,20 +62,13 @@ def _settable(found: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(found) if f.init]
 
 
-def _default(of: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Nothing where a value must be given; elsewhere a stand-in, as defaults are not validated and may be costly to make."""
-    return {} if of.default is of.default_factory is dataclasses.MISSING else {"default": None}
-
-
-def _validated(use: Use, found: Any, schema: Any = None) -> Any:
-    """The arguments as `schema` (default: the dataclass itself)."""
+def _validated(use: Use, found: Any) -> Any:
     known = [f.name for f in _settable(found)]
     problems = _unknown(use, known)
-    schema = found if schema is None else schema
     try:
         # JSON mode is strict about types and still takes lists for tuples.
         text = json.dumps({name: value for name, value in use.args.items() if name in known})
-        made = pydantic.TypeAdapter(schema).validate_json(text, strict=True)
+        made = pydantic.TypeAdapter(found).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         raise _refusal(use, problems + [_explain(problem) for problem in error.errors()]) from error
     except (TypeError, pydantic.PydanticSchemaGenerationError) as error:

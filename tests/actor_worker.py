@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,10 @@ from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
+SCHEDULED = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
 
-def make(path: str, layout: Layout, **settings) -> MegatronPolicy:
-    optimizer = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
+
+def make(path: str, layout: Layout, optimizer: Optimizer = SCHEDULED, **settings) -> MegatronPolicy:
     role = Role(model=Model(path=path), layout=layout, optimizer=optimizer, loss=Loss(kl_coef=0.0), micro_batch_tokens=40)
     return MegatronPolicy(role, parallel.create(layout), **settings)
 
@@ -42,10 +44,23 @@ def two_roles(path: str) -> dict[str, float]:
     for _ in range(3):
         a.update(batch, loss)
         b.update(batch, loss)
-    return {"a": distance(weights(a), alone["a"]), "b": distance(weights(b), alone["b"]), "layouts": distance(alone["a"], alone["b"])}
+    return {
+        "vpp": interleaved(path),
+        "a": distance(weights(a), alone["a"]),
+        "b": distance(weights(b), alone["b"]),
+        "layouts": distance(alone["a"], alone["b"]),
+    }
 
 
-def checkpoints(path: str, directory: Path) -> dict[str, float]:
+def interleaved(path: str) -> float:
+    """The interleaved schedule with one sequence, and with a number of micro-batches that the stages need not divide."""
+    vpp, plain = make(path, Layout(pp=2, vpp=2, overlap_p2p=True)), make(path, Layout())
+    batch = make_batch(97)
+    parts = [batch.select(range(n)) for n in range(1, batch.num_sequences + 1)]
+    return max((vpp.logprobs(part) - plain.logprobs(part)).abs().max().item() for part in parts)
+
+
+def checkpoints(path: str, directory: Path) -> dict[str, Any]:
     """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
     batch, loss, errors = make_batch(97), WeightedLogprobs(), {}
     for name, first, second in (
@@ -68,7 +83,11 @@ def checkpoints(path: str, directory: Path) -> dict[str, float]:
         metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
         errors[f"{name}/after"] = distance(weights(policy), weights(other))
-    return errors
+    changed = make(path, Layout(), optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
+    changed.load(directory / "same")
+    changed.update(batch, loss)
+    groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
+    return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
 
 
 def sleep(path: str) -> dict[str, float]:

@@ -23,6 +23,7 @@ def answers(tmp_path_factory):
 def test_two_roles_with_different_layouts_do_not_disturb_each_other(answers):
     for answer in answers:
         assert answer["roles"]["a"] == 0.0 and answer["roles"]["b"] == 0.0
+        assert answer["roles"]["vpp"] < 2e-6
         assert answer["roles"]["layouts"] < 1e-4  # tp 2 and pp 2 after three Adam steps of 1e-3, which magnify rounding
 
 
@@ -35,6 +36,7 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
             assert found[f"{name}/loaded"] == 0.0
             assert found[f"{name}/lr"] == 0.0
             assert found[f"{name}/after"] < 1e-5
+        assert found["settings"] == [[3e-4, 0.3, [0.5, 0.6]]]
 
 
 @pytest.mark.multi
@@ -62,6 +64,15 @@ def test_micro_batches_cover_every_sequence_once_within_the_budget():
         assert len({len(share) for share in shares}) == 1 and len(shares) == replicas
         assert sorted(i for share in shares for micro in share for i in micro) == list(range(len(lengths)))
         assert all(sum(lengths[i] for i in micro) <= budget for share in shares for micro in share)
+
+
+def test_micro_batches_come_in_the_multiple_that_a_schedule_needs():
+    rng = random.Random(2)
+    for _ in range(100):
+        lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
+        shares = micro_batches(lengths, max_tokens=60, replicas=2, multiple=4)
+        assert len(shares[0]) == len(shares[1]) and len(shares[0]) % 4 == 0
+        assert sorted(i for share in shares for micro in share for i in micro) == list(range(len(lengths)))
 
 
 def test_micro_batches_are_balanced_over_replicas():

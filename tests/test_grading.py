@@ -201,6 +201,10 @@ def test_too_many_failures_stop_the_run():
     check_failures([good] * 95 + [late] * 5, 0.05)
     with pytest.raises(RewardFailure, match=r"6 of 100 gradings failed \(6 time-outs, 0 errors\).*no answer within 5 s"):
         check_failures([good] * 94 + [late] * 6, 0.05)
+    check_failures([good] * 15 + [late], 0.05)  # one of few says nothing about the rest
+    for all_failed, share in (([late], 0.05), ([late] * 2, 0.05), ([good] * 15 + [late], 0.0)):
+        with pytest.raises(RewardFailure):
+            check_failures(all_failed, share)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def make(template, log, *, grade=right, policy=None, data=None, stop_after=None,
     role = loop.Role(policy=policy, loss=PolicyLoss(loss), **settings)
 
     def save(number):
-        policy.wake()
+        assert policy.asleep == settings.get("sleeps", False)
         log.saved[number] = {"table": policy.table.detach().clone(), "optimizer": json.dumps(str(policy._optimizer.state_dict()))}
 
     hooks = loop.Hooks(log=log, save=save, should_stop=lambda: stop_after is not None and len(log.series("loss")) >= stop_after)
@@ -149,7 +149,7 @@ def test_three_ranks_generate_and_learn_exactly_what_one_does(template, tmp_path
     assert ranks == [alone] * 3
 
 
-def test_a_role_that_sleeps_is_awake_only_for_its_updates_and_for_saving(template):
+def test_a_role_that_sleeps_is_awake_only_for_its_updates(template):
     log = Log()
     setup = make(template, log, sleeps=True)
     loop.train(setup, loop.Plan(steps=2, prompts_per_step=5, save_every=1), loop.Progress())

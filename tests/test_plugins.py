@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ConfigError, Use
-from megatron_rl.plugins import build, check, find
+from megatron_rl.plugins import build, find
 
 ROOT = Path(__file__).parent.parent
 MODULE = """
@@ -91,7 +91,6 @@ def test_built_ins_are_named_as_a_users_own():
     assert build(Use(target="megatron_rl.recipes.grpo:Grpo", args={"updates": 3})).updates == 3
 
 
-@pytest.mark.parametrize("call", [build, check])
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
@@ -113,23 +112,14 @@ def test_built_ins_are_named_as_a_users_own():
         ("grad", {}, "did you mean 'grade'?"),
     ],
 )
-def test_what_cannot_be_built_is_refused_with_the_cure(own, call, name, args, says):
-    message = refusal(call, Use(target=f"{own}:{name}", args=args))
+def test_what_cannot_be_built_is_refused_with_the_cure(own, name, args, says):
+    message = refusal(build, Use(target=f"{own}:{name}", args=args))
     assert says in message and f"{own}:{name}" in message
 
 
 def test_all_wrong_arguments_at_once(own):
     message = refusal(build, Use(target=f"{own}:Length", args={"best": "x", "rate": "y", "nams": 1}))
     assert all(part in message for part in ("args.best", "args.rate", "'nams'"))
-
-
-def test_check_makes_nothing(own):
-    check(Use(target=f"{own}:Length", args={"best": 4}))
-    check(Use(target=f"{own}:grade", args={"scale": 2.0}))
-    made = find(f"{own}:made")
-    assert made == []
-    build(Use(target=f"{own}:Length", args={"best": 4}))
-    assert len(made) == 1
 
 
 def test_a_dataclasses_own_check_is_a_config_error(own):

@@ -22,11 +22,13 @@ def test_help_names_every_command_and_setting():
 
 def test_check_says_what_is_wrong_without_torch():
     code = (
-        "import sys; from megatron_rl.main import main\n"
-        "status = main(['check', 'examples/tango_qwen2.5_7b.yaml', '--ranks', '32']); print('torch' in sys.modules, status)"
+        "import sys; sys.modules['torch'] = None; from megatron_rl.main import main\n"
+        "sys.exit(main(['check', 'examples/tango_qwen2.5_7b.yaml', '--ranks', '32']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False 0", done.stdout + done.stderr
+    assert done.returncode == 0 and "not checked: torch is not installed" in done.stdout, done.stdout + done.stderr
+    full = program("check", "examples/tango_qwen2.5_7b.yaml", "--ranks", "32").stdout
+    assert "samples per update" in full and "not checked" not in full
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,18 @@ def test_check_says_what_is_wrong_without_torch():
         ("run.steps=0", "zero steps"),
         ("roles.generator.micro_batch_tokens=100", "would not fit"),
         ("nothing", "no such config file"),
+        ("roles.generator.sampling.top_p=0.0", "top_p"),
+        ("roles.generator.loss.kl_coef=-1.0", "kl_coef"),
+        ("roles.generator.optimizer.min_lr=1.0", "is above optimizer.lr"),
+        ("roles.generator.optimizer={decay: linear, decay_steps: 5, warmup_steps: 5}", "raise it"),
+        ("recipe.args.updates=5", "unknown argument 'updates'; did you mean"),
+        ("recipe.args.alpha_start=1.5", "at most 1"),
+        ("recipe.args.alpha_min=0.0", "give a number above 0"),
+        ("recipe.args.verifier_template=nowhere.txt", "no prompt template 'nowhere.txt'"),
+        ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),
+        ("recipe.target=megatron_rl.recipes.grpo:Grpo", "unknown argument"),
+        ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
+        ("run.steps=100000", "but the recipe plans"),
     ],
 )
 def test_check_refuses_with_the_value_and_the_cure(change, says):

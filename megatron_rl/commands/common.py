@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import shutil
 import sys
@@ -22,11 +23,11 @@ from transformers.utils import logging as transformers_logging
 from megatron_rl import config as configs
 from megatron_rl import config_files
 from megatron_rl.chat import fill, load_tokenizer, read_template
-from megatron_rl.checkpoint import STATE, Checkpoints, write_json
+from megatron_rl.checkpoint import STATE, Checkpoints, read_json, write_json
 from megatron_rl.commands.launch import Place
 from megatron_rl.console import RunConsole
 from megatron_rl.data import Problem, read_problems
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.metrics import Stopwatch, Tracker, configured_sinks
@@ -48,7 +49,8 @@ class Answered:
     problem: Problem
     prompt: str
     text: str
-    completion: Completion
+    tokens: int
+    finished: bool  # not cut at sampling.max_tokens
 
 
 class Saves(Protocol):
@@ -109,9 +111,9 @@ def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> I
     path = world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path))
     directory = RunDirectory(Path(path))
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
-    newest = world.from_driver(lambda: found.number if config.run.resume != "never" and (found := checkpoints.newest()) else None)
-    done = newest or 0
-    driver = Driver(directory, checkpoints, checkpoints.path(done) if newest is not None else None, done, Stopwatch())
+    newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
+    done = newest.number if newest else 0
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, Stopwatch())
     if world.rank != 0:
         yield driver
         return
@@ -148,7 +150,7 @@ def save_checkpoint(world: TorchWorld, checkpoints: Checkpoints, number: int, po
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
     """Writes a Hugging Face directory: weights, config and tokenizer. Collective (the stream is)."""
-    tensors = {name: tensor.detach().clone() for name, tensor in weights}
+    tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
 
     def write() -> None:
         hf.write_tensors(target, tensors)
@@ -164,8 +166,11 @@ def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) 
     return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
 
 
-def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWorld) -> list[Answered] | None:
-    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0."""
+def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWorld, parts: Path | None) -> list[Answered] | None:
+    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0.
+
+    Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes on.
+    """
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     engine = EmbeddedEngine(
         config.model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, config.model.dtype), tokenizer=tokenizer
@@ -174,16 +179,28 @@ def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWor
     spread = SpreadEngine(world, "model", engine)
     template, problems = read_template(config.template), read_problems(config.data)
     prompts = [fill(template, question=str(p.values["question"])) for p in problems]
+    digest = hashlib.sha256("\0".join([config_files.dump(config), *prompts]).encode()).hexdigest()[:16]
+
+    def one_chunk(start: int) -> list[list[tuple[str, int, bool]]]:
+        kept = None if parts is None else parts / f"{digest}_{start:08d}.json"
+        if kept is not None and kept.exists():
+            return read_json(kept)
+        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
+        drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]], sampling)
+        rows = [
+            [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), len(c.tokens), c.stop.finished) for c in group] for group in drawn
+        ]
+        if kept is not None:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_json(kept, rows)
+        return rows
 
     def draw() -> list[Answered]:
         out: list[Answered] = []
         for start in track(range(0, len(problems), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
             part = slice(start, start + CHUNK)
-            sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
-            drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[part]], sampling)
-            for problem, prompt, group in zip(problems[part], prompts[part], drawn, strict=True):
-                texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in group]
-                out += [Answered(problem, prompt, str(text), c) for text, c in zip(texts, group, strict=True)]
+            for problem, prompt, group in zip(problems[part], prompts[part], one_chunk(start), strict=True):
+                out += [Answered(problem, prompt, *row) for row in group]
         return out
 
     found: list[Answered] = []

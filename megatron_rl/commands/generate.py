@@ -1,9 +1,14 @@
-"""`megatron-rl generate`: a teacher's answers to a problem set, as SFT pairs in train.parquet and validation.parquet."""
+"""`megatron-rl generate`: a teacher's answers to a problem set, as SFT pairs in train.parquet and validation.parquet.
+
+Answers that were cut at sampling.max_tokens stand in cut.parquet instead: trained on, they would teach to stop in the middle.
+"""
 
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.commands.common import Answered, answers, open_world
 from megatron_rl.commands.launch import Place
@@ -12,23 +17,29 @@ from megatron_rl.data import write_parquet
 
 
 def run(config: GenerateConfig, place: Place) -> int:
-    """Every rank runs it. Rows: prompt, response, finished, and every mapped field of the problem. Returns the exit status."""
+    """Every rank runs it. Rows: prompt, response, and every mapped field of the problem. Returns the exit status."""
+    parts = Path(config.output) / "parts"
     with open_world(place) as world:
-        found = answers(config, world)
+        found = answers(config, world, parts)
         if found is not None:
             _write(config, found)
+            shutil.rmtree(parts)
     return 0
 
 
 def _write(config: GenerateConfig, found: list[Answered]) -> None:
-    rows = [{**a.problem.values, "prompt": a.prompt, "response": a.text, "finished": a.completion.stop.finished} for a in found]
+    rows = [{**a.problem.values, "prompt": a.prompt, "response": a.text} for a in found]
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
-    held = [row for row, a in zip(rows, found, strict=True) if a.problem.row in chosen]  # whole problems: no leak by a second sample
-    kept = [row for row, a in zip(rows, found, strict=True) if a.problem.row not in chosen]
+    files: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "cut": []}
+    for row, a in zip(rows, found, strict=True):  # whole problems are held out: no leak by a second sample
+        files["cut" if not a.finished else "validation" if a.problem.row in chosen else "train"].append(row)
     output = Path(config.output)
-    write_parquet(output / "train.parquet", kept)
-    if held:
-        write_parquet(output / "validation.parquet", held)
-    unfinished = sum(not row["finished"] for row in rows)
-    print(f"{len(kept)} training and {len(held)} validation pairs in {output}; {unfinished} answers were cut at sampling.max_tokens")
+    for name, part in files.items():
+        (output / f"{name}.parquet").unlink(missing_ok=True)
+        if part:
+            write_parquet(output / f"{name}.parquet", part)
+    print(
+        f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; {len(files['cut'])} answers "
+        f"were cut at sampling.max_tokens = {config.sampling.max_tokens} and stand in cut.parquet"
+    )

@@ -42,7 +42,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         layout=config.layout,
         optimizer=config.optimizer,
         loss=configs.Loss(kl_coef=0.0),
-        micro_batch_tokens=max(config.micro_batch_tokens, max(len(s.tokens) for s in samples)),
+        micro_batch_tokens=config.micro_batch_tokens,
     )
     policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
     with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:

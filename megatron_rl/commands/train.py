@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_rl import config_checks, loop, plugins
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
 from megatron_rl.commands.launch import Place
-from megatron_rl.config import ConfigError, TrainConfig
+from megatron_rl.config import TrainConfig
 from megatron_rl.data import PromptReader, read_problems
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
@@ -33,19 +35,20 @@ from megatron_rl.world import TorchWorld
 def run(config: TrainConfig, place: Place) -> int:
     """Every rank runs it. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
-    _check_roles(config, recipe)
+    config_checks.check_recipe(config, recipe)
     with open_world(place) as world:
         return _run(config, place, world, recipe)
 
 
 def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -> int:
-    steps = recipe.num_steps() if config.run.steps is None else min(config.run.steps, recipe.num_steps())
+    steps = recipe.num_steps() if config.run.steps is None else config.run.steps
     turns = sum(len(recipe.turns(s)) for s in range(steps))
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
         driver = stack.enter_context(open_driver(config, world, total_turns=turns))
         pool = stack.enter_context(GradePool(config.reward))
-        _announce(config, recipe, driver, place.world_size)
+        for line in config_checks.explain_recipe(config, recipe, place.world_size):
+            driver.say(line)
         tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
         readers, held_out = _prompts(config, recipe, tokenizers)
         policies = _policies(config, recipe)
@@ -85,22 +88,6 @@ class _Saved:
         return {"progress": self.progress.state_dict(), "recipe": self.recipe.state_dict(), "data": data}
 
 
-def _check_roles(config: TrainConfig, recipe: Recipe) -> None:
-    missing = [name for name in recipe.roles if name not in config.roles]
-    unknown = [name for name in config.roles if name not in recipe.roles]
-    if missing or unknown:
-        raise ConfigError(
-            f"recipe {config.recipe.target} plays with the roles {', '.join(recipe.roles)}: "
-            + "; ".join([*(f"roles.{n} is missing" for n in missing), *(f"roles.{n} is not one of them" for n in unknown)])
-        )
-
-
-def _announce(config: TrainConfig, recipe: Recipe, driver: Driver, ranks: int) -> None:
-    for name in recipe.trained:
-        size = recipe.group_sizes[name]
-        driver.say(config_checks.explain_role(name, config.roles[name], prompts=config.run.prompts_per_step, group_size=size, ranks=ranks))
-
-
 def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[dict[str, PromptReader], list[Prompt]]:
     """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out prompts."""
     role = recipe.prompt_role
@@ -126,13 +113,19 @@ def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
     for name, role in config.roles.items():
         groups = parallel.create(role.layout, seed=config.run.seed)
         out[name] = MegatronPolicy(role, groups, trainable=name in recipe.trained, seed=config.run.seed)
+        if role.sleep:  # before the next role is built: both may not fit awake
+            out[name].sleep()
     return out
 
 
 def _players(config: TrainConfig, world: TorchWorld, tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
     engines = {
         name: SpreadEngine(
-            world, name, EmbeddedEngine(role.model.path, max_batch=config.engine.max_batch, tokenizer=tokenizers[name])
+            world,
+            name,
+            EmbeddedEngine(
+                role.model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, role.model.dtype), tokenizer=tokenizers[name]
+            ),
         )
         for name, role in config.roles.items()
         if not config.debug.replay

@@ -87,7 +87,7 @@ def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, dtype: torch.d
 def padded_layout(length: int, rotary: RotaryTable, *, dtype: torch.dtype, device: torch.device) -> SequenceLayout:
     """Layout of a [S, L] micro-batch, padded on the right."""
     cos, sin = rotary.at(torch.arange(length, device=device), dtype)
-    return SequenceLayout(qkv_format="sbhd", cos=cos[:, None, None], sin=sin[:, None, None])
+    return SequenceLayout(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None])
 
 
 def _buckets(lengths: list[int], ends: list[int], device: torch.device) -> list[Bucket]:

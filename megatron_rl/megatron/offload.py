@@ -13,8 +13,7 @@ def sleep(chunks: list[Any], optimizer: Any) -> None:
     """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. Calling it twice is harmless."""
     for buffer in _gradient_buffers(chunks):
         buffer.untyped_storage().resize_(0)
-    for state, name in _optimizer_tensors(optimizer):
-        state[name] = state[name].to("cpu")
+    _move_state(optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -26,8 +25,7 @@ def wake(chunks: list[Any], optimizer: Any) -> None:
         if buffer.untyped_storage().size() < size:
             buffer.untyped_storage().resize_(size)
             buffer.zero_()
-    for group_state, name in _optimizer_tensors(optimizer):
-        group_state[name] = group_state[name].to(_device(chunks))
+    _move_state(optimizer, _device(chunks))
 
 
 def gradient_bytes(chunks: list[Any]) -> int:
@@ -41,12 +39,16 @@ def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
             yield buffer.grad_data
 
 
-def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    parts = optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
-    for part in parts:
+def _move_state(optimizer: Any, device: torch.device) -> None:
+    """Moments, and the float32 masters of lower-precision weights. (Float32 weights are their own masters and stay.)"""
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
         for state in part.optimizer.state.values():
             for name in [n for n, value in state.items() if torch.is_tensor(value)]:
-                yield state, name
+                state[name] = state[name].to(device)
+        for group in part.shard_fp32_from_float16_groups:
+            for master in group:
+                if master is not None:
+                    master.data = master.data.to(device)
 
 
 def _device(chunks: list[Any]) -> torch.device:

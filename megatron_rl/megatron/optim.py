@@ -58,12 +58,14 @@ def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(settings.decay_steps or 0, settings.warmup_steps + 1) if decays else ENDLESS,
+        lr_decay_steps=settings.decay_steps if decays else ENDLESS,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=ENDLESS,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # of a checkpoint it takes its place in the schedule, not the rates
     )
     return optimizer, scheduler
 
@@ -84,6 +86,15 @@ def initialize_state(optimizer: Any) -> None:
         for state in part.optimizer.state.values():
             if "step" in state:  # torch's Adam, where neither Transformer Engine nor apex is installed, counts per parameter
                 state["step"].zero_()
+
+
+def apply_settings(role: Role, optimizer: Any) -> None:
+    """Puts the role's rates, betas and epsilon back over what a checkpoint brought; weight decay is the schedule's to set."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
+        for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
+            if name in group:
+                group[name] = value
 
 
 def zero_grad(chunks: list[Any], optimizer: Any) -> None:

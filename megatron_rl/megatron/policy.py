@@ -54,6 +54,7 @@ class MegatronPolicy:
             if trainable:
                 self.chunks = optim.wrap(self.config, self.chunks)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
+        self._asleep = False
         self._reference: list[Tensor] | None = None
         if trainable and role.loss.kl_coef > 0:
             self._reference = [p.detach().cpu().clone() for _, p in models.named_parameters(self.chunks)]
@@ -63,6 +64,8 @@ class MegatronPolicy:
         trained token; and grad_norm, lr, tokens, micro_batches. Raises FloatingPointError when the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
+        if self._asleep:
+            raise RuntimeError("this policy sleeps: call wake() before update()")
         denominator, trained = loss.denominator(batch), float(batch.mask.sum())
         if denominator <= 0:
             raise ValueError("the batch has no trained token: nothing to update on")
@@ -117,28 +120,31 @@ class MegatronPolicy:
 
     def save(self, directory: Path) -> None:
         """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty."""
-        with self.groups.active():
+        with self._awake(), self.groups.active():
             dist_checkpointing.save(self._sharded_state(loading=False), str(directory))
 
     def load(self, directory: Path) -> None:
-        """Takes model, optimizer and schedule from `save`."""
-        with self.groups.active():
+        """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this role's settings."""
+        with self._awake(), self.groups.active():
             state = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
             for i, chunk in enumerate(self.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if self.trainable:
                 self.optimizer.load_state_dict(state["optimizer"])
+                optim.apply_settings(self.role, self.optimizer)
                 self.scheduler.load_state_dict(state["scheduler"])
 
     def sleep(self) -> None:
-        """Frees gradients and moves the optimizer's state to host memory until `wake`."""
+        """Frees gradients and moves the optimizer's state to host memory until `wake`. Forward passes, weights and saving still work."""
         if self.trainable:
             offload.sleep(self.chunks, self.optimizer)
+            self._asleep = True
 
     def wake(self) -> None:
         """Undoes `sleep`."""
         if self.trainable:
             offload.wake(self.chunks, self.optimizer)
+            self._asleep = False
 
     def _check_heads(self) -> None:
         layout = self.role.layout
@@ -156,7 +162,8 @@ class MegatronPolicy:
             torch.manual_seed(seed)
             tensors = AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict()
         else:
-            tensors = dict(hf.read_tensors(self.role.model.path))
+            mapping.check_complete(hf.tensor_files(self.role.model.path), self.arch)
+            tensors = hf.Tensors(self.role.model.path)
         layout = self.role.layout
         with torch.no_grad():
             for name, parameter in models.named_parameters(cores):
@@ -167,8 +174,13 @@ class MegatronPolicy:
         lengths = batch.lengths.tolist()
         if not self.role.packed:
             lengths = [max(lengths)] * len(lengths)
-        shares = micro_batches(lengths, max_tokens=self.role.micro_batch_tokens, replicas=self.groups.dp_size)
         layout = self.role.layout
+        shares = micro_batches(
+            lengths,
+            max_tokens=self.role.micro_batch_tokens,
+            replicas=self.groups.dp_size,
+            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
+        )
         align = layout.tp if layout.sequence_parallel else 1
         like = next(models.unwrap(self.chunks[0]).parameters())
         mine = shares[self.groups.dp_rank]
@@ -184,6 +196,16 @@ class MegatronPolicy:
         dist.all_gather_object(everyone, own, group=self.groups.control)
         names = sorted({name for part in everyone for name in part})
         return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Wakes a sleeping policy for the block."""
+        asleep = self._asleep
+        if asleep:
+            self.wake()
+        yield
+        if asleep:
+            self.sleep()
 
     @contextlib.contextmanager
     def _weights_in_use(self, reference: bool) -> Iterator[None]:

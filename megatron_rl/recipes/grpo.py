@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.algorithms.advantages import Estimator, assign_advantages
 from megatron_rl.chat import fill, read_template
+from megatron_rl.config import ConfigError
 from megatron_rl.recipes.base import accuracies, at_least, solution_metrics, solve
 from megatron_rl.rollout import measure, without_signal
 from megatron_rl.turns import Played, Players, Turn
@@ -27,6 +28,10 @@ class Grpo:
 
     def __post_init__(self) -> None:
         at_least({"updates": self.updates, "group_size": self.group_size}, 1)
+        try:
+            read_template(self.template)
+        except FileNotFoundError as error:
+            raise ConfigError(f"recipe.args: {error}") from None
 
     @property
     def roles(self) -> tuple[str, ...]:

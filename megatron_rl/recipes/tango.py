@@ -60,8 +60,11 @@ class Tango:
             raise ConfigError(f"recipe.args.class_weight_decay = {self.class_weight_decay}: it is at least 0 and below 1")
         try:
             self._alpha(0)
-        except ValueError as error:
-            raise ConfigError(f"recipe.args.alpha_schedule, alpha_start, alpha_min: {error}") from None
+            read_template(self.generator_template), read_template(self.verifier_template), self._labels()
+        except (ValueError, FileNotFoundError) as error:
+            raise ConfigError(f"recipe.args: {error}") from None
+        if self.alpha_start > 1.0:
+            raise ConfigError(f"recipe.args.alpha_start = {self.alpha_start}: it is a share, at most 1")
         self._counts = ClassCounts()
         self._balanced: list[dict[str, Any]] | None = None  # see held_out.solutions_to_json
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -66,6 +67,9 @@ def read_architecture(directory: str | Path) -> Architecture:
         raise ValueError(f"{directory}: model_type {family!r} is not supported; the dense families {', '.join(FAMILIES)} are")
     if getattr(config, "use_sliding_window", False):  # noqa: B009 - absent in Llama configs
         raise ValueError(f"{directory}: use_sliding_window = true is not supported; set it to false in config.json")
+    for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
+        if getattr(config, key, wanted) != wanted:
+            raise ValueError(f"{directory}: {key} = {getattr(config, key)!r} is not supported, only {wanted!r} is")
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
     head_dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     return Architecture(
@@ -80,7 +84,7 @@ def read_architecture(directory: str | Path) -> Architecture:
         norm_eps=config.rms_norm_eps,
         rope_theta=float(theta),
         tied=bool(config.tie_word_embeddings),
-        qkv_bias=family == "qwen2" or bool(getattr(config, "attention_bias", False)),
+        qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         config=config,
     )
@@ -97,6 +101,22 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{directory} holds no model.safetensors: give a downloaded model directory, or set model.init to random")
     with safe_open(single, "pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+class Tensors:
+    """The tensors of a directory by name, each read when it is asked for: `Tensors(path)[name]`."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._files = tensor_files(directory)
+        self._open: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise KeyError(f"no tensor {name!r} among the {len(self._files)} of {next(iter(self._files.values())).parent}")
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt").__enter__()
+        return self._open[path].get_tensor(name)
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ tensors and `to_hf` puts all ranks' shards together again. They are exact invers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,6 +50,20 @@ def hf_names(name: str, arch: Architecture) -> list[str]:
     if part == "mlp.linear_fc1.weight":
         return [prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"]
     raise KeyError(f"no Hugging Face tensor is known for the Megatron parameter {name!r}")
+
+
+def check_complete(names: Iterable[str], arch: Architecture) -> None:
+    """Raises ValueError for tensors of a model directory that no Megatron parameter takes: without them it would be another model."""
+    biases = [f"self_attn.{p}_proj.bias" for p in "qkv"] if arch.qkv_bias else []
+    norms = [*_NORMS.values()] if arch.qk_norm else ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    weights = [*(f"self_attn.{p}_proj.weight" for p in "qkvo"), *(f"mlp.{p}_proj.weight" for p in ("gate", "up", "down"))]
+    known = {f"model.layers.{i}.{part}" for i in range(arch.num_layers) for part in (*norms, *weights, *biases)}
+    known |= {*_WHOLE.values(), "lm_head.weight"}
+    left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
+    if left:
+        raise ValueError(
+            f"{len(left)} tensors have no place in a dense {arch.family} model, e.g. {', '.join(left[:5])}: is it another one?"
+        )
 
 
 def from_hf(name: str, get: Get, arch: Architecture, *, tp_rank: int, tp: int) -> Tensor:
