@@ -11,15 +11,18 @@ from typing import Any
 from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megatron_rl.weights.hf import local_directory
+
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds a model type's own kind
     of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and ids would change."""
-    if (Path(directory) / "tokenizer.json").is_file():
-        return PreTrainedTokenizerFast.from_pretrained(directory)
-    return AutoTokenizer.from_pretrained(directory)
+    local = local_directory(directory)
+    if (local / "tokenizer.json").is_file():
+        return PreTrainedTokenizerFast.from_pretrained(local)
+    return AutoTokenizer.from_pretrained(local)
 
 
 def decode_with_offsets(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:

@@ -180,6 +180,7 @@ class Reward:
     memory_mib: PositiveInt = 2048
     max_failure_share: Share = 0.05  # stop the run when more gradings of one update time out or raise
     wrong_answer: str = "-123456.789"  # the known wrong answer of the step-0 gate
+    answer_format: str = "<answer>\\boxed{{answer}}</answer>"  # the response that the gate grades; {answer} becomes the answer
 
 
 @config

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, Layout, Role, SftConfig, TrainConfig
+from megatron_rl.config import ConfigError, Layout, PromptSet, Role, SftConfig, TrainConfig
+from megatron_rl.data_settings import resolve
 
+_DATA_FILES = (".jsonl", ".json", ".parquet")
 _SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
 
 
@@ -25,6 +28,7 @@ def check(config: Any, ranks: int) -> None:
             )
         if config.run.prompts_per_step < 1:
             problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
+    problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
         if config.micro_batch_tokens < config.data.max_tokens:
@@ -38,6 +42,39 @@ def check(config: Any, ranks: int) -> None:
             problems.append(f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing")
     if problems:
         raise ConfigError("\n  ".join(problems))
+
+
+def absent_files(config: Any) -> list[str]:
+    """A line for each file or directory that the config names and that is not there yet (an earlier stage may make it)."""
+    places = {name: source.path for name, source in _prompt_sets(config)}
+    if isinstance(config, SftConfig):
+        places |= {"data.train": config.data.train, "data.validation": config.data.validation or ""}
+    if isinstance(config, TrainConfig):
+        places["debug.replay"] = config.debug.replay or ""
+    local = {name: path for name, path in places.items() if path and path.count("/") != 1 or Path(path).suffix in _DATA_FILES}
+    return [f"note: {name} = {path} is not there yet" for name, path in local.items() if not Path(path).exists()]
+
+
+def _prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:
+    if isinstance(config, TrainConfig):
+        found = [("data", config.data), ("evaluation.prompts", config.evaluation.prompts)]
+        found += [(f"roles.{name}.data", role.data) for name, role in config.roles.items()]
+    else:
+        found = [("data", getattr(config, "data", None))]
+    return [(name, source) for name, source in found if isinstance(source, PromptSet)]
+
+
+def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
+    problems = []
+    try:
+        resolve(source)
+    except ConfigError as error:
+        problems.append(f"{name}: {error}")
+    try:
+        re.compile(source.answer_pattern or "")
+    except re.error as error:
+        problems.append(f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}")
+    return problems
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:

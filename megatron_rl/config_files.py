@@ -81,7 +81,7 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
         tree = _merge(tree, source.tree, [schema], None)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
-        return pydantic.TypeAdapter(schema).validate_json(json.dumps(_with_kinds(tree, [schema])))
+        return pydantic.TypeAdapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
     except pydantic.ValidationError as error:
         lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
         raise ConfigError("\n  ".join(lines)) from error
@@ -166,6 +166,29 @@ def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]
             default = _default_kind(kinds, key)
             value = _with_kinds(value if default is None else {"kind": default, **value}, _inside(kinds, key))
         out[key] = value
+    return out
+
+
+def _with_defaults(schema: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a key's default is a dataclass made for it (SFT's own learning rate), what the config leaves open comes from that one."""
+    out = dict(tree)
+    for field in dataclasses.fields(schema):
+        given = out.get(field.name)
+        if not isinstance(given, Mapping) or field.default_factory is dataclasses.MISSING:
+            continue
+        made = field.default_factory()
+        if dataclasses.is_dataclass(made) and given.get("kind", _tag(type(made))) == _tag(type(made)):
+            whole = pydantic.TypeAdapter(type(made)).dump_python(made, mode="json")
+            out[field.name] = _over(whole, given)
+    return out
+
+
+def _over(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    out = {**whole, **given}
+    for key, value in given.items():
+        before = whole.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            out[key] = _over(before, value)
     return out
 
 

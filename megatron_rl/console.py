@@ -22,12 +22,14 @@ from megatron_rl.metrics import Row
 # One column may be fed by several names: the first that a role logs is shown.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward", "reward/total", "reward/outcome", "reward/*"),
-    "loss": ("loss", "train_loss", "validation_loss"),
+    "loss": ("loss", "train_loss"),
+    "val": ("validation_loss",),
     "kl": ("kl_ref", "kl"),
     "entropy": ("entropy",),
     "length": ("length", "tokens_per_sample"),
     "gap": ("engine_gap",),
 }
+NOTES = ("eval", "gate")  # scopes that are no turns
 SMOOTHING = 0.9  # weight of the past in the running mean
 
 
@@ -88,7 +90,7 @@ class RunConsole:
         if self._live is None:
             self._rich.print(line(row, self._total), markup=False, highlight=False)
         else:
-            if row.scope != "eval":
+            if row.scope not in NOTES:
                 self._progress.update(self._bar, completed=row.turn + 1)
             self._live.update(self._render())
 
@@ -126,18 +128,20 @@ class RunConsole:
 
     def _render(self) -> Group:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # narrow: fits in 80 characters
-        columns = ("role", "reward", "smooth", *list(COLUMNS)[1:], "s")
+        seen = {column for name, scope in self._scopes.items() if name not in NOTES for column in scope.values}
+        shown = [column for name in COLUMNS if name in seen for column in ((name, "smooth") if name == "reward" else (name,))]
+        columns = ("role", *shown, "s")
         for column in columns:
             table.add_column(column, justify="left" if column == "role" else "right", no_wrap=True)
         notes = []
         for name, scope in self._scopes.items():
             if not scope.values:
                 continue
-            if name == "eval":
-                notes.append("eval  " + "  ".join(f"{key} {value:.3f}" for key, value in scope.values.items()))
+            if name in NOTES:
+                notes += _notes(name, scope.values)
                 continue
-            cells = [_cell(scope.values.get(column)) for column in COLUMNS]
-            table.add_row(name, cells[0], _cell(scope.smoothed), *cells[1:], f"{scope.seconds:.1f}")
+            cells = [_cell(scope.smoothed if column == "smooth" else scope.values.get(column)) for column in columns[1:-1]]
+            table.add_row(name, *cells, f"{scope.seconds:.1f}")
         return Group(table, *notes, self._progress)
 
 
@@ -153,7 +157,7 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
             if found:
                 shown[column] = metrics[found[0]]
                 break
-    return shown or dict(metrics)
+    return shown or {name: value for name, value in metrics.items() if not name.rpartition("/")[2].startswith("num_")}
 
 
 def line(row: Row, total_turns: int | None) -> str:
@@ -161,8 +165,17 @@ def line(row: Row, total_turns: int | None) -> str:
     of = f"/{total_turns}" if total_turns is not None else ""
     values = "  ".join(f"{name} {_cell(value)}" for name, value in headline(row.metrics).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
-    place = f"step {row.step}" if row.scope == "eval" else f"turn {row.turn + 1}{of}"
+    place = f"step {row.step}" if row.scope in NOTES else f"{'step' if row.scope == 'sft' else 'turn'} {row.turn + 1}{of}"
     return f"{place}  {row.scope}  {values}{seconds}"
+
+
+def _notes(scope: str, values: Mapping[str, float]) -> list[str]:
+    """One line per role: `eval generator  accuracy_sampled 0.512`, without counts; it fits in a terminal."""
+    lines: dict[str, list[str]] = {}
+    for name, value in values.items():
+        role, _, figure = name.rpartition("/")
+        lines.setdefault(role, []).append(f"{figure} {_cell(value)}")
+    return [f"{scope} {role}  {'  '.join(figures)}" for role, figures in lines.items()]
 
 
 def _cell(value: float | None) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_rl.chat import fill
 from megatron_rl.config import Gate
 from megatron_rl.rollout import sample, tokenize
 from megatron_rl.turns import Grade, Players, Recipe
@@ -30,28 +31,32 @@ class GatePlan:
     settings: Gate
     prompts: Sequence[Prompt]
     wrong_answer: str = "-123456.789"
+    answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
 
 class Scorer(Protocol):
     def logprobs(self, batch: Batch) -> Tensor: ...
 
 
-def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str) -> dict[str, float]:
-    r"""Grades `\boxed{answer}` with each problem's own answer and with `wrong_answer`. -> mean scores. On the driver.
+def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str) -> dict[str, float]:
+    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it. -> mean scores. On the driver.
 
     Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is accepted.
     """
     payloads = [p.payload for p in prompts]
     scores = {}
     for name, answers in (("right", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
-        graded = grade([_response(a) for a in answers], payloads)
+        responses = [fill(answer_format, answer=a) for a in answers]
+        graded = grade(responses, payloads)
         scores[name] = fmean(g.score for g in graded)
         failures = [g.detail for g in graded if g.detail]
         if name == "right" and scores[name] < RIGHT_SHARE or name == "wrong" and scores[name] > WRONG_SHARE:
             raise GateFailure(
-                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. {answers[0]!r} for the gold "
-                f"answer {payloads[0]['answer']!r} (right ones must get at least {RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}"
-                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and reward.target"
+                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the response "
+                f"{responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least {RIGHT_SHARE}, wrong ones at "
+                f"most {WRONG_SHARE}"
+                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and reward.target, say in "
+                "reward.answer_format how a response states its answer, or switch these checks off by gate.enabled=false"
             )
     return {"gate/reward_right": scores["right"], "gate/reward_wrong": scores["wrong"]}
 
@@ -88,13 +93,9 @@ def check(world: World, players: Players, recipe: Recipe, policies: Mapping[str,
     chosen = world.broadcast(list(plan.prompts[: plan.settings.num_prompts]))
     if not chosen:
         raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
-    scores = world.from_driver(check_reward, players.grade, chosen, plan.wrong_answer)
+    scores = world.from_driver(check_reward, players.grade, chosen, plan.wrong_answer, plan.answer_format)
     texts = [recipe.generator_prompt(p.payload) for p in chosen]
     return scores | check_logprobs(world, players, policies, texts=texts, limit=plan.settings.max_logprob_gap)
-
-
-def _response(answer: str) -> str:
-    return f"<answer>\\boxed{{{answer}}}</answer>"
 
 
 def _probe(players: Players, role: str, texts: Sequence[str]) -> list[Trajectory]:

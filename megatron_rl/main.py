@@ -58,11 +58,18 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="validate a config without torch and say what its numbers mean")
     check.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c")
     check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
-    check.add_argument("--ranks", type=int, help="number of ranks it will run on (default: launch.nproc)")
+    check.add_argument("--ranks", type=_positive, help="number of ranks it will run on (default: launch.nproc)")
+    check.add_argument("--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in")
     report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
     report.add_argument("run", type=Path, help="a run directory")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, 1 or more")
+    return int(text)
 
 
 _RAW = argparse.RawDescriptionHelpFormatter
@@ -89,8 +96,10 @@ def _check(args: argparse.Namespace) -> int:
     config = config_files.load(SCHEMAS[schema], files, overrides)
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks)
-    print(config_files.dump(config), end="")
-    for line in [*config_checks.explain(config, ranks), *_check_plugins(config, ranks)]:
+    lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *config_checks.absent_files(config)]
+    if args.show:
+        print(config_files.dump(config), end="")
+    for line in lines:
         print("# " + line)
     print(f"# {schema}: the config is valid for {ranks} ranks")
     return 0
@@ -152,7 +161,15 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         from megatron_rl.commands.generate import run
     else:
         from megatron_rl.commands.evaluate import run
-    return run(config, place)
+    from megatron_rl import errors
+
+    try:
+        return run(config, place)
+    except errors.EXPECTED as error:
+        if place.local_rank == 0 and not isinstance(error, errors.DriverError):
+            where = f"rank {place.rank}: " if place.rank else ""
+            print(f"megatron-rl {args.command}: {where}{error}", file=sys.stderr)
+        return 2 if isinstance(error, configs.ConfigError) else 1
 
 
 if __name__ == "__main__":

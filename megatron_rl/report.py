@@ -91,7 +91,7 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     flat = _flatten(summary)
     names = [key.removesuffix("_start") for key in flat if key.endswith("_start") and f"{key.removesuffix('_start')}_end" in flat]
     both = {name: (flat[f"{name}_start"], flat[f"{name}_end"]) for name in names}
-    return {name: values for name, values in both.items() if all(_is_number(value) for value in values)}
+    return {name: values for name, values in both.items() if "_num_" not in name and all(_is_number(value) for value in values)}
 
 
 def confusion(rows: Sequence[Row]) -> dict[str, float]:
@@ -142,7 +142,7 @@ def _read_ends(run_dir: Path) -> dict[str, _Rollouts]:
 def _subtitle(rows: Sequence[Row]) -> str:
     updates: dict[str, int] = {}
     for row in rows:
-        if row.scope != "eval":
+        if row.scope not in ("eval", "gate"):
             updates[row.scope] = updates.get(row.scope, 0) + 1
     seconds = sum(value for row in rows for value in row.time.values())
     parts = [f"{count} {escape(scope)} updates" for scope, count in updates.items()]

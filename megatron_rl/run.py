@@ -87,6 +87,10 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    def has_begun(self) -> bool:
+        """Whether the run logged or saved anything."""
+        return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(self.checkpoints).newest() is not None
+
     def read_summary(self) -> dict[str, Any]:
         """The figures written so far; empty before the first."""
         return read_json(self.summary) if self.summary.exists() else {}
@@ -141,7 +145,8 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
         raise RunError(f"run.resume=never, but {directory.path} holds a run: give another run.name, or continue it with run.resume=auto")
     elif old_text is None and directory.metrics.exists():
         raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
-    changes = config_changes(old_text, config_text) if old_text is not None else []
+    # A run that failed before it did anything has nothing that could be mixed up.
+    changes = config_changes(old_text, config_text) if old_text is not None and directory.has_begun() else []
     if changes and run.resume != "must":
         listed = "\n  ".join(changes)
         raise RunError(

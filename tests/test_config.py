@@ -1,6 +1,7 @@
 """Reading configs: merging, strictness, messages that name place, value and cure; and the checks between settings."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import field
@@ -12,8 +13,9 @@ import pytest
 import yaml
 
 from megatron_rl import config_checks
-from megatron_rl.config import ConfigError, SftConfig, TrainConfig, config
+from megatron_rl.config import ConfigError, EvalConfig, SftConfig, TrainConfig, config
 from megatron_rl.config_files import dump, load, read_keys
+from megatron_rl.recipes.tango import Tango
 
 BASE = {
     "roles": {"a": {"model": {"path": "org/a"}}, "b": {"model": {"path": "org/b"}, "layout": {"tp": 2}}},
@@ -288,3 +290,33 @@ def test_reading_and_checking_leaves_torch_out(base):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
+    """SFT's learning rate is not that of reinforcement learning, and an evaluation is greedy, whatever else of the section is set."""
+    sft = load(SftConfig, [], ["model.path=m", "data.train=d.jsonl", "optimizer.weight_decay=0.5", "run.dir=x"])
+    assert (sft.optimizer.lr, sft.optimizer.weight_decay, sft.run.name, sft.run.save_every) == (5e-6, 0.5, "sft", 100)
+    graded = load(EvalConfig, [], ["model.path=m", "data.path=d.jsonl", "template=t.txt", "sampling.max_tokens=48"])
+    assert (graded.sampling.temperature, graded.sampling.max_tokens) == (0.0, 48)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("data.settings=gsm9k", "data.settings = 'gsm9k' is not known"),
+        ("data.answer_pattern='(['", "is not a regular expression"),
+        ("roles.generatr={model: {path: x/y}}", "roles.generatr is not one of them"),
+    ],
+)
+def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
+    files = [Path(__file__).parent.parent / "examples/tango_qwen2.5_7b.yaml"]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        config = load(TrainConfig, files, [change])
+        config_checks.check(config, 32)
+        config_checks.check_recipe(config, Tango())
+
+
+def test_files_that_are_not_there_yet_are_named():
+    files = [Path(__file__).parent.parent / "examples/tango_qwen2.5_7b.yaml"]
+    notes = config_checks.absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
+    assert notes == ["note: data = nofile.jsonl is not there yet", "note: debug.replay = no/such/dir is not there yet"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron_rl import config_checks, config_files, plugins
+from megatron_rl import config, config_checks, config_files, plugins
 from megatron_rl.config import GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.gate import GateFailure, check_reward
 from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards.pool import GradePool
+from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TRAIN = ["tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "last_letter/tango", "last_letter/grpo", "gsm8k_cpu"]
@@ -27,10 +31,10 @@ def test_every_example_is_tested():
 @pytest.mark.parametrize("name", TRAIN)
 def test_training_examples_are_valid(name, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)
-    config = load(TrainConfig, name)
-    config_checks.check(config, 32)
-    recipe = plugins.build(config.recipe)
-    assert set(recipe.roles) == set(config.roles) and recipe.num_steps() > 0
+    found = load(TrainConfig, name)
+    config_checks.check(found, 32)
+    recipe = plugins.build(found.recipe)
+    assert set(recipe.roles) == set(found.roles) and recipe.num_steps() > 0
     assert "What is 2 + 3?" in recipe.generator_prompt({"question": "What is 2 + 3?", "answer": "5"})
 
 
@@ -71,3 +75,19 @@ def test_published_sft_has_the_papers_numbers(name):
     optimizer = config.optimizer
     assert (config.samples_per_step, config.steps, config.data.max_tokens) == (64, 800, 4096)
     assert (optimizer.lr, optimizer.decay, optimizer.warmup_steps, optimizer.decay_steps) == (5e-6, "cosine", 80, 800)
+
+
+def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
+    """As written there, and one in another format, in real workers."""
+    [code] = re.findall(r"```python\n# my_rewards.py\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    other = "def plain(response, payload):\n    return response == 'Answer: ' + payload['answer']\n"
+    (tmp_path / "my_rewards.py").write_text(code + "\n\n" + other)
+    monkeypatch.chdir(tmp_path)
+    prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
+    boxed, plain = config.Reward().answer_format, "Answer: {answer}"
+    with GradePool(config.Reward(target="my_rewards:grade")) as pool:
+        assert check_reward(pool.grade, prompts, "x", boxed) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+    with GradePool(config.Reward(target="my_rewards:plain")) as pool:
+        assert check_reward(pool.grade, prompts, "x", plain)["gate/reward_right"] == 1.0
+        with pytest.raises(GateFailure, match=r"reward.answer_format .* gate.enabled=false"):
+            check_reward(pool.grade, prompts, "x", boxed)

@@ -9,12 +9,12 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megatron_rl"
 LAYERS = [
-    ["types", "config", "config_files", "config_checks"],
+    ["types", "config", "config_files", "config_checks", "data_settings"],
     ["algorithms", "rewards", "weights", "chat", "engines.base", "refit.base"],
-    ["rollout", "batching", "data", "data_settings", "sft_data", "metrics", "world", "plugins", "turns", "last_letter"],
+    ["rollout", "batching", "data", "sft_data", "metrics", "world", "plugins", "turns", "last_letter"],
     ["loop", "evaluate", "checkpoint", "run", "gate", "report", "report_figures", "console"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
-    ["main", "commands"],
+    ["main", "commands", "errors"],
 ]
 SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of layer 4: never each other
 CONFINED = {  # library -> the modules that may import it

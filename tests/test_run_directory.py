@@ -40,7 +40,7 @@ def test_auto_goes_on_under_the_same_config_and_ignores_what_changes_nothing(tmp
 
 
 def test_another_config_is_refused_with_both_values_and_the_cure(tmp_path):
-    open_run(run_at(tmp_path), CONFIG)
+    open_run(run_at(tmp_path), CONFIG).metrics.write_text("{}\n")
     changed = CONFIG.replace("seed: 0", "seed: 1").replace("optimizer: {lr: 1.0e-06}", "packed: true")
     with pytest.raises(RunError) as error:
         open_run(run_at(tmp_path), changed)
@@ -67,6 +67,12 @@ def test_must_needs_a_complete_checkpoint_and_keeps_the_old_config(tmp_path):
     open_run(run_at(tmp_path, "must"), changed)
     assert directory.config.read_text() == changed
     assert (directory.path / "config.1.yaml").read_text() == CONFIG
+
+
+def test_a_run_that_failed_before_it_began_does_not_hold_its_name(tmp_path):
+    open_run(run_at(tmp_path), CONFIG)
+    changed = CONFIG.replace("seed: 0", "seed: 1")
+    assert open_run(run_at(tmp_path), changed).config.read_text() == changed
 
 
 def test_metrics_without_a_config_are_not_written_over(tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -45,7 +46,10 @@ class Stages:
     def command(self, name: str, *arguments: str) -> None:
         """`megatron-rl *arguments` as a stage; leaves with its status when it fails."""
         with self.stage(name):
-            status = subprocess.run([sys.executable, "-m", "megatron_rl.main", *arguments]).returncode
+            child = subprocess.Popen([sys.executable, "-m", "megatron_rl.main", *arguments])
+            before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the child, which saves; this waits for it
+            status = child.wait()
+            signal.signal(signal.SIGINT, before)
             if status:
                 sys.exit(status)
 
@@ -69,6 +73,7 @@ def prepare(base: Path, name: str, stages: Stages) -> None:
             task.write_generator_pairs(files / "generator_sft.jsonl", regime, SFT_SEED + 5)
             (base / "ready").touch()
     if not (base / "generator/model/model.safetensors").exists():
+        console.print("The last 100 of 400 steps teach a misconception on purpose: the loss rises there.")
         stages.command("SFT of the generator", "sft", *_sft(base, "generator", files / "model", 400))
     if name != "b" and not (base / "verifier/model/model.safetensors").exists():
         pool = base / "pool"
@@ -116,7 +121,8 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
             if source and f"{source}_{end}" in summary:
                 summary[f"{figure}_{end}"] = summary[f"{source}_{end}"]
     summary |= {"regime": options.regime, "arm": options.arm, "seed": options.seed}
-    summary["seconds"] = {**summary.get("seconds", {}), **phases(options.out), "stages": stages.seconds}
+    seconds = summary.get("seconds", {})
+    summary["seconds"] = {**seconds, **phases(options.out), "stages": {**seconds.get("stages", {}), **stages.seconds}}
     path.write_text(json.dumps(summary, indent=1) + "\n")
     table = Table(title=f"last letter, regime {options.regime}, {options.arm}, held-out problems")
     for column in ("figure", "before", "after"):

@@ -54,6 +54,9 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         if finished:
             export_model(world, policy.weights(), config.model, driver.directory.path / "model")
             driver.summary({"steps": steps, "model": str(driver.directory.path / "model")})
+            driver.say(f"done: the model is in {driver.directory.path / 'model'}")
+        else:
+            driver.say("saved; the same command goes on from there")
     return 0 if finished else 130
 
 

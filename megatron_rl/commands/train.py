@@ -17,7 +17,7 @@ from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
 from megatron_rl.commands.launch import Place
-from megatron_rl.config import TrainConfig
+from megatron_rl.config import TrainConfig, Use
 from megatron_rl.data import PromptReader, read_problems
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
@@ -35,6 +35,7 @@ from megatron_rl.world import TorchWorld
 def run(config: TrainConfig, place: Place) -> int:
     """Every rank runs it. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
+    plugins.build(Use(target=config.reward.target, args=config.reward.args))  # the workers build their own: here for its error
     config_checks.check_recipe(config, recipe)
     with open_world(place) as world:
         return _run(config, place, world, recipe)
@@ -63,12 +64,18 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             held_out=held_out,
             hooks=_hooks(config, world, driver, _Saved(recipe, readers, policies, progress), tokenizers, interrupts),
         )
-        started = time.monotonic()
+        if progress.step >= steps and driver.directory.read_summary().get("finished"):
+            driver.say(f"{driver.directory.path} is finished: all {steps} steps are done")
+            return 0
+        started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
         finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
-        driver.summary(_summary(progress, time.monotonic() - started))
-        if finished:
+        driver.summary(_summary(progress, before + time.monotonic() - started))
+        if not finished:
+            driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
+        else:
             for name in recipe.trained:
                 export_model(world, policies[name].weights(), config.roles[name].model, driver.directory.path / "models" / name)
+            driver.summary({"finished": True})
             driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
     return 0 if finished else 130
 
@@ -162,10 +169,15 @@ def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: Promp
         evaluate_every=evaluation.every,
         evaluate_at_start=evaluation.at_start,
         save_every=config.run.save_every,
-        gate=GatePlan(settings=config.gate, prompts=probes, wrong_answer=config.reward.wrong_answer) if config.gate.enabled else None,
+        gate=_gate(config, probes) if config.gate.enabled else None,
         record=Path(debug.save_rollouts) if debug.save_rollouts else None,
         replay=Path(debug.replay) if debug.replay else None,
     )
+
+
+def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
+    reward = config.reward
+    return GatePlan(settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format)
 
 
 def _restore(driver: Driver, recipe: Recipe, readers: Mapping[str, PromptReader], policies: Mapping[str, MegatronPolicy]) -> loop.Progress:
@@ -200,8 +212,8 @@ def _hooks(
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
-    """Figures of the first and last evaluation as NAME_start and NAME_end, updates by role, wall-clock seconds of this part."""
-    figures: dict[str, Any] = {"updates": dict(progress.updates), "turns": progress.number, "seconds": {"wall": seconds}}
+    """Figures of the first and last evaluation as NAME_start and NAME_end, updates by role, wall-clock seconds."""
+    figures: dict[str, Any] = {"finished": False, "updates": dict(progress.updates), "turns": progress.number, "seconds": {"wall": seconds}}
     for suffix, evaluation in (("start", progress.first_evaluation), ("end", progress.last_evaluation)):
         for name, value in evaluation.items():
             figures[f"{name.replace('/', '_')}_{suffix}"] = value

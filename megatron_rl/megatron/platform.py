@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import sys
 import types
 import warnings
@@ -124,6 +125,9 @@ def install() -> None:
 
 def _quiet() -> None:
     """Core warns at import that Transformer Engine is absent; our own start-up line says which backend is used."""
+    if is_active():
+        with contextlib.redirect_stderr(io.StringIO()):  # it says on every rank that a toolkit was found and no GPU
+            importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching import micro_batches
-from megatron_rl.config import Role
+from megatron_rl.config import ConfigError, Role
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import offload, optim, platform, step
 from megatron_rl.megatron.attention import RotaryTable
@@ -154,7 +154,7 @@ class MegatronPolicy:
             ("num_hidden_layers", self.arch.num_layers, layout.pp * (layout.vpp or 1)),
         ):
             if number % by:
-                raise ValueError(f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp or vpp")
+                raise ConfigError(f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp or vpp")
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""

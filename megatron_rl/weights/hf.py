@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from megatron_rl.config import ConfigError
+
 FAMILIES = ("qwen2", "qwen3", "llama")
 
 
@@ -60,16 +62,16 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """Reads config.json. Raises ValueError for a family that is not supported, with the ones that are."""
+    """Reads config.json. Raises ConfigError for a family that is not supported, with the ones that are."""
     config = AutoConfig.from_pretrained(local_directory(directory))
     family = config.model_type
     if family not in FAMILIES:
-        raise ValueError(f"{directory}: model_type {family!r} is not supported; the dense families {', '.join(FAMILIES)} are")
+        raise ConfigError(f"{directory}: model_type {family!r} is not supported; the dense families {', '.join(FAMILIES)} are")
     if getattr(config, "use_sliding_window", False):  # noqa: B009 - absent in Llama configs
-        raise ValueError(f"{directory}: use_sliding_window = true is not supported; set it to false in config.json")
+        raise ConfigError(f"{directory}: use_sliding_window = true is not supported; set it to false in config.json")
     for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
         if getattr(config, key, wanted) != wanted:
-            raise ValueError(f"{directory}: {key} = {getattr(config, key)!r} is not supported, only {wanted!r} is")
+            raise ConfigError(f"{directory}: {key} = {getattr(config, key)!r} is not supported, only {wanted!r} is")
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
     head_dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     return Architecture(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.config import ConfigError
 from megatron_rl.weights.hf import Architecture
 
 Get = Callable[[str], Tensor]
@@ -53,7 +54,7 @@ def hf_names(name: str, arch: Architecture) -> list[str]:
 
 
 def check_complete(names: Iterable[str], arch: Architecture) -> None:
-    """Raises ValueError for tensors of a model directory that no Megatron parameter takes: without them it would be another model."""
+    """Raises ConfigError for tensors of a model directory that no Megatron parameter takes: without them it would be another model."""
     biases = [f"self_attn.{p}_proj.bias" for p in "qkv"] if arch.qkv_bias else []
     norms = [*_NORMS.values()] if arch.qk_norm else ["input_layernorm.weight", "post_attention_layernorm.weight"]
     weights = [*(f"self_attn.{p}_proj.weight" for p in "qkvo"), *(f"mlp.{p}_proj.weight" for p in ("gate", "up", "down"))]
@@ -61,7 +62,7 @@ def check_complete(names: Iterable[str], arch: Architecture) -> None:
     known |= {*_WHOLE.values(), "lm_head.weight"}
     left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if left:
-        raise ValueError(
+        raise ConfigError(
             f"{len(left)} tensors have no place in a dense {arch.family} model, e.g. {', '.join(left[:5])}: is it another one?"
         )
 

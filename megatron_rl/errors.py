@@ -1,0 +1,17 @@
+"""What a user can mend: errors whose message is all there is to say. Anything else keeps its traceback."""
+
+from __future__ import annotations
+
+from megatron_rl.checkpoint import CheckpointError
+from megatron_rl.config import ConfigError
+from megatron_rl.data import DataError
+from megatron_rl.gate import GateFailure
+from megatron_rl.loop import NothingTrained
+from megatron_rl.rewards.pool import RewardFailure
+from megatron_rl.run import RunError
+from megatron_rl.world import DriverError  # on the other ranks, of an error on rank 0
+
+EXPECTED = (
+    *(CheckpointError, ConfigError, DataError, DriverError, FileNotFoundError, FloatingPointError, GateFailure, NothingTrained),
+    *(RewardFailure, RunError),
+)
