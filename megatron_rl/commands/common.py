@@ -65,6 +65,7 @@ class Driver:
     checkpoints: Checkpoints
     resumed: Path | None  # the checkpoint to go on from
     resumed_number: int  # turns done in it
+    finished: bool  # all turns were done before, and the end was written
     watch: Stopwatch
     tracker: Tracker | None = None
     console: RunConsole | None = None
@@ -113,7 +114,8 @@ def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> I
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
     newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
     done = newest.number if newest else 0
-    driver = Driver(directory, checkpoints, newest.path if newest else None, done, Stopwatch())
+    finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, Stopwatch())
     if world.rank != 0:
         yield driver
         return
@@ -121,6 +123,10 @@ def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> I
         sinks = [console, *configured_sinks(config.sinks, config.run.name, directory.logs, first_turn=done)]
         with Tracker(directory.metrics, sinks) as tracker:
             driver.tracker, driver.console = tracker, console
+            if finished:
+                console.message(f"{directory.path} is finished: all {done} turns are done")
+                yield driver
+                return
             tracker.truncate(done)
             directory.drop_rollouts(done)
             if newest is not None:

@@ -46,6 +46,8 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
     )
     policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
     with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:
+        if driver.finished:
+            return 0
         driver.say(
             f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens"
         )
@@ -53,7 +55,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         finished = _train(config, world, driver, policy, (samples, validation, steps, done), interrupts)
         if finished:
             export_model(world, policy.weights(), config.model, driver.directory.path / "model")
-            driver.summary({"steps": steps, "model": str(driver.directory.path / "model")})
+            driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
             driver.say(f"done: the model is in {driver.directory.path / 'model'}")
         else:
             driver.say("saved; the same command goes on from there")

@@ -47,6 +47,8 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
         driver = stack.enter_context(open_driver(config, world, total_turns=turns))
+        if driver.finished:
+            return 0
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
@@ -64,9 +66,6 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             held_out=held_out,
             hooks=_hooks(config, world, driver, _Saved(recipe, readers, policies, progress), tokenizers, interrupts),
         )
-        if progress.step >= steps and driver.directory.read_summary().get("finished"):
-            driver.say(f"{driver.directory.path} is finished: all {steps} steps are done")
-            return 0
         started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
         finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
