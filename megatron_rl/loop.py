@@ -15,7 +15,7 @@ from megatron_rl import gate
 from megatron_rl.checkpoint import write_text
 from megatron_rl.rollout import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.turns import Played, Players, Recipe, Turn
-from megatron_rl.types import Batch, Prompt, Trajectory, pack
+from megatron_rl.types import Batch, BatchLoss, Prompt, Trajectory, pack
 from megatron_rl.world import World
 
 SUMMED = ("trained_tokens", "packed_tokens", "micro_batches")  # over an update's optimizer steps; other figures are averaged
@@ -24,12 +24,6 @@ ROUNDING = 1e-6  # the mean of equal rewards may miss them by 1e-16, which a gro
 
 class NothingTrained(RuntimeError):
     """A run that executed no update: it must not look like a success."""
-
-
-class BatchLoss(Protocol):
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    def denominator(self, batch: Batch) -> float: ...
 
 
 class Policy(Protocol):

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
+import json
 import os
+import re
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,10 +80,29 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def _settings(schema: Any) -> str:
-    """One line per top-level setting, for --help."""
-    lines = ["settings (see megatron_rl/config.py for all of them):"]
-    lines += [f"  {f.name:18} {f.type}" for f in dataclasses.fields(schema)]
-    return "\n".join(lines)
+    """Every setting with its default and its comment in config.py, for --help."""
+    return "\n".join(["settings, their defaults and what they mean:", *_lines(schema, "")])
+
+
+def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
+    """`made`: the instance that stands when the section is not given; None where each field has its own default."""
+    source, hints, out = inspect.getsource(schema), typing.get_type_hints(schema), []
+    for field in dataclasses.fields(schema):
+        comment = re.search(rf"^    {field.name}:.*?  # (.*)$", source, re.MULTILINE)
+        inside = [kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)]
+        place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"
+        default = getattr(made, field.name) if made is not None else _default(field)
+        if inside:
+            out += [f"  {place}: {comment[1]}"] if comment else []
+            out += _lines(inside[0], f"{place}.", default if dataclasses.is_dataclass(default) else None)
+        else:
+            value = "" if default is dataclasses.MISSING else f" = {json.dumps(default)}"
+            out.append(f"  {place}{value}{'  # ' + comment[1] if comment else ''}")
+    return out
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -148,3 +148,15 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
         advantages=torch.tensor(advantages, dtype=torch.float32),
         cu_seqlens=torch.tensor(lengths).cumsum(0),
     )
+
+
+class BatchLoss(Protocol):
+    """A loss over packed positions: sums, never means."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """[N] log-probs and entropies of the labels -> (the sum to differentiate, other sums by name)."""
+        ...
+
+    def denominator(self, batch: Batch) -> float:
+        """What the summed loss of the whole batch is divided by."""
+        ...

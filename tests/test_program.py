@@ -17,7 +17,16 @@ from megatron_rl.commands.launch import Place, place_from
 def test_help_names_every_command_and_setting():
     text = program("--help").stdout
     assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "a.b=c"))
-    assert "prompts_per_step" not in text and "roles" in program("train", "--help").stdout
+    assert "prompts_per_step" not in text
+    train, sft = program("train", "--help").stdout, program("sft", "--help").stdout
+    for line in (
+        "roles.NAME.layout.tp = 1  # tensor parallel ranks",
+        "debug.replay = null  #",
+        "run.prompts_per_step = 256",
+        "roles.NAME.data: ",
+    ):
+        assert line in train, line
+    assert "optimizer.lr = 5e-06" in sft and 'run.name = "sft"' in sft  # SFT's own
 
 
 def test_check_says_what_is_wrong_without_torch():

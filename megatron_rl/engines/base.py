@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megatron_rl.types import Stop
 
+Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Row, Sampling
 from megatron_rl.engines.embedded_model import Decoder, gather_weights
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
-Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
 COMPACT_BELOW = 0.95  # share of living rows under which the cache is packed together
 GROWTH = 64  # cache columns added at once
 PREFILL_TOKENS = 2048  # prompt tokens, padding included, that go through the model at once

@@ -6,21 +6,12 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.engines.base import Completion, Sampling
-from megatron_rl.types import Batch, Stop
-
-Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
-
-
-class BatchLoss(Protocol):
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    def denominator(self, batch: Batch) -> float: ...
+from megatron_rl.engines.base import Completion, Row, Sampling
+from megatron_rl.types import Batch, BatchLoss, Stop
 
 
 class TablePolicy:

@@ -7,10 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Row, Sampling
 from megatron_rl.world import World
-
-Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
 
 
 class RowEngine(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,13 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import offload, optim, platform, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.types import Batch
+from megatron_rl.types import Batch, BatchLoss
 from megatron_rl.weights import hf, mapping
 
 platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-
-
-class BatchLoss(Protocol):
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-    def denominator(self, batch: Batch) -> float: ...
 
 
 class MegatronPolicy:
