@@ -42,7 +42,7 @@ setup(
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
         "te": ["transformer-engine[pytorch]"],
-        "dev": ["pytest>=8", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"],
+        "dev": ["pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"],
     },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},
 )

@@ -15,7 +15,7 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optim, parallel, step
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Batch, Stop, Trajectory, pack
-from megatron_rl.weights import mapping
+from megatron_rl.weights import copies, rectangles
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -109,7 +109,9 @@ def run_case(path: str, case: dict) -> dict[str, float]:
         whole_gradients(policy)
     worst = 0.0
     for name, p in models.named_parameters(policy.chunks):
-        want = mapping.from_hf(name, grads.__getitem__, arch, tp_rank=groups.tp_rank, tp=layout.tp)
+        _, rects = rectangles.megatron(arch, name, rectangles.Shard(layout.tp, groups.tp_rank))
+        want = torch.zeros_like(p)
+        copies.fill(want, rects, lambda rect: copies.from_tensor(grads[rect.tensor], rect))
         error = (p.main_grad.view_as(p) - want).abs().max().item()
         worst = max(worst, error)
         if error > 1e-5:

@@ -17,7 +17,7 @@ from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_logprobs
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.weights.hf import Architecture
-from megatron_rl.weights.mapping import padded_vocab
+from megatron_rl.weights.rectangles import padded_vocab
 
 platform.install()
 

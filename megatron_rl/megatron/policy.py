@@ -19,7 +19,7 @@ from megatron_rl.megatron import offload, optim, platform, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.types import Batch, BatchLoss
-from megatron_rl.weights import hf, mapping
+from megatron_rl.weights import copies, hf, rectangles
 
 platform.install()
 
@@ -154,15 +154,18 @@ class MegatronPolicy:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
-            tensors = AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict()
+            made = AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict()
+
+            def read(rect: rectangles.Rect) -> Tensor:
+                return copies.from_tensor(made[rect.tensor], rect)
         else:
-            mapping.check_complete(hf.tensor_files(self.role.model.path), self.arch)
-            tensors = hf.Tensors(self.role.model.path)
-        layout = self.role.layout
-        with torch.no_grad():
-            for name, parameter in models.named_parameters(cores):
-                shard = mapping.from_hf(name, tensors.__getitem__, self.arch, tp_rank=self.groups.tp_rank, tp=layout.tp)
-                parameter.copy_(shard.to(parameter.dtype))
+            rectangles.check_complete(hf.tensor_files(self.role.model.path), self.arch)
+            read = hf.Tensors(self.role.model.path).read
+        for name, parameter in models.named_parameters(cores):
+            copies.fill(parameter, self._rectangles(name, self.groups.tp_rank), read)
+
+    def _rectangles(self, name: str, tp_rank: int) -> list[rectangles.Rect]:
+        return rectangles.megatron(self.arch, name, rectangles.Shard(self.role.layout.tp, tp_rank))[1]
 
     def _micro_batches(self, batch: Batch) -> list[step.MicroBatch]:
         lengths = batch.lengths.tolist()
@@ -228,10 +231,10 @@ class MegatronPolicy:
         full: list[tuple[str, Tensor]] = []
         if local is not None:
             shards = [local]
-            if self.groups.tp.size() > 1 and mapping.is_sharded(name):
+            if self.groups.tp.size() > 1 and rectangles.is_sharded(name):
                 shards = [torch.empty_like(local) for _ in range(self.groups.tp.size())]
                 dist.all_gather(shards, local.contiguous(), group=self.groups.tp)
-            full = [(n, t.contiguous()) for n, t in mapping.to_hf(name, shards, self.arch)]
+            full = [*copies.assemble((part, self._rectangles(name, rank)) for rank, part in enumerate(shards)).items()]
         if self.groups.pp.size() == 1:
             return [(n, t.cpu()) for n, t in full]
         source = dist.get_global_rank(self.groups.pp, stage)

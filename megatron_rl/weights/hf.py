@@ -17,27 +17,18 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_rl.config import ConfigError
+from megatron_rl.weights.rectangles import Rect
+from megatron_rl.weights.sizes import Sizes
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+DENSE = ("qwen2", "qwen3", "llama")  # the families that the actor and the embedded engine run
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A dense decoder of the Qwen2 / Qwen3 / Llama family, in Hugging Face's terms."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Sizes):
+    """A model directory's sizes, and what its arithmetic needs besides."""
 
-    family: str
-    num_layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
     norm_eps: float
     rope_theta: float
-    tied: bool  # output weights are the embedding
-    qkv_bias: bool
-    qk_norm: bool
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,34 +53,13 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """Reads config.json. Raises ConfigError for a family that is not supported, with the ones that are."""
+    """Reads config.json. Raises ConfigError for a model that the actor cannot run, with the value it stumbles over."""
     config = AutoConfig.from_pretrained(local_directory(directory))
-    family = config.model_type
-    if family not in FAMILIES:
-        raise ConfigError(f"{directory}: model_type {family!r} is not supported; the dense families {', '.join(FAMILIES)} are")
-    if getattr(config, "use_sliding_window", False):  # noqa: B009 - absent in Llama configs
-        raise ConfigError(f"{directory}: use_sliding_window = true is not supported; set it to false in config.json")
-    for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if getattr(config, key, wanted) != wanted:
-            raise ConfigError(f"{directory}: {key} = {getattr(config, key)!r} is not supported, only {wanted!r} is")
+    if config.model_type not in DENSE:
+        raise ConfigError(f"{directory}: model_type {config.model_type!r} is not supported; the dense families {', '.join(DENSE)} are")
+    sizes = Sizes.read(config.to_dict(), str(directory))
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
-    head_dim = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
-    return Architecture(
-        family=family,
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        norm_eps=config.rms_norm_eps,
-        rope_theta=float(theta),
-        tied=bool(config.tie_word_embeddings),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        config=config,
-    )
+    return Architecture(**vars(sizes), norm_eps=config.rms_norm_eps, rope_theta=float(theta), config=config)
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
@@ -106,19 +76,25 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 class Tensors:
-    """The tensors of a directory by name, each read when it is asked for: `Tensors(path)[name]`."""
+    """The tensors of a directory, of which only what is asked for is read."""
 
     def __init__(self, directory: str | Path) -> None:
         self._files = tensor_files(directory)
         self._open: dict[Path, Any] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise KeyError(f"no tensor {name!r} among the {len(self._files)} of {next(iter(self._files.values())).parent}")
-        path = self._files[name]
+    def read(self, rect: Rect) -> Tensor:
+        """One rectangle of one tensor, [rows, columns], or [rows] of a 1-D tensor. Raises ConfigError when it is not there."""
+        if rect.tensor not in self._files:
+            raise ConfigError(f"{next(iter(self._files.values())).parent} holds no tensor {rect.tensor!r}: the directory is not complete")
+        path = self._files[rect.tensor]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt").__enter__()
-        return self._open[path].get_tensor(name)
+        part = self._open[path].get_slice(rect.tensor)
+        shape = part.get_shape()
+        if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
+            raise ConfigError(f"{path}: {rect.tensor} is {shape}, too small for what config.json says")
+        rows = slice(rect.row, rect.row + rect.rows)
+        return part[rows] if len(shape) == 1 else part[rows, rect.column : rect.column + rect.columns]
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:

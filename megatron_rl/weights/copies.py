@@ -1,0 +1,57 @@
+"""Copies along rectangles: Hugging Face tensors into a rank's parameters, and parameters into Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.weights.rectangles import Rect, padding
+
+Read = Callable[[Rect], Tensor]  # the rectangle of its Hugging Face tensor, [rows, columns] or, of a 1-D tensor, [rows]
+
+
+def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
+    """The view of a whole Hugging Face tensor that `rect` names."""
+    return _view(tensor, rect.row, rect.column, rect)
+
+
+def local(parameter: Tensor, rect: Rect) -> Tensor:
+    """The view of a rank's parameter (1-D or 2-D) where `rect` lies."""
+    return _view(parameter, rect.at_row, rect.at_column, rect)
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
+    """Copies every rectangle into its place, cast to the parameter's dtype; padding becomes zero.
+
+    Raises ValueError when the rectangles do not fit into the parameter.
+    """
+    shape = (parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1)
+    if any(r.at_row + r.rows > shape[0] or r.at_column + r.columns > shape[1] for r in rects):
+        raise ValueError(f"rectangles reach beyond a parameter of {shape}: {list(rects)}")
+    if padding(shape, rects):
+        parameter.zero_()
+    for rect in rects:
+        local(parameter, rect).copy_(read(rect))
+
+
+def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
+    """The ranks' parts of one parameter -> the whole Hugging Face tensors that it is made of, by name, on the parts' device."""
+    parts = [(part, rect) for part, rects in shards for rect in rects]
+    sizes: dict[str, tuple[int, int]] = {}
+    for _, rect in parts:
+        rows, columns = sizes.get(rect.tensor, (0, 0))
+        sizes[rect.tensor] = max(rows, rect.row + rect.rows), max(columns, rect.column + rect.columns)
+    out: dict[str, Tensor] = {}
+    for part, rect in parts:
+        if rect.tensor not in out:
+            out[rect.tensor] = part.new_empty(sizes[rect.tensor] if part.dim() > 1 else sizes[rect.tensor][:1])
+        from_tensor(out[rect.tensor], rect).copy_(local(part, rect))
+    return out
+
+
+def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
+    rows = tensor[row : row + rect.rows]
+    return rows if tensor.dim() == 1 else rows[:, column : column + rect.columns]

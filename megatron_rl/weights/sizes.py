@@ -1,0 +1,102 @@
+"""The numbers of a model that decide the shapes of its tensors, read from a Hugging Face config.json; and the table of families."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from megatron_rl.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What distinguishes one model_type from the others, in the names of its tensors. See docs/adding_a_model.md."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: str | None = None  # module of router and experts within a layer; None for a dense model
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    expert_count: str = "num_experts"  # key of config.json
+    expert_ffn: str = "moe_intermediate_size"  # key of config.json
+    shared: str | None = None  # module of an expert that sees every token
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, experts="mlp"),
+    "qwen2_moe": Family(qkv_bias=True, experts="mlp", shared="mlp.shared_expert"),
+    "mixtral": Family(
+        experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_count="num_local_experts", expert_ffn="intermediate_size"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A decoder of one of the FAMILIES, in Hugging Face's terms."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # of a dense layer
+    vocab: int
+    tied: bool  # output weights are the embedding
+    experts: int = 0  # per layer; 0: dense
+    expert_ffn: int = 0
+    shared_ffn: int = 0  # of the shared expert; 0: none
+
+    @property
+    def qkv_bias(self) -> bool:
+        return FAMILIES[self.family].qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        return FAMILIES[self.family].qk_norm
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str = "config.json") -> Self:
+        """From the contents of a config.json. Raises ConfigError for what is not supported or missing, naming the key."""
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            raise ConfigError(f"{where}: model_type {kind!r} is not supported; {', '.join(FAMILIES)} are")
+        family = FAMILIES[kind]
+        _refuse(config, where, family)
+        try:
+            moe: dict[str, int] = {}
+            if family.experts is not None:
+                moe = {"experts": int(config[family.expert_count]), "expert_ffn": int(config[family.expert_ffn])}
+                moe |= {"shared_ffn": int(config["shared_expert_intermediate_size"])} if family.shared else {}
+            heads = int(config["num_attention_heads"])
+            return cls(
+                family=kind,
+                num_layers=int(config["num_hidden_layers"]),
+                hidden=int(config["hidden_size"]),
+                heads=heads,
+                kv_heads=int(config.get("num_key_value_heads") or heads),
+                head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+                ffn=int(config["intermediate_size"]),
+                vocab=int(config["vocab_size"]),
+                tied=bool(config.get("tie_word_embeddings", False)),
+                **moe,
+            )
+        except KeyError as error:
+            raise ConfigError(f"{where}: {error} is missing, which a {kind} model must have") from None
+
+
+def _refuse(config: Mapping[str, Any], where: str, family: Family) -> None:
+    """What would silently be another model."""
+    wanted: dict[str, Any] = {"mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+    if not family.qkv_bias:
+        wanted["attention_bias"] = False
+    if family.experts is not None:
+        wanted |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    for key, value in wanted.items():
+        if config.get(key, value) not in (value, None):
+            raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
