@@ -1,0 +1,112 @@
+"""Who holds which rectangles: the ranks of a trainer and of an engine, from their layouts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl.config import ConfigError
+from megatron_rl.weights.rectangles import Rect, Shard, engine, megatron, megatron_names
+from megatron_rl.weights.sizes import Sizes
+
+
+class Holding(NamedTuple):
+    """Parameters that all of `ranks` hold alike, with their rectangles."""
+
+    ranks: tuple[int, ...]
+    parameters: list[tuple[str, Rect]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLayout:
+    """Megatron's order of ranks: tensor fastest, then data, then pipeline. Experts share the ranks of a stage out again:
+    expert-tensor fastest, then expert-parallel, then copies."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as they come, the first stages taking what is left
+    vocab_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp * self.dp % (self.ep * self.etp):
+            raise ConfigError(f"ep {self.ep} x etp {self.etp} does not divide the {self.tp * self.dp} ranks of a stage (tp x dp)")
+        if self.stages and len(self.stages) != self.pp:
+            raise ConfigError(f"stages {self.stages} for pp = {self.pp}: give the layers of each stage")
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def layers(self, sizes: Sizes) -> list[range]:
+        """Global layer numbers by stage. Raises ConfigError when `stages` do not add up to the model's layers."""
+        even, left = divmod(sizes.num_layers, self.pp)
+        counts = self.stages or tuple(even + (stage < left) for stage in range(self.pp))
+        if sum(counts) != sizes.num_layers:
+            raise ConfigError(f"stages {counts} hold {sum(counts)} layers, the model has {sizes.num_layers}")
+        ends = [sum(counts[: i + 1]) for i in range(self.pp)]
+        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLayout:
+    """`replicas` engines of `tp` ranks each, numbered engine by engine."""
+
+    tp: int = 1
+    replicas: int = 1
+    expert_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.replicas
+
+
+def check(sizes: Sizes, *, tp: int, what: str) -> None:
+    """Raises ConfigError when heads, feed-forward or key/value heads cannot be shared by `tp` ranks."""
+    sizes_of = {"num_attention_heads": sizes.heads, "intermediate_size": sizes.ffn, "moe_intermediate_size": sizes.expert_ffn}
+    for name, number in sizes_of.items():
+        if number % tp and not (name == "moe_intermediate_size" and what == "trainer"):
+            raise ConfigError(f"{what}: {name} = {number} is not divisible by tp = {tp}")
+    if sizes.kv_heads % tp and tp % sizes.kv_heads:
+        raise ConfigError(f"{what}: num_key_value_heads = {sizes.kv_heads} and tp = {tp}: one must divide the other")
+
+
+def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
+    """What every rank of a trainer holds. Dense parameters and experts apart: their copies lie on different ranks."""
+    check(sizes, tp=layout.tp, what="trainer")
+    if sizes.experts % layout.ep or sizes.expert_ffn % layout.etp:
+        raise ConfigError(f"trainer: {sizes.experts} experts of {sizes.expert_ffn} do not divide by ep {layout.ep}, etp {layout.etp}")
+    stage_ranks = layout.tp * layout.dp
+    for stage, layers in enumerate(layout.layers(sizes)):
+        ends = {"first": stage == 0, "last": stage == layout.pp - 1, "fused": True}
+        dense = megatron_names(sizes, layers, (), **ends)
+        base = stage * stage_ranks
+        for rank in range(layout.tp):
+            shard = Shard(layout.tp, rank)
+            copies = tuple(base + rank + layout.tp * replica for replica in range(layout.dp))
+            yield Holding(copies, _rects(sizes, dense, shard, layout.vocab_multiple))
+        own = sizes.experts // layout.ep
+        for group in range(layout.ep * layout.etp if own else 0):
+            ep_rank, etp_rank = divmod(group, layout.etp)
+            here = range(ep_rank * own, (ep_rank + 1) * own)
+            names = [n for n in megatron_names(sizes, layers, here, **ends) if ".experts." in n]
+            copies = tuple(range(base + group, base + stage_ranks, layout.ep * layout.etp))
+            yield Holding(copies, _rects(sizes, names, Shard(expert_tp=layout.etp, expert_rank=etp_rank), 1))
+
+
+def engines(sizes: Sizes, layout: EngineLayout) -> Iterator[Holding]:
+    """What every rank of the engines holds."""
+    check(sizes, tp=layout.tp, what="engine")
+    if layout.expert_parallel and sizes.experts % layout.tp:
+        raise ConfigError(f"engine: {sizes.experts} experts do not divide by {layout.tp} ranks")
+    for rank in range(layout.tp):
+        own = engine(sizes, layout.tp, rank, expert_parallel=layout.expert_parallel)
+        parameters = [(name, rect) for name, (_, rects) in own.items() for rect in rects]
+        yield Holding(tuple(range(rank, layout.world, layout.tp)), parameters)
+
+
+def _rects(sizes: Sizes, names: Sequence[str], shard: Shard, vocab_multiple: int) -> list[tuple[str, Rect]]:
+    return [(name, rect) for name in names for rect in megatron(sizes, name, shard, vocab_multiple=vocab_multiple)[1]]

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""What a refit moves, before anything is queued: bytes per link, the bound, and the time, for a trainer and an engine layout.
+
+    python tools/plan_refit.py --model qwen2.5-7b --trainer tp4,pp2,dp4 --engine tp2x8
+    python tools/plan_refit.py --model path/to/config.json --trainer tp4,pp2,dp8,ep16 --engine tp8+ep --together
+
+Trainer: tp, pp, dp, ep, etp, each with its number. Engine: tpN, xM replicas, +ep for whole experts per rank. Times are bytes over link
+speeds (A100: NVLink 300 GB/s a GPU and direction; the network as given), nothing else: a floor, not a forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import ConfigError
+from megatron_rl.weights import layouts, reshard
+from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.models import KNOWN
+from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.sizes import Sizes
+
+NVLINK = 300e9  # bytes a second, per GPU and direction
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help=f"a config.json, a model directory, or one of {', '.join(KNOWN)}")
+    parser.add_argument("--trainer", required=True, help="e.g. tp4,pp2,dp4 or tp4,pp2,dp8,ep16")
+    parser.add_argument("--engine", required=True, help="e.g. tp2x8 or tp8+ep")
+    parser.add_argument(
+        "--together", action="store_true", help="engine rank r runs on the GPU of trainer rank r (default: nodes of its own)"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--network", type=float, default=8 * 200, help="gigabits a second of a node, all adapters together")
+    parser.add_argument("--bytes", type=int, default=2, help="per element (2: bfloat16)")
+    parser.add_argument("--bucket", type=int, default=128, help="MiB of one message")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    args = parser.parse_args()
+    try:
+        figures = report(args)
+    except ConfigError as error:
+        print(f"plan_refit: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    sizes, trainer, engine = read_model(args.model), read_trainer(args.trainer), read_engine(args.engine)
+    per_node = args.gpus_per_node
+    first = 0 if args.together else -(-trainer.world // per_node) * per_node
+    sending, receiving = places(trainer.world, 0, per_node), places(engine.world, first, per_node)
+    start = time.perf_counter()
+    plan = reshard.plan(
+        layouts.trainer(sizes, trainer), layouts.engines(sizes, engine), trainer=sending, engine=receiving,
+        bucket_elements=args.bucket * 2**20 // args.bytes,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    links: Counter[str] = Counter({"same device": args.bytes * sum(plan.held.values())})
+    out, into, node_out, node_in = Counter(), Counter(), Counter(), Counter()
+    for bucket in plan.buckets:
+        size, nodes = bucket.elements * args.bytes, (sending.nodes[bucket.source], receiving.nodes[bucket.destination])
+        out[bucket.source] += size
+        into[bucket.destination] += size
+        if nodes[0] == nodes[1]:
+            links["within a node"] += size
+        else:
+            links["between nodes"] += size
+            node_out[nodes[0]] += size
+            node_in[nodes[1]] += size
+    model = args.bytes * sum(rows * columns for rows, columns in hf_shapes(sizes).values())
+    network = args.network / 8 * 1e9
+    direct = max(most(node_out, node_in) / network, most(out, into) / NVLINK)
+    gathered = max(model * per_node / network, model / NVLINK)
+    figures = {
+        "model_gb": model / 1e9,
+        "needed_gb_per_engine_rank": args.bytes * max(plan.needed.values()) / 1e9,
+        **{f"{link.replace(' ', '_')}_gb": size / 1e9 for link, size in links.items()},
+        "sent_gb": args.bytes * plan.sent / 1e9,
+        "bound_gb": args.bytes * plan.lower_bound / 1e9,
+        "most_sent_by_a_rank_gb": max(out.values(), default=0) / 1e9,
+        "most_received_by_a_rank_gb": max(into.values(), default=0) / 1e9,
+        "messages": len(plan.buckets),
+        "rounds": 1 + max((b.turn for b in plan.buckets), default=-1),
+        "floor_s": direct,
+        "gather_everything_gb": model * engine.world / 1e9,
+        "gather_everything_floor_s": gathered,
+        "plan_s": seconds,
+    }
+    table = Table(title=f"{args.model}: {args.trainer} ({trainer.world} GPUs) -> {args.engine} ({engine.world} GPUs)")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    Console().print(table)
+    return figures
+
+
+def most(*counts: Counter[int]) -> int:
+    return max((size for count in counts for size in count.values()), default=0)
+
+
+def places(world: int, first: int, per_node: int) -> Places:
+    devices = list(range(first, first + world))
+    return Places([d // per_node for d in devices], devices)
+
+
+def read_model(name: str) -> Sizes:
+    if name in KNOWN:
+        return KNOWN[name]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ConfigError(f"--model {name}: no such file; give a config.json or one of {', '.join(KNOWN)}")
+    return Sizes.read(json.loads(path.read_text(encoding="utf-8")), str(path))
+
+
+def read_trainer(text: str) -> TrainerLayout:
+    known = ("tp", "pp", "dp", "ep", "etp")
+    parts = {m[1]: int(m[2]) for m in (re.fullmatch(r"([a-z]+)([1-9]\d*)", part.strip()) for part in text.split(",")) if m}
+    if len(parts) != len(text.split(",")) or any(name not in known for name in parts):
+        raise ConfigError(f"--trainer {text}: parts like tp4, of {', '.join(known)}, with commas between")
+    return TrainerLayout(**parts)
+
+
+def read_engine(text: str) -> EngineLayout:
+    match = re.fullmatch(r"tp([1-9]\d*)(?:x([1-9]\d*))?(\+ep)?", text)
+    if match is None:
+        raise ConfigError(f"--engine {text}: it has the form tp2, tp2x8 or tp8+ep")
+    return EngineLayout(tp=int(match[1]), replicas=int(match[2] or 1), expert_parallel=bool(match[3]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
