@@ -104,7 +104,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     table.add_column("value", justify="right")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
-    Console().print(table)
+    Console(width=max(100, Console().width)).print(table)
     return figures
 
 
