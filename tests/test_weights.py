@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, hf, rectangles
@@ -194,10 +195,29 @@ def test_weights_of_unknown_names_raise():
     [
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
-        ({"model_type": "mixtral"}, "'num_local_experts' is missing"),
+        ({"model_type": "mixtral"}, "'num_experts' is missing"),
         ({}, "model_type None is not supported"),
     ],
 )
 def test_weights_of_a_config_that_is_not_understood_are_refused(config, says):
     with pytest.raises(ConfigError, match=says):
         Sizes.read(config)
+
+
+TINY = {
+    **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60},
+    **{"intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    **{"num_experts": 4, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
+    """The table against model directories that it did not make: every family, from the config.json in them."""
+    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    sizes = Sizes.read(json.loads((tmp_path / "config.json").read_text()))
+    written = load_file(tmp_path / "model.safetensors")
+    found = {name: (t.shape[0], t.shape[1] if t.dim() > 1 else 1) for name, t in written.items()}
+    assert found == rectangles.hf_shapes(sizes)

@@ -17,7 +17,6 @@ class Family:
     qk_norm: bool = False
     experts: str | None = None  # module of router and experts within a layer; None for a dense model
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    expert_count: str = "num_experts"  # key of config.json
     expert_ffn: str = "moe_intermediate_size"  # key of config.json
     shared: str | None = None  # module of an expert that sees every token
 
@@ -29,9 +28,7 @@ FAMILIES = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts="mlp"),
     "qwen2_moe": Family(qkv_bias=True, experts="mlp", shared="mlp.shared_expert"),
-    "mixtral": Family(
-        experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_count="num_local_experts", expert_ffn="intermediate_size"
-    ),
+    "mixtral": Family(experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_ffn="intermediate_size"),
 }
 
 
@@ -71,7 +68,8 @@ class Sizes:
         try:
             moe: dict[str, int] = {}
             if family.experts is not None:
-                moe = {"experts": int(config[family.expert_count]), "expert_ffn": int(config[family.expert_ffn])}
+                count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes either
+                moe = {"experts": int(config[count]), "expert_ffn": int(config[family.expert_ffn])}
                 moe |= {"shared_ffn": int(config["shared_expert_intermediate_size"])} if family.shared else {}
             heads = int(config["num_attention_heads"])
             return cls(
