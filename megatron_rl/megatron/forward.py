@@ -11,6 +11,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # logits held at once, per rank: 8 MiB of a CPU, 512 MiB of a GPU
 
+KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}  # log-probs of one micro-batch kept for the backward pass at most; more are computed again
+
 
 @dataclass(frozen=True)
 class _Head:
@@ -20,14 +22,15 @@ class _Head:
     rows: int
     temperature: float
     group: Any
+    keep: bool  # the log-probs of all rows, for the backward pass
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Softmax statistics of hidden @ weight.T without gathering the vocabulary or keeping logits for the backward pass."""
+    """Softmax statistics of hidden @ weight.T without gathering the vocabulary, in chunks; logits of a large batch are never all held."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        logprobs, entropies, logsums = [], [], []
+        logprobs, entropies, logsums, kept = [], [], [], []
         real = weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
@@ -41,9 +44,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logprobs.append(sums[1] - logsum)
             entropies.append(logsum - sums[2] / sums[0])
             logsums.append(logsum + peak)
+            if head.keep:
+                kept.append(logits.sub_(logsum[:, None]))
         logprob, entropy, logsum = torch.cat(logprobs), torch.cat(entropies), torch.cat(logsums)
         ctx.save_for_backward(hidden, weight, labels, logsum, entropy)
-        ctx.head = head
+        ctx.head, ctx.kept = head, kept
         return logprob, entropy
 
     @staticmethod
@@ -53,8 +58,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
         use_entropy = bool(grad_entropy.any())
         by_logprob, by_entropy = grad_logprob / head.temperature, grad_entropy / head.temperature
-        for rows in _chunks(hidden, weight):
-            log_p = _logits(hidden[rows], real, head).sub_(logsum[rows, None])
+        for number, rows in enumerate(_chunks(hidden, weight)):
+            log_p = ctx.kept[number] if head.keep else _logits(hidden[rows], real, head).sub_(logsum[rows, None])
             if use_entropy:
                 p = log_p.exp()
                 slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
@@ -80,7 +85,9 @@ def vocab_parallel_logprobs(
     `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
     gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).
     """
-    head = _Head(first_row, max(0, min(weight.shape[0], vocab - first_row)), temperature, group)
+    rows = max(0, min(weight.shape[0], vocab - first_row))
+    keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
+    head = _Head(first_row, rows, temperature, group, keep)
     return _VocabParallelLogprobs.apply(hidden, weight, labels, head)  # type: ignore[return-value]
 
 

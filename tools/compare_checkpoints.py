@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Compares two models tensor by tensor, bit for bit and by norm; each is a checkpoint or a Hugging Face directory.
+
+    python tools/compare_checkpoints.py runs/demo runs/demo/models/generator --role generator
+
+Exit status: 0 the same to the last bit, 1 not, 2 they cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.commands import convert
+from megatron_rl.config import ConfigError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
+    parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same")
+    parser.add_argument("--show", type=int, default=20, help="rows of the largest differences")
+    args = parser.parse_args()
+    try:
+        rows = convert.compare(*(convert.find(path, role=args.role) for path in (args.first, args.second)))
+    except ConfigError as error:
+        print(f"compare_checkpoints: {error}", file=sys.stderr)
+        return 2
+    table = Table(title=f"{args.first} against {args.second}")
+    for column in ("tensor", "bits", "|a - b| / |a|", "largest"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    for row in sorted(rows, key=lambda row: -row["relative"])[: args.show]:
+        table.add_row(row["name"], "equal" if row["equal"] else "differ", f"{row['relative']:.2e}", f"{row['largest']:.2e}")
+    console = Console(width=max(110, Console().width))
+    console.print(table)
+    same = all(row["equal"] or (args.tolerance and row["relative"] <= args.tolerance) for row in rows)
+    console.print(f"{sum(row['equal'] for row in rows)} of {len(rows)} tensors are equal to the last bit")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
