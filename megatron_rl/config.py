@@ -182,6 +182,10 @@ class Reward:
     wrong_answer: str = "-123456.789"  # the known wrong answer of the step-0 gate
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"  # the response that the gate grades; {answer} becomes the answer
 
+    def __post_init__(self) -> None:
+        if "{answer}" not in self.answer_format:
+            raise ConfigError(f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands")
+
 
 @config
 class Run:

@@ -51,8 +51,13 @@ def absent_files(config: Any) -> list[str]:
         places |= {"data.train": config.data.train, "data.validation": config.data.validation or ""}
     if isinstance(config, TrainConfig):
         places["debug.replay"] = config.debug.replay or ""
+    models = {f"roles.{name}.model.path": role.model.path for name, role in getattr(config, "roles", {}).items()}
+    models |= {"model.path": config.model.path} if hasattr(config, "model") else {}
+    notes = [
+        f"note: {name} = {path} is no directory here: taken for a hub name" for name, path in models.items() if not Path(path).is_dir()
+    ]
     local = {name: path for name, path in places.items() if path and path.count("/") != 1 or Path(path).suffix in _DATA_FILES}
-    return [f"note: {name} = {path} is not there yet" for name, path in local.items() if not Path(path).exists()]
+    return notes + [f"note: {name} = {path} is not there yet" for name, path in local.items() if not Path(path).exists()]
 
 
 def _prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:

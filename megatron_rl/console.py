@@ -75,7 +75,9 @@ class RunConsole:
             live.start()
             self._live = live
         self._handler = _Forward(self)
-        logging.getLogger("megatron_rl").addHandler(self._handler)
+        logger = logging.getLogger("megatron_rl")
+        logger.addHandler(self._handler)
+        logger.propagate = False  # the root's handler would print it a second time
 
     def log(self, row: Row) -> None:
         """Show one metrics line."""
@@ -102,7 +104,9 @@ class RunConsole:
     def close(self) -> None:
         if self._handler is None:
             return
-        logging.getLogger("megatron_rl").removeHandler(self._handler)
+        logger = logging.getLogger("megatron_rl")
+        logger.removeHandler(self._handler)
+        logger.propagate = True
         self._handler = None
         if self._live is not None:
             self._live.update(self._render(), refresh=True)

@@ -41,7 +41,12 @@ HELP = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0 done, 1 failed, 2 wrong config or arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser().parse_args(words)
+    parser = _parser()
+    args, rest = parser.parse_known_args(words)
+    if rest and (not hasattr(args, "settings") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.settings += rest  # settings behind an option
     try:
         if args.command == "report":
             return _report(args)

@@ -88,11 +88,15 @@ def test_both_roles_learned_in_the_resumed_run(uninterrupted):
     assert summary["generator_accuracy_sampled_end"] >= 0.0
 
 
-def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_letter, uninterrupted, tmp_path):
+@pytest.mark.parametrize("how", ["launcher", "group"])
+def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_letter, uninterrupted, tmp_path, how):
     arguments = tango_settings(last_letter, tmp_path, "run")
     process = start(arguments, tmp_path / "log")
     wait_for_lines(process, tmp_path / "run/metrics.jsonl", 3)
-    process.send_signal(signal.SIGINT)  # to the launcher alone, which passes it on
+    if how == "launcher":
+        process.send_signal(signal.SIGINT)  # to it alone: it passes it on
+    else:
+        os.killpg(process.pid, signal.SIGTERM)  # to all, also to what writes a checkpoint at that moment
     assert process.wait(120) == 130
     saved = sorted((tmp_path / "run/checkpoints").glob("step_*"))
     assert saved, "an interrupted run saves before it leaves"

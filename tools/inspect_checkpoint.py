@@ -46,7 +46,8 @@ def main() -> int:
     console = Console(width=max(110, Console().width))
     console.print(table)
     step = next((parent.name for parent in (source.path, *source.path.parents) if parent.name.startswith("step_")), None)
-    console.print(f"{source.sizes.family}, {source.sizes.num_layers} layers" + (f"; {step}: that many turns were done" if step else ""))
+    if step:
+        console.print(f"{step}: the state after that many turns")
     console.print(f"model {totals['model'] / 1e6:,.3f} MB, optimizer {totals['optimizer'] / 1e6:,.3f} MB")
     return 0
 

@@ -47,6 +47,9 @@ def main() -> int:
     parser.add_argument("--bucket", type=int, default=128, help="MiB of one message")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
+    for name in ("gpus_per_node", "network", "bytes", "bucket"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give more than 0")
     try:
         figures = report(args)
     except ConfigError as error:

@@ -47,9 +47,11 @@ class Stages:
         """`megatron-rl *arguments` as a stage; leaves with its status when it fails."""
         with self.stage(name):
             child = subprocess.Popen([sys.executable, "-m", "megatron_rl.main", *arguments])
-            before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the child, which saves; this waits for it
+            numbers = (signal.SIGINT, signal.SIGTERM)  # passed on: the child saves, and this waits for it
+            before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in numbers}
             status = child.wait()
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             if status:
                 sys.exit(status)
 
@@ -122,7 +124,7 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
                 summary[f"{figure}_{end}"] = summary[f"{source}_{end}"]
     summary |= {"regime": options.regime, "arm": options.arm, "seed": options.seed}
     seconds = summary.get("seconds", {})
-    summary["seconds"] = {**seconds, **phases(options.out), "stages": {**seconds.get("stages", {}), **stages.seconds}}
+    summary["seconds"] = {**seconds, **phases(options.out), "stages": {**stages.seconds, **seconds.get("stages", {})}}
     path.write_text(json.dumps(summary, indent=1) + "\n")
     table = Table(title=f"last letter, regime {options.regime}, {options.arm}, held-out problems")
     for column in ("figure", "before", "after"):

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import logging
 import shutil
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -177,6 +178,7 @@ def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWor
 
     Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes on.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
     engine = EmbeddedEngine(
         config.model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, config.model.dtype), tokenizer=tokenizer

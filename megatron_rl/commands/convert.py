@@ -33,8 +33,13 @@ class Source:
     """Weights at rest: a Hugging Face directory, or one role of a run's checkpoint with the model directory that the role started from."""
 
     path: Path
-    model: Path  # config.json and tokenizer
+    given_model: Path | None  # config.json and tokenizer; None: of a checkpoint, as the run's config says
     checkpoint: DistCheckpoint | None
+
+    @property
+    def model(self) -> Path:
+        """The directory with config.json and tokenizer. Raises ConfigError when it is not to be found."""
+        return self.given_model or _model_of(self.path)
 
     @property
     def sizes(self) -> Sizes:
@@ -80,17 +85,24 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
         if role is None or role not in roles:
             raise ConfigError(f"{path} holds {', '.join(roles) or 'no role'}: name one by --role" + (f", not {role!r}" if role else ""))
         path = path / role
-    return Source(path, model or _model_of(path), DistCheckpoint(path))
+    return Source(path, model, DistCheckpoint(path))
 
 
 def _model_of(path: Path) -> Path:
-    """The model directory that the run of a role's checkpoint directory started from."""
+    """The model directory that the run of a role's checkpoint directory started from, or the one that it wrote."""
     for parent in path.resolve().parents:
         config = parent / "config.yaml"
-        if config.is_file():
-            tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-            role = tree.get("roles", {}).get(path.name) or tree
-            return hf.local_directory(role["model"]["path"])
+        if not config.is_file():
+            continue
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+        for place in (Path(started), parent / "models" / path.name, parent / "model"):
+            if (place / "config.json").is_file():
+                return place
+        try:
+            return hf.local_directory(started)
+        except OSError as error:
+            raise ConfigError(f"{path}: the run started from {started}, which is not here ({error}); name it by --model") from error
     raise ConfigError(f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model")
 
 
@@ -156,9 +168,8 @@ def _write(source: Source, folder: Path, dtype: torch.dtype | None, shard_bytes:
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"part-{number:05d}.safetensors").rename(folder / file)
         index |= dict.fromkeys(names, file)
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1) + "\n"
-    )
+    whole = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
@@ -182,7 +193,10 @@ def _verify(source: Source, folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def compare(first: Source, second: Source) -> list[dict[str, Any]]:
-    """A row per tensor: name, equal (bit for bit), |a - b| / |a| (Frobenius), largest |a - b|. Raises ConfigError when names or shapes differ."""
+    """A row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius), largest |a - b|.
+
+    Raises ConfigError when names or shapes differ.
+    """
     other = dict(second.tensors()) if second.checkpoint is not None else None
     files = {} if other is not None else hf.tensor_files(second.path)
     rows, names = [], set()
@@ -199,14 +213,8 @@ def compare(first: Source, second: Source) -> list[dict[str, Any]]:
             raise ConfigError(f"{name} is {tuple(a.shape)} in {first.path} and {tuple(b.shape)} in {second.path}")
         gap = (a.double() - b.double()).abs()
         norm = float(a.double().norm())
-        rows.append(
-            {
-                "name": name,
-                "equal": torch.equal(a, b),
-                "relative": float(gap.norm()) / norm if norm else float(gap.norm()),
-                "largest": float(gap.max()),
-            }
-        )
+        relative = float(gap.norm()) / (norm or 1.0)
+        rows.append({"name": name, "equal": torch.equal(a, b), "relative": relative, "largest": float(gap.max())})
     left = sorted((files if other is None else other).keys() - names)
     if left:
         raise ConfigError(f"{first.path} has no tensor {left[0]}, which {second.path} has")

@@ -54,4 +54,5 @@ def _write(config: EvalConfig, found: list[Answered]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"figures": figures, "responses": rows}, indent=1, default=str) + "\n")
     check_failures(graded, config.reward.max_failure_share)
+    print(f"{'graded by':20} {config.reward.target}")
     print("\n".join(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}" for name, value in figures.items()))

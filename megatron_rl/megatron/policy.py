@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class MegatronPolicy:
 
     def save(self, directory: Path) -> None:
         """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty."""
-        with self._awake(), self.groups.active():
+        with self._awake(), self.groups.active(), _signals_wait():
             dist_checkpointing.save(self._sharded_state(loading=False), str(directory))
 
     def load(self, directory: Path) -> None:
@@ -257,6 +258,16 @@ class MegatronPolicy:
             state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = self.scheduler.state_dict()
         return state
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Core's writer processes, forked inside, inherit this: a signal to the whole group must not kill them in the middle of a file."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:

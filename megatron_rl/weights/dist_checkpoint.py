@@ -7,6 +7,7 @@ it lies. Layers of one kind are stacked in one tensor [layers, ...].
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ class DistCheckpoint:
         self.directory = Path(directory)
         try:
             self._metadata: Any = FileSystemReader(self.directory).read_metadata()
-        except (OSError, EOFError, ValueError, KeyError, AttributeError, io.UnsupportedOperation) as error:
-            raise ConfigError(f"{directory} is not a distributed checkpoint: its .metadata cannot be read ({error})") from error
+        except (OSError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+            raise ConfigError(
+                f"{directory} is not a distributed checkpoint that can be read here: {error} in its .metadata "
+                f"(torch is {torch.__version__}; what a newer one wrote may need that)"
+            ) from error
         self._check_files()
 
     @property

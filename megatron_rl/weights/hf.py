@@ -49,7 +49,10 @@ def local_directory(path: str | Path) -> Path:
         return directory
     if directory.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1:
         raise FileNotFoundError(f"no model directory {path}: give a local Hugging Face directory or a hub name like Qwen/Qwen2.5-7B")
-    return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
+        raise FileNotFoundError(f"there is no directory {path} here, and no such model could be had from the hub: {error}") from error
 
 
 def read_architecture(directory: str | Path) -> Architecture:
