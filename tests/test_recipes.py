@@ -329,7 +329,7 @@ def test_settings_are_checked_by_name_value_and_cure(texts):
         build(Use(target="megatron_rl.recipes.tango:Tango", args={"group_siz": 4}))
     with pytest.raises(ConfigError, match="alpha_schedule"):
         build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "steep"}))
-    with pytest.raises(ConfigError, match="group_size = 0: give at least 1"):
+    with pytest.raises(ConfigError, match="group_size = 0: give at least 2"):
         Tango(group_size=0)
     with pytest.raises(ConfigError, match="updates = 0"):
         Grpo(updates=0)

@@ -74,6 +74,11 @@ def accuracies(players: Players, role: str, prompts: Sequence[Prompt], seed: int
     return figures | {f"{role}/num_problems": float(len(prompts))}, solved["sampled"]
 
 
+def check_groups(sizes: Mapping[str, int], estimator: str) -> None:
+    """Raises ConfigError for groups too small for what their samples are compared with."""
+    at_least(sizes, 1 if estimator == "reinforce_pp" else 2)  # it compares over the batch, the others within a group
+
+
 def at_least(settings: Mapping[str, int], floor: int) -> None:
     """Raises ConfigError for the first setting below `floor`."""
     for name, value in settings.items():

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.algorithms.advantages import Estimator, assign_advantages
 from megatron_rl.chat import fill, read_template
 from megatron_rl.config import ConfigError
-from megatron_rl.recipes.base import accuracies, at_least, solution_metrics, solve
+from megatron_rl.recipes.base import accuracies, at_least, check_groups, solution_metrics, solve
 from megatron_rl.rollout import measure, without_signal
 from megatron_rl.turns import Played, Players, Turn
 from megatron_rl.types import Prompt
@@ -27,7 +27,8 @@ class Grpo:
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
 
     def __post_init__(self) -> None:
-        at_least({"updates": self.updates, "group_size": self.group_size}, 1)
+        at_least({"updates": self.updates}, 1)
+        check_groups({"group_size": self.group_size}, self.estimator)
         try:
             read_template(self.template)
         except FileNotFoundError as error:

@@ -14,7 +14,7 @@ from megatron_rl.chat import fill, read_template
 from megatron_rl.config import ConfigError
 from megatron_rl.plugins import find
 from megatron_rl.recipes import held_out
-from megatron_rl.recipes.base import Solution, accuracies, at_least, solution_metrics, solve
+from megatron_rl.recipes.base import Solution, accuracies, at_least, check_groups, solution_metrics, solve
 from megatron_rl.recipes.review import Reviewed, Reviewer, StepLabels, review_metrics
 from megatron_rl.rollout import measure, plain, without_signal
 from megatron_rl.turns import Played, Players, Turn
@@ -51,7 +51,8 @@ class Tango:
     balanced_rounds: int = 8  # at most so many draws per held-out problem to find them
 
     def __post_init__(self) -> None:
-        positive = ("generator_updates", "generator_turns", "group_size", "verifications", "balanced_per_class", "balanced_rounds")
+        positive = ("generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds")
+        check_groups({"group_size": self.group_size, "verifications": self.verifications}, self.estimator)
         at_least({name: getattr(self, name) for name in positive}, 1)
         at_least({name: getattr(self, name) for name in ("warmup_updates", "verifier_turns")}, 0)
         if not (self.train_generator or self.train_verifier):
