@@ -209,6 +209,8 @@ def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWor
             part = slice(start, start + CHUNK)
             for problem, prompt, group in zip(problems[part], prompts[part], one_chunk(start), strict=True):
                 out += [Answered(problem, prompt, *row) for row in group]
+            if not sys.stderr.isatty():
+                print(f"{min(start + CHUNK, len(problems))} of {len(problems)} prompts", file=sys.stderr, flush=True)
         return out
 
     found: list[Answered] = []
