@@ -30,6 +30,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "gap": ("engine_gap",),
 }
 NOTES = ("eval", "gate")  # scopes that are no turns
+QUIET_S = 0.25  # between two plain lines: short steps would flood a log; the log file has them all
 SMOOTHING = 0.9  # weight of the past in the running mean
 
 
@@ -56,6 +57,7 @@ class RunConsole:
         self._total = total_turns
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
+        self._printed = 0.0  # when the last plain line was
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
@@ -90,7 +92,10 @@ class RunConsole:
             scope.smoothed = shown["reward"] if past is None else SMOOTHING * past + (1 - SMOOTHING) * shown["reward"]
         self._to_file(line(row, self._total))
         if self._live is None:
-            self._rich.print(line(row, self._total), markup=False, highlight=False)
+            now = time.monotonic()
+            if row.scope in NOTES or row.turn + 1 == self._total or now - self._printed >= QUIET_S:
+                self._printed = now
+                self._rich.print(line(row, self._total), markup=False, highlight=False)
         else:
             if row.scope not in NOTES:
                 self._progress.update(self._bar, completed=row.turn + 1)
