@@ -96,6 +96,8 @@ class Tensors:
         shape = part.get_shape()
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
             raise ConfigError(f"{path}: {rect.tensor} is {shape}, too small for what config.json says")
+        if rect.rows == shape[0] and (len(shape) == 1 or rect.columns == shape[1]):
+            return self._open[path].get_tensor(rect.tensor)
         rows = slice(rect.row, rect.row + rect.rows)
         return part[rows] if len(shape) == 1 else part[rows, rect.column : rect.column + rect.columns]
 
