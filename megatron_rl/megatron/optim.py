@@ -88,6 +88,15 @@ def initialize_state(optimizer: Any) -> None:
                 state["step"].zero_()
 
 
+def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
+    """Puts a checkpoint's rates into the groups before it is loaded: core 0.19 finds a group's counterpart by them."""
+    saved = state.get("optimizer", {}).get("param_groups", [])
+    for group in optimizer.param_groups if saved else ():
+        for name in ("max_lr", "min_lr"):
+            if name in group and name in saved[0]:
+                group[name] = saved[0][name]
+
+
 def apply_settings(role: Role, optimizer: Any) -> None:
     """Puts the role's rates, betas and epsilon back over what a checkpoint brought; weight decay is the schedule's to set."""
     for group in optimizer.param_groups:

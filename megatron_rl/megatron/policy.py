@@ -125,6 +125,7 @@ class MegatronPolicy:
             for i, chunk in enumerate(self.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if self.trainable:
+                optim.adopt_rates(self.optimizer, state["optimizer"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 optim.apply_settings(self.role, self.optimizer)
                 self.scheduler.load_state_dict(state["scheduler"])
