@@ -115,8 +115,8 @@ def to_hf(source: Source, target: Path, *, dtype: torch.dtype | None = None, sha
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _check_space(source, partial, dtype)
     try:
+        _check_space(source, partial, dtype)
         _write(source, partial, dtype, shard_bytes)
         copy_side_files(source.model, partial)
         _set_dtype(partial / "config.json", dtype)
