@@ -107,10 +107,11 @@ def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, buck
     assert sorted(i for b in plan.buckets for i in range(b.first, b.last)) == sorted(
         i for i in range(len(s)) if places is apart or s.source[i] != s.destination[i]
     )
+    assert sorted(i for b in plan.buckets + plan.local for i in range(b.first, b.last)) == [*range(len(s))]
     for turn in {b.turn for b in plan.buckets}:
         now = [b for b in plan.buckets if b.turn == turn]
         assert len({b.source for b in now}) == len({b.destination for b in now}) == len(now)
-    assert all(b.elements <= bucket or b.last == b.first + 1 for b in plan.buckets)
+    assert all(b.elements <= bucket or b.last == b.first + 1 and s.rows[b.first] == 1 for b in plan.buckets)
 
 
 def test_weights_plan_is_the_same_whoever_computes_it():

@@ -71,6 +71,7 @@ class Bucket:
 class Plan:
     slices: Slices
     buckets: tuple[Bucket, ...]  # by round; in a round a rank sends at most one and receives at most one
+    local: tuple[Bucket, ...]  # of a source and a destination on the same device, by round of their own
     needed: Mapping[int, int]  # engine rank -> elements it must have (padding aside)
     held: Mapping[int, int]  # engine rank -> elements of these that lie on its own device before
 
@@ -104,9 +105,10 @@ def plan(
     needed = _sum_by(owners, wanted)
     local = np.asarray(trainer.devices)[chosen] == np.asarray(engine.devices)[owners[pairs.receive]]
     held = _sum_by(owners[pairs.receive][local], pairs.elements[local])
-    slices = _merge(_slices(pairs, send, receive, chosen, owners))
+    slices = _cut(_merge(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
     on_device = np.asarray(trainer.devices)[slices.source] == np.asarray(engine.devices)[slices.destination]
-    return Plan(slices, tuple(_buckets(slices, ~on_device, bucket_elements)), needed, held)
+    buckets = [tuple(_buckets(slices, chosen, bucket_elements)) for chosen in (~on_device, on_device)]
+    return Plan(slices, buckets[0], buckets[1], needed, held)
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,20 @@ def _merge(slices: Slices) -> Slices:
     return Slices(**columns, source_names=n.source_names, destination_names=n.destination_names)
 
 
+def _cut(slices: Slices, limit: int) -> Slices:
+    """Cuts slices of more than `limit` elements by rows, into parts of as many rows as fit (at least one)."""
+    fitting = np.maximum(1, limit // slices.columns)
+    parts = -(-slices.rows // fitting)
+    which = np.repeat(np.arange(len(slices)), parts)
+    first = (np.arange(len(which)) - np.repeat(np.cumsum(parts) - parts, parts)) * fitting[which]
+    columns = {name: getattr(slices, name)[which] for name in slices.__dataclass_fields__ if not name.endswith("names")}
+    columns |= {"source_row": columns["source_row"] + first, "row": columns["row"] + first}
+    columns["rows"] = np.minimum(fitting[which], columns["rows"] - first)
+    return Slices(**columns, source_names=slices.source_names, destination_names=slices.destination_names)
+
+
 def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[Bucket]:
-    """Fills messages up to `limit` elements (a larger slice goes alone) and gives each the first round in which both ends are free,
+    """Fills messages of the `sent` slices up to `limit` elements (a longer row goes alone) and gives each the first round in which both ends are free,
     the busiest ends choosing first."""
     messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
