@@ -148,6 +148,31 @@ def test_weights_plan_spreads_the_load_over_replicas_and_stays_on_the_node():
     assert {bucket.source for bucket in near.buckets} == {2, 3}
 
 
+def test_weights_that_lie_on_the_device_already_are_not_sent():
+    """Norms and routers are held by all tensor-parallel ranks, the tied embedding by the first and the last stage."""
+    sizes = Sizes(
+        family="qwen3_moe", num_layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, ffn=8, vocab=16, tied=True, experts=4, expert_ffn=8
+    )  # fmt: skip
+    trainer, engine = TrainerLayout(tp=2, pp=2, ep=2), EngineLayout(replicas=4, whole=True)
+    plan = make_plan(sizes, trainer, engine, together)
+    s, shapes = plan.slices, rectangles.hf_shapes(sizes)
+    whole = sum(rows * columns for rows, columns in shapes.values())
+    held = {r: 0 for r in range(4)}
+    for holding in layouts.trainer(sizes, trainer):
+        parts = {rect[:5] for _, rect in holding.parameters}
+        for rank in holding.ranks:
+            held[rank] += sum(rows * columns for _, _, _, rows, columns in parts)
+    assert plan.needed == dict.fromkeys(range(4), whole) and plan.held == held
+    assert {s.destination_names[i] for i in s.destination_parameter} == shapes.keys()
+
+
+def test_weights_of_interleaved_stages_are_all_held():
+    sizes = models.KNOWN["llama3-8b"]
+    layout = TrainerLayout(pp=2, vpp=4)
+    assert layout.layers(sizes)[0][:5] == [0, 1, 2, 3, 8]
+    rectangles.check_coverage(sizes, [rect for h in layouts.trainer(sizes, layout) for _, rect in h.parameters])
+
+
 def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide():
     sizes = models.KNOWN["qwen2.5-7b"]
     half = [h for h in layouts.trainer(sizes, TrainerLayout(tp=1, pp=2)) if h.ranks == (0,)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config import ConfigError
-from megatron_rl.weights.rectangles import Rect, Shard, engine, megatron, megatron_names
+from megatron_rl.weights.rectangles import Rect, Shape, Shard, engine, hf_shapes, megatron, megatron_names
 from megatron_rl.weights.sizes import Sizes
 
 
@@ -28,36 +28,44 @@ class TrainerLayout:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    stages: tuple[int, ...] = ()  # layers of each pipeline stage; empty: as even as they come, the first stages taking what is left
+    vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th stretch of layers
+    stages: tuple[int, ...] = ()  # layers of each stretch, in order; empty: as even as they come, the first taking what is left
     vocab_multiple: int = 1
+    fused: bool = True  # parameters have Transformer Engine's names, not those of the local layer spec
 
     def __post_init__(self) -> None:
         if self.tp * self.dp % (self.ep * self.etp):
             raise ConfigError(f"ep {self.ep} x etp {self.etp} does not divide the {self.tp * self.dp} ranks of a stage (tp x dp)")
-        if self.stages and len(self.stages) != self.pp:
-            raise ConfigError(f"stages {self.stages} for pp = {self.pp}: give the layers of each stage")
+        if self.stages and len(self.stages) != self.pp * self.vpp:
+            raise ConfigError(f"stages {self.stages} for pp = {self.pp} x vpp = {self.vpp}: give the layers of each")
 
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp
 
-    def layers(self, sizes: Sizes) -> list[range]:
+    def layers(self, sizes: Sizes) -> list[list[int]]:
         """Global layer numbers by stage. Raises ConfigError when `stages` do not add up to the model's layers."""
-        even, left = divmod(sizes.num_layers, self.pp)
-        counts = self.stages or tuple(even + (stage < left) for stage in range(self.pp))
+        stretches = self.pp * self.vpp
+        even, left = divmod(sizes.num_layers, stretches)
+        counts = self.stages or tuple(even + (i < left) for i in range(stretches))
         if sum(counts) != sizes.num_layers:
             raise ConfigError(f"stages {counts} hold {sum(counts)} layers, the model has {sizes.num_layers}")
-        ends = [sum(counts[: i + 1]) for i in range(self.pp)]
-        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        ends = [sum(counts[: i + 1]) for i in range(stretches)]
+        own = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [[layer for chunk in own[stage :: self.pp] for layer in chunk] for stage in range(self.pp)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """`replicas` engines of `tp` ranks each, numbered engine by engine."""
+    """`replicas` engines of `tp` ranks each, numbered engine by engine.
+
+    `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1).
+    """
 
     tp: int = 1
     replicas: int = 1
     expert_parallel: bool = False
+    whole: bool = False
 
     @property
     def world(self) -> int:
@@ -81,7 +89,7 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
         raise ConfigError(f"trainer: {sizes.experts} experts of {sizes.expert_ffn} do not divide by ep {layout.ep}, etp {layout.etp}")
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
-        ends = {"first": stage == 0, "last": stage == layout.pp - 1, "fused": True}
+        ends = {"first": stage == 0, "last": stage == layout.pp - 1, "fused": layout.fused}
         dense = megatron_names(sizes, layers, (), **ends)
         base = stage * stage_ranks
         for rank in range(layout.tp):
@@ -97,15 +105,23 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
             yield Holding(copies, _rects(sizes, names, Shard(expert_tp=layout.etp, expert_rank=etp_rank), 1))
 
 
-def engines(sizes: Sizes, layout: EngineLayout) -> Iterator[Holding]:
-    """What every rank of the engines holds."""
+def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
+    """What every rank of the engines holds; of `ranks` alone when given (those that live)."""
     check(sizes, tp=layout.tp, what="engine")
     if layout.expert_parallel and sizes.experts % layout.tp:
         raise ConfigError(f"engine: {sizes.experts} experts do not divide by {layout.tp} ranks")
     for rank in range(layout.tp):
-        own = engine(sizes, layout.tp, rank, expert_parallel=layout.expert_parallel)
-        parameters = [(name, rect) for name, (_, rects) in own.items() for rect in rects]
-        yield Holding(tuple(range(rank, layout.world, layout.tp)), parameters)
+        copies = tuple(r for r in range(rank, layout.world, layout.tp) if ranks is None or r in ranks)
+        if copies:
+            own = engine_parameters(sizes, layout, rank)
+            yield Holding(copies, [(name, rect) for name, (_, rects) in own.items() for rect in rects])
+
+
+def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
+    """The parameters of an engine rank (of any replica) -> {name: (shape, rectangles)}."""
+    if layout.whole:
+        return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
+    return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
 
 
 def _rects(sizes: Sizes, names: Sequence[str], shard: Shard, vocab_multiple: int) -> list[tuple[str, Rect]]:

@@ -99,7 +99,7 @@ def plan(
     receive, receiving = _table(destinations, tensors)
     receive, owners = _one_row_per_rank(receive, receiving)
     wanted = receive.elements
-    pairs = _overlaps(send, receive)
+    pairs = _once(_overlaps(send, receive), send, sending, owners, trainer, engine)
     _check_all_found(receive, pairs, wanted, tensors)
     chosen = _choose(pairs, send, sending, owners, trainer, engine)
     needed = _sum_by(owners, wanted)
@@ -186,10 +186,30 @@ def _overlaps(send: _Table, receive: _Table) -> _Pairs:
     top, left = np.maximum(send.row[s], receive.row[r]), np.maximum(send.column[s], receive.column[r])
     bottom = np.minimum(send.row[s] + send.rows[s], receive.row[r] + receive.rows[r])
     right = np.minimum(send.column[s] + send.columns[s], receive.column[r] + receive.columns[r])
-    keep = (bottom > top) & (right > left)
-    _, first = np.unique(np.stack([r, top, left], 1)[keep], axis=0, return_index=True)  # a tied embedding is held under two names
-    index = np.flatnonzero(keep)[np.sort(first)]
+    index = np.flatnonzero((bottom > top) & (right > left))
     return _Pairs(s[index], r[index], top[index], left[index], (bottom - top)[index], (right - left)[index])
+
+
+def _once(
+    pairs: _Pairs, send: _Table, ranks: Sequence[tuple[int, ...]], owners: Column, trainer: Places, engine: Places
+) -> _Pairs:  # fmt: skip
+    """Of pairs that bring the same part (what all tensor-parallel ranks hold alike, a tied embedding under its second name) the
+    nearest one."""
+    holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
+    width = len(engine.nodes)
+    keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
+    near = np.array([_distance(ranks[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64)[inverse]
+    order = np.lexsort([near, pairs.column, pairs.row, pairs.receive])
+    same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
+    index = np.sort(order[~(same[0] & same[1] & same[2])])
+    return _Pairs(*(getattr(pairs, name)[index] for name in pairs.__dataclass_fields__))
+
+
+def _distance(ranks: Sequence[int], destination: int, trainer: Places, engine: Places) -> int:
+    """0: one of `ranks` is on the destination's device; 1: on its node; 2: neither."""
+    if any(trainer.devices[r] == engine.devices[destination] for r in ranks):
+        return 0
+    return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in ranks) else 2
 
 
 def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
