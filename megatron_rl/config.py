@@ -206,6 +206,19 @@ class Launch:
 
 
 @config
+class Refit:
+    """How the trainer's weights reach the engines after an update."""
+
+    transport: Literal["auto", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"  # auto: the fastest that both ends have
+    bucket_mib: PositiveInt = 64  # largest message
+    verify: Literal["off", "sample", "full"] = "sample"  # compare checksums of what landed; sample: one slice of 16, others every time
+    delta: bool = False  # send what changed where that is less; costs a copy of what is sent, and of time to find the changes
+    timeout_s: PositiveFloat = 600.0  # of a whole refit; an engine that takes longer is left out
+    message_timeout_s: PositiveFloat = 60.0  # of one message
+    directory: str | None = None  # of transport = disk: one that all ranks see
+
+
+@config
 class Gate:
     """The step-0 gate: what must hold before the first update."""
 
@@ -238,6 +251,7 @@ class TrainConfig:
     reward: Reward = field(default_factory=Reward)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
+    refit: Refit = field(default_factory=Refit)
     gate: Gate = field(default_factory=Gate)
     debug: Debug = field(default_factory=Debug)
     sinks: Sinks = field(default_factory=Sinks)

@@ -1,0 +1,1 @@
+"""How planned slices reach an engine: transports, and the transaction around them."""

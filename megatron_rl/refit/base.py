@@ -1,0 +1,103 @@
+"""What a refit is made of: parties that read and write parts of parameters, transports that carry messages, and what goes wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class RefitError(RuntimeError):
+    """A refit that did not bring an engine to the new version. The message names the rank, and the bucket where there is one."""
+
+
+class TransportError(RefitError):
+    """A message that did not get through: the other side is dead, slow, or of another refit."""
+
+
+class Mismatch(RefitError):
+    """What landed in an engine is not what the trainer has. The message names the parameter. Nothing but a bug or broken memory does it."""
+
+
+class Part(NamedTuple):
+    """A rectangle of a parameter. 1-D parameters are [n, 1]; of those with more dimensions all but the last are joined."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+class Readable(Protocol):
+    def read(self, name: str, part: Part) -> Tensor:
+        """The values, [rows, columns]; a view where that is possible."""
+        ...
+
+
+class Parameters(Readable, Protocol):
+    def write(self, name: str, part: Part, values: Tensor) -> None:
+        """Puts [rows, columns] values there, cast to the parameter's dtype."""
+        ...
+
+
+class Tensors:
+    """Parameters that lie in plain tensors, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None] for name, t in tensors.items()}
+
+    def read(self, name: str, part: Part) -> Tensor:
+        return self._tensors[name][part.row : part.row + part.rows, part.column : part.column + part.columns]
+
+    def write(self, name: str, part: Part, values: Tensor) -> None:
+        self.read(name, part).copy_(values)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """How long a refit may take in all, and how long it waits for one message."""
+
+    end: float  # time.monotonic()
+    message_s: float
+
+    @classmethod
+    def start(cls, total_s: float, message_s: float) -> Deadline:
+        return cls(time.monotonic() + total_s, message_s)
+
+    def wait_s(self) -> float:
+        """Seconds that one wait may take from now, at least a little."""
+        return max(0.01, min(self.message_s, self.end - time.monotonic()))
+
+
+class Handle(Protocol):
+    """A message under way."""
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        """Until it is sent, or has come: the message, uint8 [size]. Raises TransportError."""
+        ...
+
+    def release(self) -> None:
+        """Of a received message: its memory may be used again."""
+        ...
+
+
+class Transport(Protocol):
+    """Carries messages between numbered peers. Between two peers messages of one direction come in the order they were sent."""
+
+    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+        """uint8 [size] to write a message into, which `send` then takes."""
+        ...
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> Handle:
+        """Starts to send what `buffer` gave, or the first part of it. `told`: the receiver knows the size."""
+        ...
+
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> Handle:
+        """Starts to receive. `size` None: the sender says."""
+        ...
+
+    def close(self) -> None: ...

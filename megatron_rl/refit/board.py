@@ -1,0 +1,69 @@
+"""Small messages between a trainer and its engines: a key-value board on the trainer's first rank, with deadlines."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl.refit.base import TransportError
+
+
+class Board:
+    """JSON values under keys, in a torch TCPStore. Nothing that comes from it is ever executed."""
+
+    def __init__(self, store: Any, prefix: str = "") -> None:
+        self._store, self._prefix = store, prefix
+
+    @classmethod
+    def host(cls, address: str) -> tuple[Board, int]:
+        """Opens a board here -> (board, its port)."""
+        store = dist.TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        return cls(store), store.port
+
+    @classmethod
+    def join(cls, address: str, port: int, timeout_s: float = 60) -> Board:
+        """Raises TransportError when nobody answers."""
+        try:
+            return cls(dist.TCPStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False))
+        except RuntimeError as error:
+            raise TransportError(f"no refit board at {address}:{port}: does the trainer run there? ({_first_line(error)})") from error
+
+    def under(self, prefix: str) -> Board:
+        return Board(self._store, f"{self._prefix}{prefix}/")
+
+    @property
+    def store(self) -> Any:
+        """The store under this board's prefix, for a process group's rendezvous."""
+        return dist.PrefixStore(self._prefix, self._store)
+
+    def put(self, key: str, value: Any) -> None:
+        try:
+            self._store.set(self._prefix + key, json.dumps(value))
+        except RuntimeError as error:
+            raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
+
+    def get(self, key: str, timeout_s: float) -> Any:
+        """Waits for it. Raises TransportError when it does not come."""
+        name = self._prefix + key
+        try:
+            self._store.wait([name], timedelta(seconds=timeout_s))
+            return json.loads(self._store.get(name))
+        except RuntimeError as error:
+            raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
+
+    def peek(self, key: str) -> Any:
+        """The value, or None when there is none now."""
+        try:
+            return json.loads(self._store.get(self._prefix + key)) if self._store.check([self._prefix + key]) else None
+        except RuntimeError as error:
+            raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
+
+    def remove(self, key: str) -> None:
+        self._store.delete_key(self._prefix + key)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]

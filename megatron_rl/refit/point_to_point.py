@@ -1,0 +1,144 @@
+"""Messages over a torch process group: gloo between hosts without fast links, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.refit.base import Deadline, TransportError
+from megatron_rl.refit.board import Board
+
+POLL_S = 0.0002
+
+
+class PointToPoint:
+    """A group of its own, made of `members` (any hashable names, the same list everywhere). Peers are places in that list.
+
+    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread that is left alone when it
+    does: one slow peer costs the others nothing. The next refit that leaves somebody out makes a new group.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int, *, backend: str, timeout_s: float) -> None:
+        """Collective over the members: all come within `timeout_s`, or TransportError."""
+        self._rank, self._backend, self._pool = rank, backend, list[Tensor]()
+        try:
+            self._group = _make(backend, board.store, rank, size, timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise TransportError(f"{backend} group of {size} ranks: not all of them came within {timeout_s:.0f} s ({error})") from error
+        self._tags = {way: [itertools.count() for _ in range(size)] for way in ("send", "receive")}
+
+    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+        place = torch.device("cpu") if self._backend == "gloo" else device
+        for i, kept in enumerate(self._pool):
+            if len(kept) >= size and kept.device == place:
+                return self._pool.pop(i)[:size]
+        return torch.empty(size, dtype=torch.uint8, device=place)
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Moving:
+        works = []
+        if not told:
+            works.append(
+                self._start("send", torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8), peer)
+            )
+        works.append(self._start("send", message, peer))
+        return _Moving(self, works, message, f"{label} to {peer}")
+
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Moving:
+        place = torch.device("cpu") if self._backend == "gloo" else device
+        told = Deadline.start(0, 0)
+        if size is not None:
+            message = self.buffer(size, device, told)
+            return _Moving(self, [self._start("receive", message, peer)], message, f"{label} from {peer}")
+        length = torch.zeros(8, dtype=torch.uint8, device=place)
+        return _Moving(self, [self._start("receive", length, peer)], length, f"{label} from {peer}", more=(peer, device))
+
+    def keep(self, message: Tensor) -> None:
+        """Takes a buffer back."""
+        whole = torch.empty(0, dtype=torch.uint8, device=message.device).set_(message.untyped_storage())
+        self._pool.append(whole)
+
+    def close(self) -> None:
+        self._pool.clear()
+
+    def _start(self, way: str, message: Tensor, peer: int) -> Any:
+        tag = next(self._tags[way][peer])
+        try:
+            return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
+        except RuntimeError as error:  # the connection is known to be lost
+            return error
+
+    def rest(self, length: Tensor, peer: int, device: torch.device) -> tuple[Tensor, Any]:
+        """The message whose length has come."""
+        message = self.buffer(int(length.cpu().view(torch.int64)[0]), device, Deadline.start(0, 0))
+        return message, self._start("receive", message, peer)
+
+    def finish(self, work: Any, deadline: Deadline) -> str | None:
+        """Waits -> None, or what went wrong."""
+        if isinstance(work, RuntimeError):
+            return str(work).partition("\n")[0]
+        seconds = deadline.wait_s()
+        if self._backend == "nccl":
+            return _poll(work, seconds)
+        failures: list[str] = []
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failures.append(str(error).partition("\n")[0])
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            return f"no answer within {seconds:.1f} s"
+        return failures[0] if failures else None
+
+
+class _Moving:
+    """Implements base.Handle."""
+
+    def __init__(
+        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, more: tuple[int, torch.device] | None = None
+    ) -> None:
+        self._transport, self._works, self._message, self._what, self._more = transport, works, message, what, more
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        for work in self._works:
+            self._check(self._transport.finish(work, deadline))
+        if self._more is not None:
+            self._message, work = self._transport.rest(self._message, *self._more)
+            self._check(self._transport.finish(work, deadline))
+        return self._message
+
+    def release(self) -> None:
+        self._transport.keep(self._message)
+
+    def _check(self, failure: str | None) -> None:
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
+
+
+def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _poll(work: Any, seconds: float) -> str | None:
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > end:
+            return f"no answer within {seconds:.1f} s"
+        time.sleep(POLL_S)
+    return None

@@ -1,0 +1,234 @@
+"""Messages through memory or files that both sides can open: POSIX shared memory, safetensors on disk, CUDA IPC between GPUs of a host.
+
+The sender writes a message into a slot and announces it on the board; the receiver opens the slot, uses it, and says that it is free.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_rl.refit.base import Deadline, TransportError
+from megatron_rl.refit.board import Board
+
+SHARED = Path("/dev/shm")
+DEPTH = 3  # slots of one sender: one being filled, one on its way, one being read
+
+
+class Medium(Protocol):
+    """Where slots are. An address is JSON."""
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        """-> (address, uint8 [at least size])."""
+        ...
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        """What is written there can be opened now -> the address to open."""
+        ...
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        """What was published there, uint8. Raises OSError or RuntimeError."""
+        ...
+
+    def free(self, address: Any) -> None: ...
+
+
+class SharedMemory:
+    """Files in /dev/shm, mapped by both sides. Those of processes that are dead are removed by the next one to come."""
+
+    def __init__(self) -> None:
+        self._prefix = f"megatron_rl-{os.getuid()}-"
+        self._open: dict[str, Tensor] = {}
+        for left in SHARED.glob(f"{self._prefix}*"):
+            if not Path(f"/proc/{left.name.removeprefix(self._prefix).partition('-')[0]}").exists():
+                left.unlink(missing_ok=True)
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        path = SHARED / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # now, not by a bus error when it is written
+        except OSError as error:
+            path.unlink()
+            raise TransportError(
+                f"no {size / 2**20:.0f} MiB of shared memory in {SHARED}: smaller buckets, or another transport"
+            ) from error
+        finally:
+            os.close(descriptor)
+        return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        name, size = address
+        if not isinstance(name, str) or "/" in name or not name.startswith(self._prefix):
+            raise RuntimeError(f"{name!r} is no slot of this user")
+        if name not in self._open:
+            self._open[name] = torch.from_file(str(SHARED / name), shared=True, size=size, dtype=torch.uint8)
+        return self._open[name]
+
+    def free(self, address: Any) -> None:
+        (SHARED / address[0]).unlink(missing_ok=True)
+
+
+class Disk:
+    """safetensors files in a directory that all ranks see, each written under another name first."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        return f"{os.getpid()}-{uuid.uuid4().hex[:12]}.safetensors", torch.empty(size, dtype=torch.uint8)
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        partial = self._directory / f".{address}"
+        try:
+            save_file({"message": message.contiguous()}, partial)
+            partial.replace(self._directory / address)
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise TransportError(f"{self._directory}: {error}") from error
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        if not isinstance(address, str) or "/" in address:
+            raise RuntimeError(f"{address!r} is no file name")
+        try:
+            return load_file(self._directory / address)["message"]
+        except SafetensorError as error:
+            raise OSError(f"{self._directory / address}: {error}") from error
+
+    def free(self, address: Any) -> None:
+        (self._directory / address).unlink(missing_ok=True)
+
+
+class CudaIpc:
+    """Memory of a GPU, opened by another process of the same host through its IPC handle."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Tensor] = {}
+
+    def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
+        message = torch.empty(size, dtype=torch.uint8, device=device)
+        handle = message.untyped_storage()._share_cuda_()
+        return [part.hex() if isinstance(part, bytes) else part for part in handle], message
+
+    def publish(self, address: Any, message: Tensor) -> Any:
+        torch.cuda.current_stream(message.device).synchronize()
+        return address
+
+    def open(self, address: Any, device: torch.device) -> Tensor:
+        key = str(address)
+        if key not in self._open:
+            parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
+            storage = torch.UntypedStorage._new_shared_cuda(*parts)
+            self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._open[key]
+
+    def free(self, address: Any) -> None:
+        return None  # with the tensor
+
+
+class Slots:
+    """Implements base.Transport. `rank` is this side's number among the peers, `board` theirs alone."""
+
+    def __init__(self, board: Board, rank: int, medium: Medium) -> None:
+        self._board, self._rank, self._medium = board, rank, medium
+        self._slots: list[_Slot] = []
+        self._sent: dict[int, itertools.count[int]] = {}
+        self._came: dict[int, itertools.count[int]] = {}
+
+    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+        free = [s for s in self._slots if s.key is None]
+        if not free and len(self._slots) >= DEPTH:
+            oldest = self._slots[0]
+            self._wait_free(oldest, deadline)
+            free = [oldest]
+        slot = next((s for s in free if len(s.memory) >= size), None)
+        if slot is None:
+            for s in free:
+                self._medium.free(s.address)
+                self._slots.remove(s)
+            slot = _Slot(*self._medium.allocate(size, device))
+        else:
+            self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot.memory[:size]
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Announced:
+        slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
+        slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
+        slot.what = f"{label} to {peer}"
+        self._board.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
+        return _Announced(lambda deadline: self._wait_free(slot, deadline), message)
+
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Awaited:
+        key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
+        return _Awaited(self._board, self._medium, key, f"{label} from {peer}", device)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            self._medium.free(slot.address)
+        self._slots.clear()
+
+    def _wait_free(self, slot: _Slot, deadline: Deadline) -> None:
+        if slot.key is None:
+            return
+        try:
+            self._board.get(f"{slot.key}/free", deadline.wait_s())
+        except TransportError as error:
+            self._slots.remove(slot)
+            self._medium.free(slot.address)
+            raise TransportError(f"{slot.what}: it was not taken ({error})") from error
+        self._board.remove(slot.key)
+        self._board.remove(f"{slot.key}/free")
+        slot.key = None
+
+
+class _Slot:
+    def __init__(self, address: Any, memory: Tensor) -> None:
+        self.address, self.memory = address, memory
+        self.key: str | None = None  # of the message in it that has not been taken
+        self.what = ""
+
+
+class _Announced:
+    """Implements base.Handle for a sender: waits until the message was taken."""
+
+    def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
+        self._taken, self._message = taken, message
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        self._taken(deadline)
+        return self._message
+
+    def release(self) -> None:
+        return None
+
+
+class _Awaited:
+    """Implements base.Handle for a receiver."""
+
+    def __init__(self, board: Board, medium: Medium, key: str, what: str, device: torch.device) -> None:
+        self._board, self._medium, self._key, self._what, self._device = board, medium, key, what, device
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        try:
+            address, size = self._board.get(self._key, deadline.wait_s())
+            return self._medium.open(address, self._device)[:size]
+        except (TransportError, OSError, RuntimeError) as error:
+            raise TransportError(f"{self._what}: {error}") from error
+
+    def release(self) -> None:
+        self._board.put(f"{self._key}/free", True)

@@ -1,0 +1,57 @@
+"""What trainer and engines must know alike to come to the same plan, each by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, Self
+
+import torch
+
+from megatron_rl.refit.wiring import Seating
+from megatron_rl.weights import layouts, reshard
+from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.reshard import Plan
+from megatron_rl.weights.sizes import Sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    sizes: Sizes
+    trainer: TrainerLayout
+    engines: EngineLayout
+    dtype: str  # of the weights on their way
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
+        sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}  # of a subclass only these
+        return {"sizes": sizes, "dtype": self.dtype, **parts}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        trainer = value["trainer"] | {"stages": tuple(value["trainer"]["stages"])}
+        return cls(
+            sizes=Sizes(**value["sizes"]), trainer=TrainerLayout(**trainer), engines=EngineLayout(**value["engines"]), dtype=value["dtype"]
+        )  # fmt: skip
+
+    def plan(self, seating: Seating, bucket_mib: int) -> Plan:
+        """For the engine ranks that are seated."""
+        trainer, engine = seating.places(self.engines.world)
+        return reshard.plan(
+            layouts.trainer(self.sizes, self.trainer),
+            layouts.engines(self.sizes, self.engines, ranks=seating.engines),
+            trainer=trainer,
+            engine=engine,
+            bucket_elements=bucket_mib * 2**20 // self.torch_dtype.itemsize,
+        )
+
+    def check_trainer(self, rank: int, names: Collection[str]) -> None:
+        """Raises ValueError unless trainer rank `rank` has exactly the parameters `names` in this layout."""
+        wanted = {name for h in layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters}
+        missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
+        if missing or more:
+            raise ValueError(f"rank {rank} of {self.trainer}: it should have {missing[:3]}, and should not have {more[:3]}")

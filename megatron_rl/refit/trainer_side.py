@@ -1,0 +1,296 @@
+"""The trainer's side of a refit, a transaction: roll call, transfer, vote, verdict. An engine ends at the new version or at none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import Refit
+from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
+from megatron_rl.refit.board import Board
+from megatron_rl.refit.engine_side import Endpoint
+from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.wiring import Seat, Seating, Wiring
+
+ROLL_CALL_S = 10.0  # an engine that does not answer so long is left out
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Who takes part in a refit. The same on every trainer rank."""
+
+    number: int
+    seats: dict[int, Seat]  # by engine rank
+    versions: dict[int, int | None]  # committed there before
+    incarnations: dict[int, str]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What became of it."""
+
+    committed: list[int]  # engine ranks
+    failed: dict[int, str]  # replica -> why
+    mismatch: str | None
+    sides: list[tuple[Outcome, tuple[int, float]]]  # what every process did, and its probe
+
+
+class TrainerSide:
+    """Brings engines to the trainer's weights. Every rank of the trainer makes one and calls it; both are collective.
+
+    `endpoint`: an engine inside this process (engine rank = trainer rank); without one, engines are processes of their own, which
+    join by the board at `address`.
+    """
+
+    def __init__(
+        self, topology: Topology, settings: Refit, parameters: Mapping[str, Tensor], *, group: Any, endpoint: Endpoint | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:  # fmt: skip
+        """`parameters`: this rank's, by names with global layer and expert numbers. `group`: gloo, of all trainer ranks. `host`: name or
+        address of the first rank's host for the others and the engines; the default does where all run on one host.
+        Raises ValueError when they are not those of the topology."""
+        self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
+        self._rank = dist.get_rank(group)
+        if topology.trainer.world != dist.get_world_size(group):
+            raise ValueError(f"{topology.trainer} has {topology.trainer.world} ranks, the group has {dist.get_world_size(group)}")
+        topology.check_trainer(self._rank, parameters)
+        self._sources = Tensors(parameters)
+        self._device = next(iter(parameters.values())).device
+        self._seats: list[Seat] = self._gather(Seat.here(self._device))
+        self._board, self.address = self._open_board(host)
+        self._number, self._epoch = 0, 0
+        self._failed: set[str] = set()  # incarnations of engine ranks
+        self._seating: Seating | None = None
+        self._wiring: Wiring | None = None
+        self._exchange: Exchange | None = None
+        self._version: int | None = None  # of the endpoint
+        self._probes: list[tuple[int, float]] = []
+        self._copy_rate = _copy_rate(self._device)
+
+    def __call__(self, version: int) -> dict[str, float]:
+        """Moves the weights and returns figures of it (refit/seconds, refit/gigabytes, ...), the same on every rank.
+
+        Replicas that fail are left out and named in the log. Raises RefitError when no engine came to the new version, Mismatch when
+        something else landed than was sent; on every rank.
+        """
+        start = time.perf_counter()
+        deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
+        report = self._transfer(self._roll_call(deadline), version, deadline)
+        if not report.committed and not report.mismatch and self._endpoint is None:  # one may have died between roll call and first message
+            report = self._transfer(self._roll_call(deadline), version, deadline)
+        if report.mismatch:
+            raise Mismatch(report.mismatch)
+        if not report.committed or (self._endpoint is not None and report.failed):
+            reasons = "; ".join(f"engine {replica}: {why}" for replica, why in report.failed.items())
+            raise RefitError(f"version {version} of the weights did not come to the engines: {reasons}")
+        for replica, why in report.failed.items():
+            _log.warning("engine %s is left out: it did not come to version %s (%s)", replica, version, why)
+        return self._figures(report, time.perf_counter() - start)
+
+    def close(self) -> None:
+        self._forget()
+
+    def _roll_call(self, deadline: Deadline) -> _Call:
+        self._number += 1
+        if self._endpoint is not None:
+            seats, versions = dict(enumerate(self._seats)), dict(enumerate(self._gather(self._version)))
+            return _Call(self._number, seats, versions, {})
+        return self._from_first(lambda: self._call_engines(deadline))
+
+    def _call_engines(self, deadline: Deadline) -> _Call:
+        """On the first rank: who of those that joined is there now. Waits for the first whole replica."""
+        tp, world = self.topology.engines.tp, self.topology.engines.world
+        while True:
+            hello = {r: h for r in range(world) if (h := self._board.peek(f"hello/{r}")) and h not in self._failed}
+            whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
+            if whole:
+                break
+            if deadline.wait_s() <= 0.01:
+                raise RefitError(
+                    f"no engine has joined the board at {self.address[0]}:{self.address[1]} in {self._settings.timeout_s:.0f} s"
+                )
+            time.sleep(0.05)
+        self._board.put(f"{self._number}/ticket", True)
+        call, end = _Call(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
+        for rank in whole:
+            try:
+                ready = self._board.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
+            except TransportError:
+                self._failed.add(hello[rank])
+                continue
+            call.seats[rank] = Seat(*ready["seat"])
+            call.versions[rank], call.incarnations[rank] = ready["version"], ready["incarnation"]
+        for rank in [r for r in call.seats if not all(q in call.seats for q in _replica(r, tp))]:
+            del call.seats[rank]
+        return call
+
+    def _transfer(self, call: _Call, version: int, deadline: Deadline) -> _Report:
+        fresh = self._seating is None or self._seating.engines != call.seats
+        if fresh:
+            self._forget()
+            self._epoch += 1
+        base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._settings.delta else {}
+        order = Order(version=version, verify=self._settings.verify, base={} if fresh else base)
+        if self._rank == 0 and self._endpoint is None:
+            go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
+            self._board.put(f"{call.number}/go", go)
+        outcome, error, probe = Outcome(), None, (0, 0.0)
+        if call.seats:
+            try:
+                if fresh:
+                    probe = self._arrange(call, deadline)
+                assert self._exchange is not None
+                if self._endpoint is not None:
+                    self._endpoint.begin_refit()
+                    self._version = None
+                outcome = self._exchange.run(order, deadline)
+            except TransportError as failure:
+                error = str(failure)
+        sides = self._gather((outcome, probe, error))
+        report = self._from_first(lambda: self._judge(call, sides, deadline))
+        if self._rank == 0 and self._endpoint is None:
+            self._close_call(call, report)
+        if fresh:
+            self._probes = [p for _, p in report.sides]
+        if self._endpoint is not None and self._rank in report.committed:
+            self._version = version
+            self._endpoint.commit_refit(version)
+        if report.failed:
+            self._forget()
+        return report
+
+    def _arrange(self, call: _Call, deadline: Deadline) -> tuple[int, float]:
+        seating = Seating(self._seats, call.seats)
+        self._wiring = Wiring(self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings)
+        plan = self.topology.plan(seating, self._settings.bucket_mib)
+        end = End(
+            source=self._rank,
+            sources=self._sources,
+            destination=None if self._endpoint is None else self._rank,
+            targets=None if self._endpoint is None else self._endpoint.targets,
+            device=self._device,
+        )
+        dtype = self.topology.torch_dtype
+        self._exchange = Exchange(plan, end, self._wiring.route, dtype=dtype, keeps=self._settings.delta)
+        self._seating = seating
+        return self._exchange.probe(deadline)
+
+    def _judge(self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline) -> _Report:
+        """On the first rank: which replicas hold the new version."""
+        wrong: dict[int, str] = {}
+        mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
+        for rank, (outcome, _, error) in enumerate(sides):
+            wrong |= {r: why for r, why in outcome.lost_destinations.items() if r not in wrong}
+            if error is not None:
+                wrong |= {r: f"trainer rank {rank}: {error}" for r in call.seats if r not in wrong}
+            if self._endpoint is not None and outcome.lost_sources:
+                wrong.setdefault(rank, next(iter(outcome.lost_sources.values())))
+        done = [(outcome, probe) for outcome, probe, _ in sides]
+        for rank in call.seats if self._endpoint is None else ():
+            try:
+                vote = self._board.get(f"{call.number}/vote/{rank}", 0.05 if rank in wrong else deadline.wait_s())
+            except TransportError:
+                wrong.setdefault(rank, "it did not say how it went")
+                continue
+            outcome = Outcome(**vote["outcome"])
+            mismatch = mismatch or outcome.mismatch
+            done.append((outcome, tuple(vote["probe"])))
+            if vote["error"]:
+                wrong.setdefault(rank, vote["error"])
+        tp = self.topology.engines.tp
+        failed = {r // tp: wrong[r] for r in sorted(wrong, reverse=True)}
+        committed = [] if mismatch else [r for r in call.seats if r // tp not in failed]
+        self._failed |= {call.incarnations[r] for r in call.incarnations if r // tp in failed}
+        if not call.seats:
+            failed = {0: "none that joined answered the roll call"}
+        return _Report(committed, failed, mismatch, done)
+
+    def _close_call(self, call: _Call, report: _Report) -> None:
+        """Tells the engines, and clears what the call before left on the board."""
+        self._board.put("next", call.number + 1)
+        self._board.put(f"{call.number}/verdict", {"committed": report.committed})
+        for rank in range(self.topology.engines.world):
+            for kind in ("ready", "vote"):
+                self._board.remove(f"{call.number - 1}/{kind}/{rank}")
+        for key in ("ticket", "go", "verdict"):
+            self._board.remove(f"{call.number - 1}/{key}")
+
+    def _figures(self, report: _Report, seconds: float) -> dict[str, float]:
+        floors = [0.0]
+        for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
+            wire = (outcome.sent + outcome.received) * probed / size if size else 0.0
+            floors.append(wire + outcome.local / self._copy_rate)
+        outcomes = [outcome for outcome, _ in report.sides]
+        sent, full = (sum(getattr(o, name) for o in outcomes) for name in ("sent", "full"))
+        figures = {
+            "seconds": seconds,
+            "gigabytes": sent / 1e9,
+            "local_gigabytes": sum(o.local for o in outcomes) / 1e9,
+            "floor_seconds": max(floors),
+            "ratio_to_floor": seconds / max(*floors, 1e-9),
+            "checked_slices": float(sum(o.checked for o in outcomes)),
+            "failed_engines": float(len(report.failed)),
+        }
+        figures |= {"share_of_full": sent / full} if self._settings.delta and full else {}
+        return {f"refit/{name}": value for name, value in figures.items()}
+
+    def _open_board(self, host: str) -> tuple[Board, tuple[str, int]]:
+        """One on the first rank's host, that everybody joins."""
+        board, place = None, None
+        if self._rank == 0:
+            board, port = Board.host(host)
+            place = host, port
+            settings = {name: getattr(self._settings, name) for name in self._settings.__dataclass_fields__}
+            board.put("setup", {"topology": self.topology.to_json(), "settings": settings})
+            board.put("next", 1)
+        address = self._from_first(lambda: place)
+        return board or Board.join(*address), address
+
+    def _forget(self) -> None:
+        """The next refit makes its plan, groups and slots anew."""
+        if self._wiring is not None:
+            self._wiring.close()
+        self._seating, self._wiring, self._exchange = None, None, None
+
+    def _gather(self, value: Any) -> list[Any]:
+        out: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(out, value, group=self._group)
+        return out
+
+    def _from_first(self, function: Callable[[], Any]) -> Any:
+        """What it gives on the first rank, on every rank; RefitError there is raised on every rank."""
+        box: list[Any] = [None, None]
+        if self._rank == 0:
+            try:
+                box[0] = function()
+            except RefitError as error:
+                box[1] = error
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+
+def _replica(rank: int, tp: int) -> Collection[int]:
+    """Engine ranks of the same replica."""
+    return range(rank // tp * tp, rank // tp * tp + tp)
+
+
+def _copy_rate(device: torch.device) -> float:
+    """Bytes a second of a copy within this device."""
+    source, target = (torch.ones(16 << 20, dtype=torch.uint8, device=device) for _ in range(2))
+    target.copy_(source)
+    start = time.perf_counter()
+    target.copy_(source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return len(source) / max(1e-9, time.perf_counter() - start)

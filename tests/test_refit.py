@@ -1,0 +1,166 @@
+"""Refits of weights: every transport brings every engine rank its part bit for bit; engines that die, hang or break are found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, environment
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from megatron_rl.refit import delta
+from megatron_rl.refit.topology import Topology
+from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.sizes import Sizes
+
+WORKER = Path(__file__).parent / "refit_worker.py"
+DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
+MOE = Sizes(
+    family="qwen3_moe", num_layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=77, tied=False, experts=4, expert_ffn=16
+)  # fmt: skip
+
+
+def case(sizes, trainer, engines, dtype="float32", **more):
+    topology = Topology(sizes=sizes, trainer=trainer, engines=engines, dtype=dtype)
+    return {"topology": topology.to_json(), "settings": {"verify": "full", "message_timeout_s": 3.0, "timeout_s": 30.0}} | more
+
+
+def run(tmp_path, case, **more):
+    world = Topology.from_json(case["topology"]).trainer.world
+    return [answer["answers"] for answer in run_ranks(WORKER, world, tmp_path, "trainer", json.dumps(case), timeout_s=200, **more)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from([torch.int16, torch.int32]))
+def test_weights_that_changed_are_found_and_put_back(data, dtype):
+    size = data.draw(st.integers(1, 300))
+    old = torch.tensor(data.draw(st.lists(st.integers(-5, 5), min_size=size, max_size=size)), dtype=dtype)
+    new = old.clone()
+    for place in data.draw(st.lists(st.integers(0, size - 1), max_size=size)):
+        new[place] += 1
+    out = torch.zeros(delta.HEADER + size * dtype.itemsize, dtype=torch.uint8)
+    end = delta.encode(new, old, out)
+    assert torch.equal(delta.decode(out[:end], old), new) and end <= len(out)
+    whole = torch.zeros_like(out)
+    assert delta.encode(new, None, whole) == len(out) and torch.equal(delta.decode(whole, old), new)
+
+
+def test_weights_that_changed_little_are_sent_in_few_bytes():
+    old = torch.arange(100_000, dtype=torch.int16)
+    out = torch.zeros(delta.HEADER + 200_000, dtype=torch.uint8)
+    few, some = old.clone(), old.clone()
+    few[::1000] += 1
+    some[::4] += 1
+    assert delta.encode(few, old, out) == 16 + 100 * 6
+    assert delta.encode(some, old, out) == 16 + 100_000 // 8 + 25_000 * 2
+    assert delta.encode(old + 1, old, out) == 16 + 200_000
+    with pytest.raises(ValueError, match="does not fit"):
+        delta.decode(out[:100], old)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "disk"])
+def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
+    for i, (sizes, trainer, engines, dtype) in enumerate(
+        [
+            (DENSE, TrainerLayout(tp=2, pp=2, fused=False), EngineLayout(tp=4, replicas=1), "float32"),
+            (MOE, TrainerLayout(tp=2, pp=2, ep=2), EngineLayout(tp=4, expert_parallel=True), "bfloat16"),
+            (DENSE, TrainerLayout(tp=2, dp=2), EngineLayout(tp=1, replicas=4, whole=True), "float32"),
+        ][: 3 if transport == "shared_memory" else 2]
+    ):
+        one = case(sizes, trainer, engines, dtype)
+        one["settings"] |= {"transport": transport, "directory": str(tmp_path / "disk"), "bucket_mib": 1, "delta": i == 1}
+        for answers in run(tmp_path / str(i), one):
+            assert all(a["holds"] and a["version"] == v for v, a in enumerate(answers)), answers
+            assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in answers)
+            if i == 1:
+                assert answers[0]["refit/share_of_full"] >= 1 > 0.5 > answers[1]["refit/share_of_full"]
+    assert not list(Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"))
+
+
+@pytest.mark.multi
+def test_weights_that_landed_wrong_stop_the_run_with_their_name(tmp_path):
+    spoiled = "model.layers.1.mlp.gate_up_proj.weight"
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=2), spoiled=spoiled, versions=[0])
+    for [answer] in run(tmp_path, one):
+        assert answer["error"].startswith("Mismatch: " + spoiled) and "decoder.layers.1.mlp.linear_fc1.weight" in answer["error"]
+        assert answer["version"] is None
+
+
+def start_engine(directory, case, rank, name):
+    log = (directory / f"{name}.log").open("w")
+    command = [sys.executable, str(WORKER), str(directory / name), "engine", json.dumps(case), str(rank)]
+    return subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def start_trainer(directory, case):
+    code = f"import json, pathlib, test_refit; print(json.dumps(test_refit.run(pathlib.Path({str(directory)!r}), {case!r})))"
+    env = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def held(directory, name):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def appear(path):
+    end = time.monotonic() + 180
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def processes(*started):
+    """Kills what is left of them at the end."""
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it_is_back(tmp_path, transport):
+    """SIGKILL in the middle of the second refit; a new process under the same rank takes the fourth."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
+    one["settings"] |= {"transport": transport}
+    one |= {"waits": {"0": ["joined_a", "joined_b"], "3": ["joined_c"], "end": ["holds_a_3", "holds_c_3"]}, "doom": {"b": [2, "SIGKILL"]}}
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, ranks):
+        appear(tmp_path / "done_2")
+        with processes(start_engine(tmp_path, one, 1, "c")):
+            answers = json.loads(ranks.communicate(timeout=200)[0])[0]
+    assert [a["refit/failed_engines"] for a in answers] == [0.0, 1.0, 0.0, 0.0], answers
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
+    assert held(tmp_path, "b") == [{"version": 0, "holds": True}]
+    assert held(tmp_path, "c") == [{"version": 3, "holds": True}]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
+    """It stops in the middle of a transfer; the other engine commits. When it goes on it joins anew and takes a later refit."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
+    one["settings"] |= {"transport": transport}
+    one |= {"waits": {"0": ["joined_a", "joined_b"], "1": ["again_b"], "end": ["holds_a_1", "holds_b_1"]}, "doom": {"b": [1, "SIGSTOP"]}}
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, ranks):
+        appear(tmp_path / "done_0")
+        b.send_signal(signal.SIGCONT)
+        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
+    assert [a["refit/failed_engines"] for a in answers] == [1.0, 0.0], answers
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(2)]
+    assert held(tmp_path, "b") == [{"version": 1, "holds": True}]
