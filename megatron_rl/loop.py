@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -33,8 +33,6 @@ class Policy(Protocol):
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor: ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
     def sleep(self) -> None: ...
 
     def wake(self) -> None: ...
@@ -50,6 +48,7 @@ class Role:
 
     policy: Policy
     loss: BatchLoss
+    refit: Callable[[int], None] | None = None  # (version): brings its engine to the policy's weights; collective. None: it has no engine
     needs_reference: bool = False  # the loss wants the frozen reference's log-probs (kl_coef > 0)
     samples_per_optimizer_step: int | None = None  # B; None: one optimizer step per update
     sleeps: bool = False  # off-load between this role's turns
@@ -219,8 +218,9 @@ def _learn(setup: Setup, progress: Progress, name: str, trajectories: Sequence[T
 
 
 def _refit(setup: Setup, progress: Progress, name: str) -> None:
-    if name in setup.players.engines:  # a replay needs none
-        setup.players.engines[name].load(setup.roles[name].policy.weights(), version=progress.updates.get(name, 0))
+    refit = setup.roles[name].refit
+    if refit is not None:
+        refit(progress.updates.get(name, 0))
 
 
 def _end_step(setup: Setup, progress: Progress) -> None:

@@ -72,6 +72,10 @@ class RunDirectory:
         return self.path / FILE_NAME
 
     @property
+    def refits(self) -> Path:
+        return self.path / "refits.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -238,7 +238,7 @@ def test_misuse_is_refused_with_the_cure(directory, engine):
     empty = EmbeddedEngine(directory)
     assert empty.version == -1
     for call in (lambda: empty.generate(PROMPTS, ONCE), lambda: empty.score(PROMPTS)):
-        with pytest.raises(RuntimeError, match="no weights yet: call load"):
+        with pytest.raises(RuntimeError, match="no whole weights: call load"):
             call()
     with pytest.raises(ValueError, match="prompt 1 is empty"):
         engine.generate([[1], []], ONCE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from toys import EOS, characters, graded
+from toys import EOS, characters, graded, streaming
 
 from megatron_rl import gate, loop
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -75,7 +75,7 @@ def make(template, log, *, grade=right, policy=None, data=None, stop_after=None,
         seed=3,
     )
     loss = Loss(kl_coef=0.0)
-    role = loop.Role(policy=policy, loss=PolicyLoss(loss), **settings)
+    role = loop.Role(policy=policy, loss=PolicyLoss(loss), refit=streaming(policy, players.engines["generator"]), **settings)
 
     def save(number):
         assert policy.asleep == settings.get("sleeps", False)

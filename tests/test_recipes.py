@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from toys import EOS, characters, graded
+from toys import EOS, characters, graded, streaming
 
 from megatron_rl import loop
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -358,9 +358,12 @@ def test_the_packaged_verifier_prompt_has_the_papers_order_and_a_perfect_example
 def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(texts):
     lines, saved = [], []
     vocabulary = len(TOKENIZER)
-    roles = {name: loop.Role(policy=TablePolicy(vocabulary), loss=PolicyLoss(Loss(kl_coef=0.001)), needs_reference=True)
-             for name in ("generator", "verifier")}  # fmt: skip
     with_players = players(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
+    roles = {}
+    for name in ("generator", "verifier"):
+        policy = TablePolicy(vocabulary)
+        refit = streaming(policy, with_players.engines[name])
+        roles[name] = loop.Role(policy=policy, loss=PolicyLoss(Loss(kl_coef=0.001)), refit=refit, needs_reference=True)
     recipe = Tango(generator_updates=4, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2, **texts)
     setup = loop.Setup(
         world=OneProcess(), roles=roles, recipe=recipe, players=with_players, held_out=problems(2),

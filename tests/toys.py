@@ -19,6 +19,11 @@ def characters(alphabet=CHARACTERS):
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
 
 
+def streaming(policy, engine):
+    """A role's refit: whole tensors from the policy into the engine."""
+    return lambda version: engine.load(policy.weights(), version=version)
+
+
 def graded(rule):
     """(response, payload) -> float, bool or an Outcome of failure, as a Players.grade."""
 

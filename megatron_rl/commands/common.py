@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import logging
 import shutil
 import signal
@@ -75,6 +76,13 @@ class Driver:
         times = self.watch.take()
         if self.tracker is not None:
             self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
+
+    def refitted(self, figures: Mapping[str, Any]) -> None:
+        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part of the metrics,
+        which are the same in a run that was interrupted."""
+        if self.tracker is not None:
+            with self.directory.refits.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(figures) + "\n")
 
     def say(self, text: str) -> None:
         if self.console is not None:

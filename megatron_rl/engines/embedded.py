@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Row, Sampling
-from megatron_rl.engines.embedded_model import Decoder, gather_weights
+from megatron_rl.engines.embedded_model import Decoder, Places, gather_weights, storage
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
@@ -46,6 +46,24 @@ class EmbeddedEngine:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
+        self._landing: tuple[Decoder, Places] | None = None
+
+    @property
+    def targets(self) -> Places:
+        """Where a refit writes. The storage is made now; it serves from the first `commit_refit` on."""
+        if self._landing is None:
+            weights, places = storage(self.arch, self._dtype, self._device)
+            self._landing = Decoder(self.arch, weights), Places(places)
+        return self._landing[1]
+
+    def begin_refit(self) -> None:
+        """The weights are mixed from here on: nothing is generated until `commit_refit`."""
+        self._decoder, self.version = None, -1
+
+    def commit_refit(self, version: int) -> None:
+        """What was written to `targets` is whole, and of this version."""
+        assert self._landing is not None, "nothing was written"
+        self._decoder, self.version = self._landing[0], version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and version stay.
@@ -103,7 +121,7 @@ class EmbeddedEngine:
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
-            raise RuntimeError("the engine has no weights yet: call load (or load_pretrained) first")
+            raise RuntimeError("the engine has no whole weights: call load (or load_pretrained), or finish the refit first")
         return self._decoder
 
     def _check_tokens(self, tokens: Sequence[int], name: str) -> None:

@@ -5,7 +5,7 @@ B rows   P prompt width   L cache columns   H query heads   KV key/value heads  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,10 +44,49 @@ class Weights:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Hugging Face tensor of `shape` goes: a view of the fused storage with as many elements."""
+    """Where a Hugging Face tensor lies in the fused storage."""
 
-    shape: tuple[int, ...]
-    view: Tensor
+    rows: Tensor  # [rows, columns] or [rows], a view
+    head_dim: int | None = None  # rows of whole heads whose halves [first, second] stand as pairs; None: as they are
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.rows.shape)
+
+    def order(self, first: int, count: int) -> Tensor | slice:
+        """Where rows [first, first + count) of the Hugging Face tensor lie."""
+        if self.head_dim is None:
+            return slice(first, first + count)
+        row, half = torch.arange(first, first + count, device=self.rows.device), self.head_dim // 2
+        within = row % self.head_dim
+        return row - within + within % half * 2 + within // half
+
+    def fill(self, tensor: Tensor) -> None:
+        """All of it at once."""
+        if self.head_dim is None:
+            self.rows.copy_(tensor)
+        else:
+            halves = tensor.view(-1, 2, self.head_dim // 2, *tensor.shape[1:]).transpose(1, 2)
+            self.rows.view(halves.shape).copy_(halves)
+
+
+class Places:
+    """The storage by Hugging Face names, for a refit to write parts of it: row and column, then number of both."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self._places = places
+
+    def read(self, name: str, part: tuple[int, int, int, int]) -> Tensor:
+        row, column, rows, columns = part
+        place = self._places[name]
+        found = place.rows[place.order(row, rows)]
+        return found[:, None] if found.dim() == 1 else found[:, column : column + columns]
+
+    def write(self, name: str, part: tuple[int, int, int, int], values: Tensor) -> None:
+        row, column, rows, columns = part
+        place = self._places[name]
+        stored = place.rows[:, None] if place.rows.dim() == 1 else place.rows[:, column : column + columns]
+        stored[place.order(row, rows)] = values.to(stored.dtype)
 
 
 def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -55,7 +94,7 @@ def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dty
 
     A tied model may bring lm_head.weight; it is not read.
     """
-    weights, places = _storage(arch, dtype, device)
+    weights, places = storage(arch, dtype, device)
     seen: set[str] = set()
     for name, tensor in stream:
         if name == "lm_head.weight" and arch.tied:
@@ -68,27 +107,28 @@ def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dty
         if name in seen:
             raise ValueError(f"weight stream: {name} came twice; give every tensor once")
         seen.add(name)
-        place.view.copy_(tensor.detach().reshape(place.view.shape))
+        place.fill(tensor.detach())
     missing = sorted(places.keys() - seen)
     if missing:
         raise ValueError(f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model")
     return weights
 
 
-def _storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, Place]]:
+def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, Place]]:
+    """Uninitialised weights, and where every Hugging Face tensor of the model goes in them."""
+
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     places: dict[str, Place] = {}
 
     def place(name: str, view: Tensor) -> Tensor:
-        places[name] = Place(tuple(view.shape), view)
+        places[name] = Place(view)
         return view
 
     def paired(name: str, rows: Tensor) -> None:
         """Rows of whole heads whose halves [first, second] become pairs."""
-        pairs = rows.view(-1, arch.head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2)
-        places[name] = Place(tuple(rows.shape), pairs)
+        places[name] = Place(rows, arch.head_dim)
 
     def head_norm(name: str) -> Tensor | None:
         if not arch.qk_norm:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -21,13 +21,16 @@ class RowEngine(Protocol):
     def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]: ...
 
 
-class SpreadEngine:
+E = TypeVar("E", bound=RowEngine)
+
+
+class SpreadEngine(Generic[E]):
     """Implements engines.base.Engine over a world. Every rank makes it, under the same `name` and over its own `engine`.
 
     What it generates does not depend on the number of ranks, as far as a row's log-probs do not depend on its neighbours.
     """
 
-    def __init__(self, world: World, name: str, engine: RowEngine) -> None:
+    def __init__(self, world: World, name: str, engine: E) -> None:
         self._world, self._engine = world, engine
         self._call = f"generate/{name}"
         world.serve(self._call, self._generate_here)
@@ -46,6 +49,11 @@ class SpreadEngine:
         answers = self._world.call_all(self._call, [(mine, sampling) for mine in rows])
         found = {place: c for share, answer in zip(shares, answers, strict=True) for place, c in zip(share, answer, strict=True)}
         return [[found[i, j] for j in range(sampling.n)] for i in range(len(prompts))]
+
+    @property
+    def local(self) -> E:
+        """This rank's own engine."""
+        return self._engine
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes the weights on this rank. Called on every rank: the stream is collective."""

@@ -21,6 +21,7 @@ from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.types import Batch, BatchLoss
 from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.weights.layouts import TrainerLayout
 
 platform.install()
 
@@ -112,6 +113,17 @@ class MegatronPolicy:
             for name in names:
                 local = next(mine).detach() if stage == self.groups.pp_rank else None
                 yield from self._gather(name, local, stage)
+
+    @property
+    def trainer_layout(self) -> TrainerLayout:
+        """Which rectangles the ranks hold, for the plan of a refit."""
+        layout = self.role.layout
+        fused = models.uses_transformer_engine()
+        return TrainerLayout(tp=layout.tp, pp=layout.pp, dp=self.groups.dp_size, vpp=layout.vpp or 1, fused=fused)
+
+    def shards(self) -> dict[str, Tensor]:
+        """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in place."""
+        return {name: parameter.detach() for name, parameter in models.named_parameters(self.chunks)}
 
     def save(self, directory: Path) -> None:
         """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty."""

@@ -305,7 +305,7 @@ def _cut(slices: Slices, limit: int) -> Slices:
 
 
 def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[Bucket]:
-    """Fills messages of the `sent` slices up to `limit` elements (a longer row goes alone) and gives each the first round in which both ends are free,
+    """Fills messages of the `sent` slices up to `limit` elements (a longer row goes alone), each in the first round with both ends free,
     the busiest ends choosing first."""
     messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()

@@ -1,0 +1,301 @@
+"""A refit of about 1 GB between four processes that are trainer and engine ranks at once: along a plan, against gathering everything.
+
+    gather      every parameter all-gathered over the ranks of its stage and broadcast from there: the whole model on every rank, which
+                then takes its part. What most frameworks do
+    bucketed    the same, many parameters in one collective of up to 64 MiB
+    direct      each engine rank receives its own slices from ranks that hold them (this project), over gloo and over shared memory
+    delta       direct over gloo, what changed alone, after a step of 1e-6 in float32; full: the same step, everything
+
+`wire_gb` is what all ranks together receive from other ranks. The bound: what the engine ranks need and do not hold themselves.
+`p2p`: messages of the plan's sizes between the plan's pairs as raw buffers over gloo, in the same run; `memcpy`: a copy in one process
+while the others copy too. Best of --rounds, each as long as its slowest rank. With --gigabytes 0.05 it is a quick look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.config import Refit
+from megatron_rl.refit.base import Part, Tensors
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.refit.wiring import Seat, Seating
+from megatron_rl.weights import layouts
+from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
+from megatron_rl.weights.sizes import Sizes
+
+RANKS = 4
+BUCKET = 64 << 20  # bytes
+BARS = {
+    name: bar
+    for model in ("dense", "moe")
+    for name, bar in {
+        f"{model}/bound_over_direct_bytes": 1 / 1.02,
+        f"{model}/gather_over_direct": 4.0,
+        f"{model}/direct_gloo_of_p2p": 0.6,
+    }.items()
+}
+Shards = dict[str, tuple[Tensor, list[Rect]]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    if args.rank is not None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{args.port}", rank=args.rank, world_size=RANKS)
+        figures = {f"{name}/{figure}": value for name in CASES for figure, value in measure(name, args).items()}
+        if args.rank == 0:
+            args.json.write_text(json.dumps(figures))
+        return
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        common_args = [sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--rounds", str(args.rounds), "--port", str(port)]
+        ranks = [subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/figures"], env=os.environ) for r in range(RANKS)]
+        if any([rank.wait() for rank in ranks]):
+            sys.exit("a rank failed")
+        figures = json.loads((Path(folder) / "figures").read_text())
+    common.finish(figures, BARS, args)
+
+
+def dense(gigabytes: float) -> Topology:
+    """TP2 x PP2 into an engine of four tensor ranks."""
+    layers = max(2, round(gigabytes * 1e9 / 2 / 62e6) // 2 * 2)
+    sizes = Sizes(
+        family="qwen2", num_layers=layers, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, vocab=16000, tied=False
+    )  # fmt: skip
+    return Topology(sizes=sizes, trainer=TrainerLayout(tp=2, pp=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16")
+
+
+def moe(gigabytes: float) -> Topology:
+    """TP2 x PP2 with experts over two ranks, into an engine of four ranks that cut every expert."""
+    layers = max(2, round(gigabytes * 1e9 / 2 / 54e6) // 2 * 2)
+    sizes = Sizes(
+        family="qwen3_moe", num_layers=layers, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=1024, vocab=16000, tied=False,
+        experts=32, expert_ffn=512,
+    )  # fmt: skip
+    return Topology(sizes=sizes, trainer=TrainerLayout(tp=2, pp=2, ep=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16")
+
+
+CASES: dict[str, Callable[[float], Topology]] = {"dense": dense, "moe": moe}
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
+    """Collective; the figures are those of the slowest rank."""
+    topology, rank = CASES[name](args.gigabytes), dist.get_rank()
+    own, engine = shards(topology, rank), Engine(topology, rank)
+    model = 2 * sum(rows * columns for rows, columns in hf_shapes(topology.sizes).values())
+    figures = {"model_gb": model / 1e9, "memcpy_gb_per_s": memcpy(), "gather_wire_gb": (RANKS - 1) * model / 1e9}
+    for way, limit in (("gather", 0), ("bucketed", BUCKET)):
+        figures[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
+    reference = {n: t.clone() for n, t in engine.tensors.items()}
+    figures |= raw(topology, args.rounds)
+    for transport in ("gloo", "shared_memory"):
+        for tensor in engine.tensors.values():
+            tensor.zero_()
+        settings = Refit(transport=transport, bucket_mib=BUCKET >> 20, verify="off")
+        side = TrainerSide(topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine)
+        figures["wire_gb"] = side(0)["refit/gigabytes"]
+        figures[f"direct_{transport}_s"] = best(lambda side=side: side(1), args.rounds)
+        side.close()
+        if any(not torch.equal(t, engine.tensors[n]) for n, t in reference.items()):
+            raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
+    figures["bound_over_direct_bytes"] = figures["bound_gb"] / figures["wire_gb"]
+    figures["gather_over_direct"] = figures["gather_s"] / figures["direct_shared_memory_s"]
+    figures["gather_over_direct_gloo"] = figures["gather_s"] / figures["direct_gloo_s"]
+    figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
+    figures["direct_gloo_of_p2p"] = figures["p2p_s"] / figures["direct_gloo_s"]
+    return figures | changes(topology, own, engine, args.rounds)
+
+
+def shards(topology: Topology, rank: int) -> Shards:
+    """A trainer rank's parameters with their rectangles, random."""
+    generator, out = torch.Generator().manual_seed(rank), {}
+    for name, (shape, rects) in shapes_of(topology, rank).items():
+        seeded = generator if is_sharded(name) else torch.Generator().manual_seed(len(name))  # held alike by all ranks of the stage
+        out[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
+    return out
+
+
+class Engine:
+    """An engine rank's parameters. Implements refit.engine_side.Endpoint."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        own = layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _) in own.items()}
+        self.targets = Tensors(self.tensors)
+        self._wanted = by_tensor(own)
+
+    def begin_refit(self) -> None: ...
+
+    def commit_refit(self, version: int) -> None: ...
+
+    def take(self, part: Tensor, rects: list[Rect]) -> None:
+        """Copies what overlaps with this rank's parameters."""
+        for rect in rects:
+            for name, wanted in self._wanted[rect.tensor]:
+                top, left = max(rect.row, wanted.row), max(rect.column, wanted.column)
+                rows = min(rect.row + rect.rows, wanted.row + wanted.rows) - top
+                columns = min(rect.column + rect.columns, wanted.column + wanted.columns) - left
+                if rows > 0 and columns > 0:
+                    source = Part(rect.at_row + top - rect.row, rect.at_column + left - rect.column, rows, columns)
+                    target = Part(wanted.at_row + top - wanted.row, wanted.at_column + left - wanted.column, rows, columns)
+                    self.targets.write(name, target, Tensors({"": part}).read("", source))
+
+
+def gather(topology: Topology, own: Shards, engine: Engine, limit: int) -> None:
+    """The whole model on every rank, stage by stage; parameters joined up to `limit` bytes a collective (0: each alone)."""
+    rank, stage_of, groups = dist.get_rank(), dist.get_rank() // 2, process_groups()
+    for stage in range(2):
+        members = [stage * 2, stage * 2 + 1]
+        here = stage_of == stage
+        shapes = [shapes_of(topology, m) for m in members]
+        for chunk in chunks([*zip(*(s.items() for s in shapes), strict=True)], limit):
+            size = sum(shape.numel() for (_, (shape, _)), _ in chunk)
+            joined = torch.empty(2, size, dtype=torch.bfloat16)
+            if here:
+                flat = torch.cat([own[pair[rank % 2][0]][0].view(-1) for pair in chunk])
+                dist.all_gather([joined[0], joined[1]], flat, group=groups[f"stage{stage}"])
+            dist.broadcast(joined, src=members[rank % 2], group=groups[f"pair{rank % 2}"])
+            place = 0
+            for pair in chunk:
+                count = pair[0][1][0].numel()
+                for half, (_, (shape, rects)) in enumerate(pair):
+                    engine.take(joined[half, place : place + count].view(shape), rects)
+                place += count
+
+
+@functools.cache
+def process_groups() -> dict[str, Any]:
+    ranks = {"stage0": [0, 1], "stage1": [2, 3], "pair0": [0, 2], "pair1": [1, 3]}
+    return {name: dist.new_group(members, backend="gloo") for name, members in ranks.items()}
+
+
+@functools.cache
+def shapes_of(topology: Topology, rank: int) -> dict[str, tuple[torch.Size, list[Rect]]]:
+    found: dict[str, list[Rect]] = {}
+    for holding in layouts.trainer(topology.sizes, topology.trainer):
+        if rank in holding.ranks:
+            for name, rect in holding.parameters:
+                found.setdefault(name, []).append(rect)
+    return {
+        name: (torch.Size([max(r.at_row + r.rows for r in rects), max(r.at_column + r.columns for r in rects)]), rects)
+        for name, rects in found.items()
+    }
+
+
+def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
+    waiting, size = [], 0
+    for pair in pairs:
+        own = pair[0][1][0].numel() * 2
+        if waiting and size + own > limit:
+            yield waiting
+            waiting, size = [], 0
+        waiting.append(pair)
+        size += own
+    yield waiting
+
+
+def raw(topology: Topology, rounds: int) -> dict[str, float]:
+    """The bound, and the time of messages of the plan's sizes between the plan's pairs as raw buffers, over gloo."""
+    seats: list[Any] = [None] * RANKS
+    dist.all_gather_object(seats, Seat.here(torch.device("cpu")))
+    plan = topology.plan(Seating(seats, dict(enumerate(seats))), BUCKET >> 20)
+    rank, turns = dist.get_rank(), 1 + max(b.turn for b in plan.buckets)
+    out, into = ([torch.zeros(BUCKET, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
+    sends = {b.turn: b for b in plan.buckets if b.source == rank}
+    receives = {b.turn: b for b in plan.buckets if b.destination == rank}
+
+    def run() -> None:
+        pending: list[Any] = []
+        for turn in range(turns):
+            now = []
+            if turn in sends:
+                now.append(dist.isend(out[turn % 2][: sends[turn].elements * 2], sends[turn].destination, tag=turn))
+            if turn in receives:
+                now.append(dist.irecv(into[turn % 2][: receives[turn].elements * 2], receives[turn].source, tag=turn))
+            for work in pending:
+                work.wait()
+            pending = now
+        for work in pending:
+            work.wait()
+
+    seconds = best(run, rounds)
+    return {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_s": seconds, "p2p_gb_per_s": plan.sent * 2 / 1e9 / seconds}
+
+
+def changes(topology: Topology, own: Shards, engine: Engine, rounds: int) -> dict[str, float]:
+    """Refits of what a step of 1e-6 in float32 changes of the bfloat16 weights, in deltas over gloo, against all of them."""
+    parameters = {n: t for n, (t, _) in own.items()}
+    masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
+    figures, found = dict[str, float](), dict[str, float]()
+    for delta in (False, True):
+        settings = Refit(transport="gloo", bucket_mib=BUCKET >> 20, verify="off", delta=delta)
+        side = TrainerSide(topology, settings, parameters, group=dist.group.WORLD, endpoint=engine)
+        side(0)
+        seconds = []
+        for version in range(1, rounds + 1):
+            for name, master in masters.items():
+                master += 1e-6 * torch.randn(master.shape).sign()
+                parameters[name].copy_(master)
+            dist.barrier()
+            start = time.perf_counter()
+            found = side(version)
+            seconds.append(slowest(time.perf_counter() - start))
+        figures[f"{'delta' if delta else 'full'}_gloo_s"] = min(seconds)
+        if delta:
+            figures["delta_share_of_bytes"] = found["refit/share_of_full"]
+        side.close()
+    return figures | {"full_over_delta": figures["full_gloo_s"] / figures["delta_gloo_s"]}
+
+
+def memcpy() -> float:
+    """GB/s of this process's copies, while the others copy too."""
+    source, target = torch.ones(BUCKET, dtype=torch.uint8), torch.ones(BUCKET, dtype=torch.uint8)
+    seconds = best(lambda: target.copy_(source), 5)
+    return BUCKET / seconds / 1e9
+
+
+def best(run: Callable[[], Any], rounds: int) -> float:
+    """Seconds of the fastest round, each as long as its slowest rank; after one to warm up."""
+    seconds = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        seconds.append(slowest(time.perf_counter() - start))
+    return min(seconds[1:])
+
+
+def slowest(seconds: float) -> float:
+    figure = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(figure, op=dist.ReduceOp.MAX)
+    return float(figure)
+
+
+if __name__ == "__main__":
+    main()
