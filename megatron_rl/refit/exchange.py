@@ -52,6 +52,7 @@ class Outcome:
     received: int = 0
     local: int = 0
     checked: int = 0  # slices
+    delta_seconds: float = 0.0  # of finding changes and putting them in
     seconds: float = 0.0
     lost_destinations: dict[int, str] = field(default_factory=dict)
     lost_sources: dict[int, str] = field(default_factory=dict)
@@ -159,10 +160,12 @@ class Exchange:
             transport, peer = self._route(bucket.source, bucket.destination)
             whole = transport.buffer(head + size + CHECK * len(checked), self._end.device, deadline)
             values = self._pack(message, whole[head : head + size])
+            begun = time.perf_counter()
             end = self._encode(message.number, values, base, whole) if head else size
-            self._put_checksums(checked, whole[end : end + CHECK * len(checked)])
             if self._keeps:
                 self._last[message.number] = (order.version, values.clone())
+                out.delta_seconds += time.perf_counter() - begun
+            self._put_checksums(checked, whole[end : end + CHECK * len(checked)])
             handle = transport.send(peer, label, whole[: end + CHECK * len(checked)], told=base is None)
         except TransportError as error:
             out.lost_destinations[bucket.destination] = str(error)
@@ -210,9 +213,11 @@ class Exchange:
         if told:
             values = body.view(self._dtype)
         else:
+            begun = time.perf_counter()
             present = torch.empty(message.bucket.elements, dtype=self._dtype, device=self._end.device)
             _gather(self._end.targets, [(m.destination_name, m.destination) for m in message.moves], present)
             values = delta.decode(body, present.view(_INTEGERS[self._dtype.itemsize])).view(self._dtype)
+            out.delta_seconds += time.perf_counter() - begun
         place = 0
         for move in message.moves:
             count = move.destination.rows * move.destination.columns

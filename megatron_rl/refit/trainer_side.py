@@ -75,6 +75,7 @@ class TrainerSide:
         self._version: int | None = None  # of the endpoint
         self._probes: list[tuple[int, float]] = []
         self._copy_rate = _copy_rate(self._device)
+        self._delta_pays = settings.delta
 
     def __call__(self, version: int) -> dict[str, float]:
         """Moves the weights and returns figures of it (refit/seconds, refit/gigabytes, ...), the same on every rank.
@@ -138,7 +139,7 @@ class TrainerSide:
         if fresh:
             self._forget()
             self._epoch += 1
-        base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._settings.delta else {}
+        base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
         order = Order(version=version, verify=self._settings.verify, base={} if fresh else base)
         if self._rank == 0 and self._endpoint is None:
             go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
@@ -240,8 +241,22 @@ class TrainerSide:
             "checked_slices": float(sum(o.checked for o in outcomes)),
             "failed_engines": float(len(report.failed)),
         }
-        figures |= {"share_of_full": sent / full} if self._settings.delta and full else {}
+        if self._settings.delta and full:
+            figures["share_of_full"] = sent / full
+            self._weigh_delta(report)
         return {f"refit/{name}": value for name, value in figures.items()}
+
+    def _weigh_delta(self, report: _Report) -> None:
+        """Goes back to whole messages when finding the changes took longer than sending all would: on a fast link it does."""
+        for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
+            saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
+            if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
+                self._delta_pays = False
+                if self._rank == 0:
+                    _log.warning(
+                        "refit.delta is off from here on: finding changes took %.2f s a refit, which saved %.2f s of sending",
+                        outcome.delta_seconds, saved,
+                    )  # fmt: skip
 
     def _open_board(self, host: str) -> tuple[Board, tuple[str, int]]:
         """One on the first rank's host, that everybody joins."""
