@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -61,6 +63,7 @@ def write_report(run_dir: Path) -> Path:
         ("Training curves", _grid(figures.line_svg(chart) for chart in figures.charts(rows))),
         ("Verdicts against the truth", _confusions(rows)),
         ("Where the time went", _time(rows)),
+        ("Refits", _refits(directory.refits)),
         ("First turns and last turns", _grid(_histograms(rollouts))),
         ("Sample rollouts", _samples(rollouts)),
         ("Summary", _key_values(_flatten(summary))),
@@ -218,6 +221,23 @@ def _time(rows: Sequence[Row]) -> str:
         for phase, value in sorted(by_phase.items(), key=lambda item: -item[1])
     )
     return _grid([*figures.time_svgs(rows, seconds), _table(("role", "phase", "seconds", "share"), lines)])
+
+
+def _refits(path: Path) -> str:
+    """A row per role: how many, and the median of their figures. A last line that was cut short is not read."""
+    by_role: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        if line.endswith("}"):
+            figures = json.loads(line)
+            by_role.setdefault(figures["role"], []).append(figures)
+    names = ("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes", "checked_slices", "failed_engines")
+    lines = "".join(
+        f'<tr><th scope="row">{escape(role)}</th><td>{len(found)}</td>'
+        + "".join(f"<td>{median(f[f'refit/{name}'] for f in found):,.4g}</td>" for name in names)
+        + "</tr>"
+        for role, found in by_role.items()
+    )
+    return _table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
 
 
 def _histograms(rollouts: Mapping[str, _Rollouts]) -> Iterable[str]:

@@ -1,7 +1,9 @@
 """The report draws what a run has, whole or in part, and nothing that a model wrote becomes markup."""
 
+import json
 import math
 import random
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -208,3 +210,12 @@ def test_smoothing_shifts_nothing():
     spike = figures.smooth([0.0] * 30 + [1.0] + [0.0] * 29)
     assert max(spike) == spike[30] < 0.2
     assert figures.smooth([]) == []
+
+
+def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path):
+    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
+    names = ("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes", "checked_slices", "failed_engines")
+    lines = [{"role": "generator", "version": v, **{f"refit/{name}": float(v) for name in names}} for v in (1, 2, 3)]
+    run.refits.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "gen')
+    text = " ".join(Page(write_report(run.path).read_text()).text)
+    assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text)
