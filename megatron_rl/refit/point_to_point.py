@@ -40,6 +40,8 @@ class PointToPoint:
         for i, kept in enumerate(self._pool):
             if len(kept) >= size and kept.device == place:
                 return self._pool.pop(i)[:size]
+        if self._pool:
+            self._pool.pop(0)  # too small: buffers grow to the largest message, and do not become more
         return torch.empty(size, dtype=torch.uint8, device=place)
 
     def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Moving:
