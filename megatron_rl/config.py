@@ -41,13 +41,15 @@ class Layout:
     tp: int = 1  # tensor parallel ranks
     pp: int = 1  # pipeline stages
     vpp: int | None = None  # virtual stages per rank (interleaved schedule)
+    ep: int = 1  # expert parallel ranks: each holds its share of a layer's experts; taken from the tp x dp ranks of a stage
+    etp: int | None = None  # tensor parallel ranks of each expert; null: as many as tp, so that tp alone shards the whole model
     sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp > 1
     overlap_p2p: bool = False  # overlap pipeline sends with compute; vpp needs it
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"layout.{name} = {getattr(self, name)}: give a number of ranks, at least 1")
+        for name, number in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep), ("etp", self.expert_tp)):
+            if number < 1:
+                raise ConfigError(f"layout.{name} = {number}: give a number of ranks, at least 1")
         if self.sequence_parallel and self.tp == 1:
             raise ConfigError("layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false")
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
@@ -61,6 +63,16 @@ class Layout:
     @property
     def model_ranks(self) -> int:
         return self.tp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts once, all stages together."""
+        return self.expert_tp * self.ep * self.pp
 
 
 @config

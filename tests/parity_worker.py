@@ -15,7 +15,7 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optim, parallel, step
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Batch, Stop, Trajectory, pack
-from megatron_rl.weights import copies, rectangles
+from megatron_rl.weights import copies, hf, rectangles
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -49,7 +49,9 @@ def make_batch(vocab: int) -> Batch:
 
 def reference(path: str, batch: Batch):
     """Hugging Face, one sequence at a time: logprobs [N], loss, gradients, weights after one AdamW step."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").train()
+    arch = hf.read_architecture(path)
+    eager = {"experts_implementation": "eager"} if arch.experts else {}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **eager).train()
     cu, total, logprobs, ent = batch.cu_seqlens.tolist(), 0.0, torch.zeros(len(batch.tokens)), 0.0
     for a, b in zip(cu, cu[1:], strict=False):
         logp = model(input_ids=batch.tokens[None, a:b]).logits[0].float().log_softmax(-1)
@@ -70,14 +72,15 @@ def reference(path: str, batch: Batch):
     clip = min(1.0, 1.0 / (float(norm) + 1e-6))
     grads = {n: p.grad.clone() / clip for n, p in named.items()}
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-4).step()
-    return logprobs, float(loss), ent / float(batch.mask.sum()), grads, {n: p.detach() for n, p in named.items()}, float(norm)
+    grads, after = copies.by_expert(grads, arch), copies.by_expert({n: p.detach() for n, p in named.items()}, arch)
+    return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm)
 
 
 def whole_gradients(policy: MegatronPolicy) -> None:
     """ZeRO-1 leaves each data-parallel rank one shard of the summed gradient: put the shards together for the comparison."""
-    dp = policy.groups.dp
     for chunk in policy.chunks:
-        for buffer in chunk.buffers:
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            dp = buffer.data_parallel_group
             shards = list(buffer.grad_data.chunk(dp.size()))
             parts = [torch.empty_like(s) for s in shards]
             dist.all_gather(parts, shards[dp.rank()].clone(), group=dp)
@@ -109,7 +112,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
         whole_gradients(policy)
     worst = 0.0
     for name, p in models.named_parameters(policy.chunks):
-        _, rects = rectangles.megatron(arch, name, rectangles.Shard(layout.tp, groups.tp_rank))
+        _, rects = rectangles.megatron(arch, name, groups.shard)
         want = torch.zeros_like(p)
         copies.fill(want, rects, lambda rect: copies.from_tensor(grads[rect.tensor], rect))
         error = (p.main_grad.view_as(p) - want).abs().max().item()
@@ -134,6 +137,10 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     reference_logprobs = policy.logprobs(batch, reference=True)
     errors["reference"] = (reference_logprobs - ref_logprobs).abs().max().item()
     again = dict(policy.weights())
+    small = [*policy.weights(bucket_mib=0.01)]
+    errors["buckets"] = float([n for n, _ in small] != [*now] or any(not torch.equal(now[n], t) for n, t in small))
+    half = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16))
+    errors["cast"] = float(any(not torch.equal(now[n].bfloat16(), t) for n, t in half.items()))
     errors["swap"] = float(any(not torch.equal(again[n], now[n]) for n in now))
     errors["micro_batches"] = metrics["micro_batches"]
     return errors

@@ -13,6 +13,7 @@ from tiny_models import make_model
 WORKER = Path(__file__).parent / "parity_worker.py"
 TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
+EP, ETP = {"ep": 2}, {"etp": 2}
 VPP = {"pp": 2, "vpp": 2, "overlap_p2p": True}
 
 CASES: dict[int, list[dict]] = {
@@ -23,6 +24,12 @@ CASES: dict[int, list[dict]] = {
         {"name": "tp1-tied-recompute", "model": "qwen2_tied", "layout": {}, "packed": True, "recompute": "full"},
         {"name": "qwen3-packed", "model": "qwen3", "layout": {}, "packed": True},
         {"name": "llama3-packed", "model": "llama", "layout": {}, "packed": True},
+        {"name": "mistral-packed", "model": "mistral", "layout": {}, "packed": True},
+        {"name": "mixtral-packed", "model": "mixtral", "layout": {}, "packed": True},
+        {"name": "qwen3_moe-packed", "model": "qwen3_moe", "layout": {}, "packed": True},
+        {"name": "qwen3_moe-renormalised-padded", "model": "qwen3_moe_renormalised", "layout": {}, "packed": False},
+        {"name": "qwen2_moe-packed", "model": "qwen2_moe", "layout": {}, "packed": True},
+        {"name": "qwen2_moe-recompute-padded", "model": "qwen2_moe", "layout": {}, "packed": False, "recompute": "full"},
     ],
     2: [
         {"name": "tp2-packed", "layout": TP, "packed": True},
@@ -37,12 +44,26 @@ CASES: dict[int, list[dict]] = {
         {"name": "dp2-padded", "layout": {}, "packed": False},
         {"name": "qwen3-tp2-packed", "model": "qwen3", "layout": TP, "packed": True},
         {"name": "qwen3-tp2sp-packed", "model": "qwen3", "layout": SP, "packed": True},
+        {"name": "mistral-tp2sp-packed", "model": "mistral", "layout": SP, "packed": True},
+        {"name": "mixtral-ep2-packed", "model": "mixtral", "layout": EP, "packed": True},
+        {"name": "mixtral-etp2-padded", "model": "mixtral", "layout": ETP, "packed": False},
+        {"name": "mixtral-dp2-packed", "model": "mixtral", "layout": {}, "packed": True},
+        {"name": "qwen3_moe-ep2-padded", "model": "qwen3_moe", "layout": EP, "packed": False},
+        {"name": "qwen3_moe-tp2sp-packed", "model": "qwen3_moe", "layout": SP, "packed": True},
+        {"name": "qwen3_moe-tp2sp-etp1-packed", "model": "qwen3_moe_renormalised", "layout": SP | {"etp": 1}, "packed": True},
+        {"name": "qwen2_moe-tp2sp-ep2-packed", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}, "packed": True},
+        {"name": "qwen2_moe-tp2sp-padded", "model": "qwen2_moe", "layout": SP, "packed": False},
+        {"name": "qwen2_moe-pp2-packed", "model": "qwen2_moe", "layout": PP, "packed": True},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
         {"name": "tp2pp2sp-padded", "layout": SP | PP, "packed": False},
         {"name": "tp2dp2-packed", "layout": TP, "packed": True},
         {"name": "pp2dp2-packed", "layout": PP, "packed": True},
+        {"name": "mixtral-tp2sp-ep2-packed", "model": "mixtral", "layout": SP | EP, "packed": True},
+        {"name": "qwen2_moe-tp2sp-dp2-ep2-etp1-padded", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}, "packed": False},
+        {"name": "qwen3_moe-pp2-ep2-packed", "model": "qwen3_moe", "layout": PP | EP, "packed": True},
+        {"name": "qwen3_moe-ep2-dp4-packed", "model": "qwen3_moe", "layout": EP, "packed": True},
     ],
 }
 GRADIENTS = 1e-6  # largest error over largest gradient
@@ -56,6 +77,8 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "weights": 2e-6,
     "names": 0.0,
     "swap": 0.0,
+    "buckets": 0.0,
+    "cast": 0.0,
 }
 
 
@@ -66,7 +89,9 @@ def results(tmp_path_factory):
     make_model(directory / "qwen2", "qwen2", **sizes)
     make_model(directory / "qwen2_tied", "qwen2", tie_word_embeddings=True, **sizes)
     make_model(directory / "qwen3", "qwen3", **sizes)
-    make_model(directory / "llama", "llama", **sizes)
+    for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe"):
+        make_model(directory / family, family, **sizes)
+    make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, **sizes)
 
     @cache
     def of(world: int) -> list[dict]:

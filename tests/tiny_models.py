@@ -3,12 +3,39 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
+OWN_SIZES = {  # of a family, over SIZES
+    "qwen3": {"head_dim": 16},
+    "mistral": {"head_dim": 8, "num_hidden_layers": 2},
+    "mixtral": EXPERTS | {"num_local_experts": 4, "intermediate_size": 32},
+    "qwen2_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
 }
 SIZES = {
     "vocab_size": 96,
@@ -41,7 +68,7 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
     Norm weights and biases are random too, so that a model that leaves one out is found out; `overrides` are config fields.
     """
     config_class, model_class = FAMILIES[family]
-    sizes = {**SIZES, **({"head_dim": 16} if family == "qwen3" else {}), **overrides}
+    sizes = {**SIZES, **OWN_SIZES.get(family, {}), **overrides}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config_class(**sizes))
@@ -52,7 +79,7 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
                 elif name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 else:
-                    parameter.normal_(std=0.7 * parameter.shape[1] ** -0.5)
+                    parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)

@@ -40,6 +40,10 @@ class EmbeddedEngine:
         self.version = -1
         self._directory = hf.local_directory(model_dir)
         self.arch = hf.read_architecture(self._directory)
+        if self.arch.experts:
+            raise ValueError(
+                f"{model_dir}: the embedded engine runs dense models only, this {self.arch.family} has {self.arch.experts} experts"
+            )
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = hf.eos_tokens(self._directory, self.arch)

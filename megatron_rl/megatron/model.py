@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.config import Model
+from megatron_rl.config import ConfigError, Model
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_logprobs
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
 from megatron_rl.weights.rectangles import padded_vocab
+from megatron_rl.weights.sizes import FAMILIES
 
 platform.install()
 
@@ -108,6 +110,8 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups) -> Tran
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=layout.pp > 1,
         moe_token_dispatcher_type="alltoall",  # core refuses variable lengths with the default, also for dense models
@@ -122,7 +126,37 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups) -> Tran
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
         deallocate_pipeline_outputs=True,
+        **_experts(arch),
         **recompute,
+    )
+
+
+def _experts(arch: Architecture) -> dict[str, Any]:
+    """Settings of the experts and their router: no token is dropped and no loss but the caller's trains the router.
+
+    Choosing the k largest before or after the softmax is the same choice. Softmax over the chosen ones is softmax over all, divided by
+    the chosen ones' sum: what families that renormalise do.
+    """
+    if not arch.experts:
+        return {}
+    renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
+    chosen = arch.config.num_experts_per_tok
+    if renormalised and chosen == 1:
+        raise ConfigError(
+            f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability is always 1 and it "
+            "gets no gradient; Megatron-core refuses it"
+        )
+    shared = dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True) if arch.shared_ffn else {}
+    return dict(
+        num_moe_experts=arch.experts,
+        moe_ffn_hidden_size=arch.expert_ffn,
+        moe_router_topk=chosen,
+        moe_router_pre_softmax=not renormalised,
+        moe_router_dtype="fp32",  # of its logits and probabilities, also in a bfloat16 model
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=uses_transformer_engine(),
+        **shared,
     )
 
 
@@ -150,13 +184,19 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name with the global layer number, parameter) over this rank's chunks, wrapped or not."""
+    """(name with global layer and expert numbers, parameter) over this rank's chunks, wrapped or not."""
     for chunk in chunks:
         core: Any = unwrap(chunk)
-        numbers = {f"decoder.layers.{i}.": f"decoder.layers.{layer.layer_number - 1}." for i, layer in enumerate(core.decoder.layers)}
+        layers = {f"decoder.layers.{i}.": layer for i, layer in enumerate(core.decoder.layers)}
         for name, parameter in core.named_parameters():
             prefix = ".".join(name.split(".")[:3]) + "."
-            yield (numbers[prefix] + name[len(prefix) :] if prefix in numbers else name), parameter
+            if prefix not in layers:
+                yield name, parameter
+                continue
+            layer, rest = layers[prefix], name[len(prefix) :]
+            if rectangles.is_expert(name):
+                rest = rectangles.renumber_expert(rest, by=layer.mlp.local_expert_indices[0])
+            yield f"decoder.layers.{layer.layer_number - 1}.{rest}", parameter
 
 
 def unwrap(chunk: Any) -> PolicyModel:
@@ -186,16 +226,23 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
     if uses_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=arch.qk_norm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.qk_norm
+        )
+    layer = get_gpt_layer_local_spec(num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    mlp = layer.submodules.mlp
-    parts = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules  # partial: core 0.19
-    parts.activation_func = SwiGLU
+    mlp = _submodules(layer.submodules.mlp)
+    for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
+        part.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPAttention
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, **virtual)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def _submodules(spec: Any) -> Any:
+    """The parts of a module spec, which core 0.19 writes as a partial."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

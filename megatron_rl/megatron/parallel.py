@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Layout
 from megatron_rl.megatron import platform
+from megatron_rl.weights.rectangles import Shard
 
 platform.install()
 
@@ -27,6 +28,7 @@ class Groups:
     tp: Any  # ProcessGroup of the tensor-parallel ranks
     pp: Any  # of the pipeline stages
     dp: Any  # of the data-parallel replicas
+    experts: Any  # of the ranks that hold one stage's experts once: expert-tensor ranks fastest, then expert-parallel
     control: Any  # gloo group of all ranks, for small objects
     _globals: dict[str, Any]
 
@@ -45,6 +47,12 @@ class Groups:
     @property
     def dp_size(self) -> int:
         return self.dp.size()
+
+    @property
+    def shard(self) -> Shard:
+        """Which part of every parameter this rank holds."""
+        etp = self.layout.expert_tp
+        return Shard(self.layout.tp, self.tp_rank, etp, self.experts.rank() % etp)
 
     @property
     def is_last_stage(self) -> bool:
@@ -67,11 +75,16 @@ class Groups:
 
 
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Collective over all ranks: makes the groups of `layout`. Raises ValueError when tp * pp does not divide the ranks."""
+    """Collective over all ranks: makes the groups of `layout`. ValueError when tp * pp or etp * ep * pp does not divide the ranks."""
     world = dist.get_world_size()
     if world % layout.model_ranks:
         raise ValueError(
             f"tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {world} ranks: start a multiple, or change the layout"
+        )
+    if world % layout.expert_ranks:
+        raise ValueError(
+            f"etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide {world} ranks: lower "
+            "layout.ep or layout.etp (null is tp), or start a multiple"
         )
     before = _snapshot()
     parallel_state.destroy_model_parallel()  # forgets names only: groups made for other layouts live on as values
@@ -79,6 +92,8 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=True,
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
@@ -88,6 +103,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
+        experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
         _globals=_snapshot(),
     )

@@ -111,9 +111,13 @@ def is_active() -> bool:
 
 
 def install() -> None:
-    """Patches torch and Megatron-core once per process; does nothing when CUDA exists. Call before importing megatron.core."""
+    """Patches torch and Megatron-core once per process; with CUDA it only defines a name that core forgets. Call before importing
+    megatron.core."""
     _quiet()
-    if not is_active() or getattr(torch.cuda, "megatron_rl_cpu", False):
+    if not is_active():
+        _define_missing_name()
+        return
+    if getattr(torch.cuda, "megatron_rl_cpu", False):
         return
     torch.cuda.megatron_rl_cpu = True  # type: ignore[attr-defined]
     _stub_triton_kernels()
@@ -121,6 +125,7 @@ def install() -> None:
     _patch_factories()
     _patch_tensor()
     _patch_megatron()
+    _define_missing_name()
 
 
 def _quiet() -> None:
@@ -213,10 +218,26 @@ def _patch_megatron() -> None:
         import megatron.core.optimizer as core_optimizer
         from megatron.core.optimizer import distrib_optimizer
         from megatron.core.tensor_parallel import random as core_random
+        from megatron.core.transformer.moe import token_dispatcher
 
+    # Splits of the dispatcher's all-to-all become numpy arrays only where they lie on a CUDA device.
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     vars(distrib_optimizer).update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+def _define_missing_name() -> None:
+    """The router of 0.16.1 asks whether `te_general_gemm is not None`, a name that it only has with Transformer Engine."""
+    with _silent_imports():
+        from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Core's maybe_move_tensor_to_cpu for tensors that are there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextlib.contextmanager

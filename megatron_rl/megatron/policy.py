@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching import micro_batches
 from megatron_rl.config import ConfigError, Role
+from megatron_rl.megatron import export, offload, optim, platform, step
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import offload, optim, platform, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.types import Batch, BatchLoss
@@ -39,7 +39,7 @@ class MegatronPolicy:
     def __init__(self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
-        self._check_heads()
+        self._check_layout()
         self._rotary = RotaryTable(self.arch)
         with groups.active():
             self.config = models.transformer_config(self.arch, role.model, groups)
@@ -103,16 +103,11 @@ class MegatronPolicy:
             results = step.run(self.chunks, self._micro_batches(batch), loss=loss, scale=1.0, forward_only=True)
         return self._sum_over_ranks(results)["loss"] / loss.denominator(batch)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor on CPU), the same on every rank. Collective: consume it to the end."""
-        stages = self.groups.pp.size()
-        own = [(name, p) for name, p in models.named_parameters(self.chunks) if not (name == "output_layer.weight" and self.arch.tied)]
-        for stage in range(stages):
-            names = self._names_of_stage(stage, [name for name, _ in own])
-            mine = iter([p for _, p in own])
-            for name in names:
-                local = next(mine).detach() if stage == self.groups.pp_rank else None
-                yield from self._gather(name, local, stage)
+    def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given. Collective:
+        consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib` MiB."""
+        named = [*models.named_parameters(self.chunks)]
+        return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype)
 
     @property
     def trainer_layout(self) -> TrainerLayout:
@@ -154,21 +149,35 @@ class MegatronPolicy:
             offload.wake(self.chunks, self.optimizer)
             self._asleep = False
 
-    def _check_heads(self) -> None:
-        layout = self.role.layout
+    def _check_layout(self) -> None:
+        layout, arch = self.role.layout, self.arch
         for what, number, by in (
-            ("num_attention_heads", self.arch.heads, layout.tp),
-            ("num_key_value_heads", self.arch.kv_heads, layout.tp),
-            ("num_hidden_layers", self.arch.num_layers, layout.pp * (layout.vpp or 1)),
+            ("num_attention_heads", arch.heads, layout.tp),
+            ("num_key_value_heads", arch.kv_heads, layout.tp),
+            ("num_hidden_layers", arch.num_layers, layout.pp * (layout.vpp or 1)),
+            ("number of experts", arch.experts, layout.ep),
+            ("width of an expert", arch.expert_ffn, layout.expert_tp),
+            ("width of the shared expert", arch.shared_ffn, layout.tp),
         ):
             if number % by:
-                raise ConfigError(f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp or vpp")
+                raise ConfigError(
+                    f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp, vpp, ep or etp"
+                )
+        if not arch.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
+            raise ConfigError(
+                f"{self.role.model.path} has no experts: set layout.ep to 1 and layout.etp to null, not {layout.ep}, {layout.etp}"
+            )
+        if arch.experts and layout.tp > 1 and not layout.sequence_parallel:
+            raise ConfigError(
+                f"{self.role.model.path} has experts, and layout.tp = {layout.tp} without sequence parallelism would route every token "
+                f"{layout.tp} times: set layout.sequence_parallel=true"
+            )
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
-            made = AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict()
+            made = copies.by_expert(AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch)
 
             def read(rect: rectangles.Rect) -> Tensor:
                 return copies.from_tensor(made[rect.tensor], rect)
@@ -176,10 +185,7 @@ class MegatronPolicy:
             rectangles.check_complete(hf.tensor_files(self.role.model.path), self.arch)
             read = hf.Tensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
-            copies.fill(parameter, self._rectangles(name, self.groups.tp_rank), read)
-
-    def _rectangles(self, name: str, tp_rank: int) -> list[rectangles.Rect]:
-        return rectangles.megatron(self.arch, name, rectangles.Shard(self.role.layout.tp, tp_rank))[1]
+            copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
 
     def _micro_batches(self, batch: Batch) -> list[step.MicroBatch]:
         lengths = batch.lengths.tolist()
@@ -233,34 +239,6 @@ class MegatronPolicy:
             yield
         finally:
             _copy_into(parameters, live)
-
-    def _names_of_stage(self, stage: int, own: list[str]) -> list[str]:
-        box = [own if stage == self.groups.pp_rank else None]
-        if self.groups.pp.size() > 1:
-            dist.broadcast_object_list(box, src=dist.get_global_rank(self.groups.pp, stage), group=self.groups.pp)
-        return box[0] or []
-
-    def _gather(self, name: str, local: Tensor | None, stage: int) -> list[tuple[str, Tensor]]:
-        """All tensor shards of one parameter of `stage`, joined, on every rank."""
-        full: list[tuple[str, Tensor]] = []
-        if local is not None:
-            shards = [local]
-            if self.groups.tp.size() > 1 and rectangles.is_sharded(name):
-                shards = [torch.empty_like(local) for _ in range(self.groups.tp.size())]
-                dist.all_gather(shards, local.contiguous(), group=self.groups.tp)
-            full = [*copies.assemble((part, self._rectangles(name, rank)) for rank, part in enumerate(shards)).items()]
-        if self.groups.pp.size() == 1:
-            return [(n, t.cpu()) for n, t in full]
-        source = dist.get_global_rank(self.groups.pp, stage)
-        box: list[Any] = [[(n, tuple(t.shape), t.dtype) for n, t in full]]
-        dist.broadcast_object_list(box, src=source, group=self.groups.pp)
-        device = self.chunks and next(models.unwrap(self.chunks[0]).parameters()).device
-        out = []
-        for i, (n, shape, dtype) in enumerate(box[0]):
-            tensor = full[i][1] if local is not None else torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(tensor, src=source, group=self.groups.pp)
-            out.append((n, tensor.cpu()))
-        return out
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
         metadata = optim.checkpoint_metadata()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.weights.rectangles import Rect, padding
+from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 Read = Callable[[Rect], Tensor]  # the rectangle of its Hugging Face tensor, [rows, columns] or, of a 1-D tensor, [rows]
 
@@ -49,6 +50,26 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
         if rect.tensor not in out:
             out[rect.tensor] = part.new_empty(sizes[rect.tensor] if part.dim() > 1 else sizes[rect.tensor][:1])
         from_tensor(out[rect.tensor], rect).copy_(local(part, rect))
+    return out
+
+
+def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+    """A transformers model's tensors in memory -> views of them under the names of its files.
+
+    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every family; files hold one
+    tensor per expert. Tensors that already have their file's name, as in transformers 4, pass through.
+    """
+    family, out = FAMILIES[sizes.family], {}
+    for name, tensor in tensors.items():
+        prefix, found, part = name.rpartition(".mlp.experts.")
+        if family.experts is None or not (found and part in ("gate_up_proj", "down_proj")):
+            router = family.experts is not None and name.endswith(".mlp.gate.weight")
+            out[name.replace(".mlp.gate.", f".{family.experts}.gate.") if router else name] = tensor
+            continue
+        gate, up, down = family.parts
+        for number, expert in enumerate(tensor):
+            parts = {down: expert} if part == "down_proj" else dict(zip((gate, up), expert.chunk(2), strict=True))
+            out |= {f"{prefix}.{family.experts}.experts.{number}.{p}.weight": t for p, t in parts.items()}
     return out
 
 

@@ -20,7 +20,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.weights.rectangles import Rect
 from megatron_rl.weights.sizes import Sizes
 
-DENSE = ("qwen2", "qwen3", "llama")  # the families that the actor and the embedded engine run
+ACTOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")  # proved by tests/test_parity.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ def local_directory(path: str | Path) -> Path:
 def read_architecture(directory: str | Path) -> Architecture:
     """Reads config.json. Raises ConfigError for a model that the actor cannot run, with the value it stumbles over."""
     config = AutoConfig.from_pretrained(local_directory(directory))
-    if config.model_type not in DENSE:
-        raise ConfigError(f"{directory}: model_type {config.model_type!r} is not supported; the dense families {', '.join(DENSE)} are")
+    if config.model_type not in ACTOR_FAMILIES:
+        raise ConfigError(f"{directory}: model_type {config.model_type!r} is not supported; {', '.join(ACTOR_FAMILIES)} are")
     sizes = Sizes.read(config.to_dict(), str(directory))
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
     return Architecture(**vars(sizes), norm_eps=config.rms_norm_eps, rope_theta=float(theta), config=config)

@@ -55,6 +55,7 @@ _HEAD_NORMS = {
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:linear_(fc[12])\.weight(\d+)|local_experts\.(\d+)\.linear_(fc[12])\.weight)")
+_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.weight|local_experts\.))(\d+)")
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
@@ -99,6 +100,24 @@ def _mlp_shapes(prefix: str, parts: Sequence[str], ffn: int, hidden: int) -> dic
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of this Megatron parameter (otherwise each holds the whole)."""
     return not ("layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight")))
+
+
+def is_expert(name: str) -> bool:
+    """Whether this Megatron parameter belongs to one expert of a router, so that expert-parallel ranks hold different ones."""
+    return ".mlp.experts." in name
+
+
+def expert_number(name: str) -> int:
+    """The number of the expert that this Megatron parameter belongs to. `is_expert` says whether it has one."""
+    found = _EXPERT_NUMBER.search(name)
+    if found is None:
+        raise KeyError(f"the Megatron parameter {name!r} names no expert")
+    return int(found[2])
+
+
+def renumber_expert(name: str, *, by: int) -> str:
+    """The name of an expert's parameter, its expert number raised by `by`: a rank's own number -> the global one."""
+    return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:

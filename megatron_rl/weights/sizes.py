@@ -19,16 +19,20 @@ class Family:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
     expert_ffn: str = "moe_intermediate_size"  # key of config.json
     shared: str | None = None  # module of an expert that sees every token
+    renormalised: bool = False  # the chosen experts' probabilities always sum to 1; otherwise norm_topk_prob says so
+    always_slides: bool = False  # sliding_window takes effect without use_sliding_window
 
 
 FAMILIES = {
     "llama": Family(),
-    "mistral": Family(),
+    "mistral": Family(always_slides=True),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts="mlp"),
     "qwen2_moe": Family(qkv_bias=True, experts="mlp", shared="mlp.shared_expert"),
-    "mixtral": Family(experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_ffn="intermediate_size"),
+    "mixtral": Family(
+        experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_ffn="intermediate_size", renormalised=True, always_slides=True
+    ),
 }
 
 
@@ -91,10 +95,14 @@ class Sizes:
 def _refuse(config: Mapping[str, Any], where: str, family: Family) -> None:
     """What would silently be another model."""
     wanted: dict[str, Any] = {"mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-    if not family.qkv_bias:
-        wanted["attention_bias"] = False
+    wanted |= {"qkv_bias": True} if family.qkv_bias else {"attention_bias": False}
     if family.experts is not None:
         wanted |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
     for key, value in wanted.items():
         if config.get(key, value) not in (value, None):
             raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
+    window = config.get("sliding_window")
+    if family.always_slides and window is not None and window < int(config.get("max_position_embeddings", window)):
+        raise ConfigError(
+            f"{where}: sliding_window = {window} is not supported, attention here is full: set it to null if no sequence is longer"
+        )

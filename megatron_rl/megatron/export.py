@@ -1,0 +1,136 @@
+"""The actor's weights as a stream of whole Hugging Face tensors, gathered in flat buckets of several parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.megatron.parallel import Groups
+from megatron_rl.weights import copies, rectangles
+from megatron_rl.weights.rectangles import Rect, Shard
+from megatron_rl.weights.sizes import Sizes
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One parameter of a stage: `shards[i]` is what rank i of the ranks that share it out holds, by its rectangles."""
+
+    kind: int  # index into _Stage.groups
+    shape: tuple[int, ...]  # of one shard
+    shards: list[list[Rect]]
+
+    @property
+    def elements(self) -> int:
+        """Of one shard."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """How the ranks of this rank's pipeline stage share its parameters out, and who the other stages are."""
+
+    groups: tuple[Any, ...]  # by kind of parameter: None (every rank holds the whole), tensor ranks, experts' ranks
+    pp: Any
+    source: int  # world rank that sends to this rank what the stage holds
+    sends: bool  # whether this rank belongs to the stage
+
+
+def weights(
+    sizes: Sizes, named: Sequence[tuple[str, Tensor]], groups: Groups, *, bucket_mib: float, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's parameters under names with global numbers -> stream of (Hugging Face name, full tensor on CPU).
+
+    Collective, the same on every rank: consume it to the end. Layers come in order, stage by stage; within a layer expert-parallel
+    ranks take turns with their experts. A collective carries up to `bucket_mib` MiB of whole tensors (one parameter of a kind that is
+    larger goes alone), and no more than one bucket is held. Tensors are cast to `dtype`, when it is given, before they travel.
+    """
+    own = [(name, p.detach()) for name, p in named if not (name == "output_layer.weight" and sizes.tied)]
+    for number in range(groups.pp.size()):
+        sends = groups.pp_rank == number
+        box: list[Any] = [[(name, p.dtype if dtype is None else dtype) for name, p in own] if sends else None]
+        source = dist.get_global_rank(groups.pp, number)
+        if groups.pp.size() > 1:
+            dist.broadcast_object_list(box, src=source, group=groups.pp)
+        stage = _Stage((None, groups.tp, groups.experts), groups.pp, source, sends)
+        local = iter([p for _, p in own]) if sends else iter(())
+        device = own[0][1].device
+        for pieces, wire in _buckets(sizes, box[0], groups, int(bucket_mib * MIB)):
+            tensors = [next(local) for _ in pieces] if sends else []
+            yield from _exchange(stage, pieces, tensors, torch.empty(_total(pieces), dtype=wire, device=device))
+
+
+def _buckets(
+    sizes: Sizes, parameters: list[tuple[str, torch.dtype]], groups: Groups, limit: int
+) -> Iterator[tuple[list[_Piece], torch.dtype]]:
+    """Cuts a stage's parameters, in order, into stretches of one dtype and at most `limit` bytes of whole tensors."""
+    bucket: list[_Piece] = []
+    held, wire = 0, torch.float32
+    for name, dtype in parameters:
+        piece = _piece(sizes, name, groups)
+        size = _total([piece]) * dtype.itemsize
+        if bucket and (held + size > limit or dtype != wire):
+            yield bucket, wire
+            bucket, held = [], 0
+        bucket.append(piece)
+        held, wire = held + size, dtype
+    if bucket:
+        yield bucket, wire
+
+
+def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
+    """`name` as its first holder names it: of an expert, any rank's own, for which those at the same place on the others stand too."""
+    layout = groups.layout
+    if rectangles.is_expert(name):
+        kind, per_rank = 2, sizes.experts // layout.ep
+        first = rectangles.expert_number(name) % per_rank - rectangles.expert_number(name)
+        names = [rectangles.renumber_expert(name, by=first + per_rank * rank) for rank in range(layout.ep)]
+        shards = [(other, Shard(expert_tp=layout.expert_tp, expert_rank=i)) for other in names for i in range(layout.expert_tp)]
+    elif rectangles.is_sharded(name):
+        kind, shards = 1, [(name, Shard(layout.tp, rank)) for rank in range(layout.tp)]
+    else:
+        kind, shards = 0, [(name, rectangles.WHOLE)]
+    held = [rectangles.megatron(sizes, other, shard) for other, shard in shards]
+    rows, columns = held[0][0]
+    return _Piece(kind, (rows, columns) if columns > 1 else (rows,), [rects for _, rects in held])
+
+
+def _total(pieces: Sequence[_Piece]) -> int:
+    return sum(piece.elements * len(piece.shards) for piece in pieces)
+
+
+def _exchange(stage: _Stage, pieces: Sequence[_Piece], tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Fills `flat`, one stretch per kind and in it one after another the ranks' shards, on all ranks; then cuts the tensors out of it.
+
+    `tensors` are this rank's own shards, in the order of `pieces`; empty on other stages.
+    """
+    stretches, start = [], 0
+    for kind in range(len(stage.groups)):
+        size = _total([piece for piece in pieces if piece.kind == kind])
+        stretches.append(flat[start : start + size])
+        start += size
+    if stage.sends:
+        for kind, group in enumerate(stage.groups):
+            mine = [t.flatten().to(flat.dtype) for t, piece in zip(tensors, pieces, strict=True) if piece.kind == kind]
+            if not mine:
+                continue
+            if group is None or group.size() == 1:
+                torch.cat(mine, out=stretches[kind])
+            else:
+                dist.all_gather(list(stretches[kind].chunk(group.size())), torch.cat(mine), group=group)
+    if stage.pp.size() > 1:
+        dist.broadcast(flat, src=stage.source, group=stage.pp)
+    places = [0] * len(stage.groups)
+    for piece in pieces:
+        by_rank = stretches[piece.kind].view(len(piece.shards), -1)
+        here = slice(places[piece.kind], places[piece.kind] + piece.elements)
+        places[piece.kind] = here.stop
+        parts = [(row[here].view(piece.shape), rects) for row, rects in zip(by_rank, piece.shards, strict=True)]
+        yield from ((name, tensor.cpu()) for name, tensor in copies.assemble(parts).items())
