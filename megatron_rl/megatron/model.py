@@ -177,6 +177,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
             **virtual,
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
+        _mark_experts(chunk)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
@@ -204,6 +205,17 @@ def unwrap(chunk: Any) -> PolicyModel:
     while not isinstance(chunk, PolicyModel):
         chunk = chunk.module
     return chunk
+
+
+def _mark_experts(chunk: PolicyModel) -> None:
+    """Has core sum experts' gradients over the ranks that hold the same experts, and give them an optimizer of their own.
+
+    Core itself does so only for ep > 1. At ep = 1 with etp other than tp it would sum over the dense parameters' replicas, silently wrong;
+    and a checkpoint's optimizer state could not pass between ep = 1 and more.
+    """
+    for name, parameter in chunk.named_parameters():
+        if rectangles.is_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:

@@ -217,14 +217,46 @@ def _patch_megatron() -> None:
     with _silent_imports():
         import megatron.core.optimizer as core_optimizer
         from megatron.core.optimizer import distrib_optimizer
+        from megatron.core.tensor_parallel import mappings
         from megatron.core.tensor_parallel import random as core_random
         from megatron.core.transformer.moe import token_dispatcher
 
+    mappings._gather_along_first_dim = _uneven_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _uneven_reduce_scatter(mappings._reduce_scatter_along_first_dim)
     # Splits of the dispatcher's all-to-all become numpy arrays only where they lie on a CUDA device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     vars(distrib_optimizer).update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Core's gather of rows [n_rank, ...] -> [sum of n, ...]; gloo gathers only as many rows from every rank."""
+
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return even(input_, group, None, use_global_buffer)
+        most = max(output_split_sizes)
+        padded = input_.new_zeros(most, *input_.shape[1:])
+        padded[: len(input_)] = input_
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Core's sum over ranks of [sum of n, ...], of which each keeps its n_rank rows; gloo cuts only into equal parts."""
+
+    def reduce_scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return even(input_, group, None, use_global_buffer)
+        total = input_.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    return reduce_scatter
 
 
 def _define_missing_name() -> None:
