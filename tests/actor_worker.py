@@ -15,6 +15,7 @@ from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
+PLAIN = Layout()
 SCHEDULED = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
 
 
@@ -60,15 +61,25 @@ def interleaved(path: str) -> float:
     return max((vpp.logprobs(part) - plain.logprobs(part)).abs().max().item() for part in parts)
 
 
-def checkpoints(path: str, directory: Path) -> dict[str, Any]:
+DENSE = (
+    ("same", Layout(), Layout()),
+    ("dp_to_tp", Layout(), Layout(tp=2)),
+    ("dp_to_pp", Layout(), Layout(pp=2)),
+    ("tp_to_dp", Layout(tp=2), Layout()),
+)
+EXPERTS = (
+    ("same", Layout(ep=2), Layout(ep=2)),
+    ("ep_to_dp", Layout(ep=2), Layout()),
+    ("dp_to_ep", Layout(), Layout(ep=2)),
+    ("ep_to_tp", Layout(ep=2), Layout(tp=2, sequence_parallel=True)),
+    ("etp_to_pp", Layout(etp=2), Layout(pp=2)),
+)
+
+
+def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
     """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
     batch, loss, errors = make_batch(97), WeightedLogprobs(), {}
-    for name, first, second in (
-        ("same", Layout(), Layout()),
-        ("dp_to_tp", Layout(), Layout(tp=2)),
-        ("dp_to_pp", Layout(), Layout(pp=2)),
-        ("tp_to_dp", Layout(tp=2), Layout()),
-    ):
+    for name, first, second in layouts:
         policy = make(path, first)
         for _ in range(2):
             policy.update(batch, loss)
@@ -83,16 +94,32 @@ def checkpoints(path: str, directory: Path) -> dict[str, Any]:
         metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
         errors[f"{name}/after"] = distance(weights(policy), weights(other))
-    changed = make(path, Layout(), optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
+    changed = make(path, layouts[0][1], optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
     changed.load(directory / "same")
     changed.update(batch, loss)
     groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
 
 
-def sleep(path: str) -> dict[str, float]:
+def few_tokens(path: str) -> float:
+    """Expert-parallel ranks with one sequence between them, so that ranks and experts get nothing."""
+    layouts = (Layout(ep=2), Layout(etp=2), Layout(tp=2, sequence_parallel=True, ep=2, etp=1))
+    plain, batch, loss = make(path, Layout()), make_batch(97), WeightedLogprobs()
+    shortest = int(batch.lengths.argmin())
+    parts = [batch.select([shortest]), batch.select([0])]
+    wanted = [(plain.logprobs(part), plain.update(part, loss)["grad_norm"]) for part in parts]
+    errors = [0.0]
+    for layout in layouts:
+        policy = make(path, layout)
+        for part, (logprobs, norm) in zip(parts, wanted, strict=True):
+            errors.append((policy.logprobs(part) - logprobs).abs().max().item())
+            errors.append(abs(policy.update(part, loss)["grad_norm"] - norm))
+    return max(errors)
+
+
+def sleep(path: str, layout: Layout = PLAIN) -> dict[str, float]:
     batch, loss = make_batch(97), WeightedLogprobs()
-    awake, sleeper = make(path, Layout()), make(path, Layout())
+    awake, sleeper = make(path, layout), make(path, layout)
     held = offload.gradient_bytes(sleeper.chunks)
     for _ in range(3):
         awake.update(batch, loss)
@@ -100,8 +127,8 @@ def sleep(path: str) -> dict[str, float]:
         sleeper.sleep()
         asleep = offload.gradient_bytes(sleeper.chunks)
         sleeper.wake()
-    frozen = make(path, Layout(), trainable=False)
-    gap = (frozen.logprobs(batch) - make(path, Layout(tp=2)).logprobs(batch)).abs().max().item()
+    frozen = make(path, layout, trainable=False)
+    gap = (frozen.logprobs(batch) - make(path, Layout(pp=2)).logprobs(batch)).abs().max().item()
     return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
 
 
@@ -138,6 +165,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
     answer["head"] = head()
+    experts = str(Path(path).parent / "experts")
+    answer["experts"] = {"checkpoints": checkpoints(experts, out.parent / "expert_ckpt", EXPERTS), "few": few_tokens(experts)}
+    answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2))}
     out.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()

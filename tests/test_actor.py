@@ -16,6 +16,7 @@ from megatron_rl.batching import micro_batches
 def answers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("actor")
     make_model(directory / "model", "qwen2", vocab_size=97)
+    make_model(directory / "experts", "qwen2_moe", vocab_size=97)
     return run_ranks(Path(__file__).parent / "actor_worker.py", 2, directory / "ranks", str(directory / "model"))
 
 
@@ -40,11 +41,31 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
 
 
 @pytest.mark.multi
-def test_sleep_frees_gradients_and_changes_nothing(answers):
+def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
     for answer in answers:
-        assert answer["sleep"]["held"] > 0 and answer["sleep"]["asleep"] == 0
-        assert answer["sleep"]["distance"] == 0.0
-        assert answer["sleep"]["frozen"] < 2e-6
+        found = answer["experts"]["checkpoints"]
+        assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
+        for name in ("ep_to_dp", "dp_to_ep", "ep_to_tp", "etp_to_pp"):
+            assert found[f"{name}/loaded"] == 0.0
+            assert found[f"{name}/lr"] == 0.0
+            assert found[f"{name}/after"] < 1e-5
+        assert found["settings"] == [[3e-4, 0.3, [0.5, 0.6]]] * 2  # of the dense parameters, of the experts
+
+
+@pytest.mark.multi
+def test_experts_that_get_no_token_change_nothing(answers):
+    for answer in answers:
+        assert answer["experts"]["few"] < 2e-6
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_sleep_frees_gradients_and_changes_nothing(answers, model):
+    for answer in answers:
+        found = answer["sleep"] if model == "dense" else answer["experts"]["sleep"]
+        assert found["held"] > 0 and found["asleep"] == 0
+        assert found["distance"] == 0.0
+        assert found["frozen"] < 2e-6
 
 
 @pytest.mark.multi

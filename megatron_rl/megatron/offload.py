@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.megatron import optim
+
 
 def sleep(chunks: list[Any], optimizer: Any) -> None:
     """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. Calling it twice is harmless."""
@@ -41,7 +43,7 @@ def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
 
 def _move_state(optimizer: Any, device: torch.device) -> None:
     """Moments, and the float32 masters of lower-precision weights. (Float32 weights are their own masters and stay.)"""
-    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+    for part in optim.parts(optimizer):
         for state in part.optimizer.state.values():
             for name in [n for n, value in state.items() if torch.is_tensor(value)]:
                 state[name] = state[name].to(device)

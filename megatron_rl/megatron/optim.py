@@ -70,12 +70,17 @@ def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     return optimizer, scheduler
 
 
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers that core chains: one of the dense parameters and, of a model with experts, one of theirs."""
+    return optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
+
+
 def initialize_state(optimizer: Any) -> None:
     """Makes the moments (zeros) now, so that a role that has not had its first turn can be saved and loaded.
 
     By core's own dummy step, at rate 0: no weight changes.
     """
-    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+    for part in parts(optimizer):
         groups = part.optimizer.param_groups
         rates = [group["lr"] for group in groups]
         for group in groups:
@@ -90,11 +95,14 @@ def initialize_state(optimizer: Any) -> None:
 
 def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
     """Puts a checkpoint's rates into the groups before it is loaded: core 0.19 finds a group's counterpart by them."""
-    saved = state.get("optimizer", {}).get("param_groups", [])
-    for group in optimizer.param_groups if saved else ():
-        for name in ("max_lr", "min_lr"):
-            if name in group and name in saved[0]:
-                group[name] = saved[0][name]
+    own = parts(optimizer)
+    states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
+    for part, of_part in zip(own, states, strict=True):
+        saved = of_part.get("optimizer", {}).get("param_groups", [])
+        for group in part.param_groups if saved else ():
+            for name in ("max_lr", "min_lr"):
+                if name in group and name in saved[0]:
+                    group[name] = saved[0][name]
 
 
 def apply_settings(role: Role, optimizer: Any) -> None:
