@@ -12,6 +12,7 @@ from megatron_rl.data_settings import resolve
 
 _DATA_FILES = (".jsonl", ".json", ".parquet")
 _SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+_EXPERT_SIZES = ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check(config: Any, ranks: int) -> None:
@@ -108,9 +109,13 @@ def explain(config: Any, ranks: int) -> list[str]:
     lines = []
     for name, role in config.roles.items():
         data_parallel = ranks // role.layout.model_ranks
-        lines.append(f"{name}: tp {role.layout.tp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks; "
+        lines.append(f"{name}: tp {role.layout.tp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
                      f"micro-batches of up to {role.micro_batch_tokens} tokens per rank")  # fmt: skip
     return lines
+
+
+def _experts(layout: Layout) -> str:
+    return "" if layout.ep == 1 and layout.expert_tp == layout.tp else f", experts ep {layout.ep} x etp {layout.expert_tp}"
 
 
 def explain_role(name: str, role: Role, *, prompts: int, group_size: int, ranks: int) -> str:
@@ -146,6 +151,11 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[s
             f"{name}: tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} ranks: start a multiple of it "
             "(launch.nproc, or the launcher's), or change the layout"
         )
+    elif ranks % layout.expert_ranks:
+        problems.append(
+            f"{name}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide {ranks} ranks: "
+            "lower ep or etp (null is tp), or start a multiple of it"
+        )
     file = Path(path) / "config.json"
     if not file.is_file():
         if Path(path).is_absolute() or path.startswith("."):
@@ -153,16 +163,37 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[s
         return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-        sizes = {key: int(facts[key]) for key in _SIZES if key in facts}
+        sizes = {key: int(facts[key]) for key in (*_SIZES, *_EXPERT_SIZES) if facts.get(key) is not None}
     except (ValueError, TypeError) as error:
         return [*problems, f"{name}: {file} is not a model's config ({error}): look at model.path"]
-    stages = layout.pp * (layout.vpp or 1)
+    experts = any(key in sizes for key in _EXPERT_SIZES[:2])
+    problems += _expert_problems(name, path, layout, experts=experts)
     for key, by, what in (
         ("num_attention_heads", layout.tp, "tp"),
         ("num_key_value_heads", layout.tp, "tp"),
-        ("intermediate_size", layout.tp, "tp"),
-        ("num_hidden_layers", stages, "pp x vpp"),
+        ("num_hidden_layers", layout.pp * (layout.vpp or 1), "pp x vpp"),
+        *(_cuts_of_experts(layout, sizes) if experts else [("intermediate_size", layout.tp, "tp")]),
     ):
         if key in sizes and sizes[key] % by:
             problems.append(f"{name}: {key} = {sizes[key]} of {path} is not divisible by {what} = {by}: choose a divisor of it")
     return problems
+
+
+def _cuts_of_experts(layout: Layout, sizes: dict[str, int]) -> list[tuple[str, int, str]]:
+    """(key of config.json, number it must divide by, what that is) of a model with experts in every layer."""
+    width = "moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"
+    numbers = [(key, layout.ep, "ep") for key in _EXPERT_SIZES[:2]]
+    etp = "etp" if layout.etp is not None else "etp (null: tp)"
+    return [*numbers, (width, layout.expert_tp, etp), ("shared_expert_intermediate_size", layout.tp, "tp")]
+
+
+def _expert_problems(name: str, path: str, layout: Layout, *, experts: bool) -> list[str]:
+    """What Megatron-core would refuse later, or do without need."""
+    if not experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
+        return [f"{name}: layout.ep = {layout.ep}, layout.etp = {layout.etp}, but {path} has no experts: set ep to 1 and etp to null"]
+    if experts and layout.tp > 1 and not layout.sequence_parallel:
+        return [
+            f"{name}: {path} has experts and layout.tp = {layout.tp}: Megatron-core trains that only with sequence parallelism; set "
+            "layout.sequence_parallel to true"
+        ]
+    return []

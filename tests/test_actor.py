@@ -55,7 +55,7 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
 @pytest.mark.multi
 def test_experts_that_get_no_token_change_nothing(answers):
     for answer in answers:
-        assert answer["experts"]["few"] < 2e-6
+        assert answer["experts"]["few"] < 1e-5
 
 
 @pytest.mark.multi

@@ -222,6 +222,39 @@ def test_the_models_sizes_are_checked_without_loading_it(tmp_path, base, layout,
 
 
 @pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("{ep: 4}", "num_experts = 6 of .* is not divisible by ep = 4"),
+        ("{ep: 2, etp: 3}", "moe_intermediate_size = 32 of .* is not divisible by etp = 3"),
+        ("{tp: 2}", "trains that only with sequence parallelism; set layout.sequence_parallel to true"),
+        ("{tp: 2, ep: 3, sequence_parallel: true}", None),
+        ("{tp: 4, ep: 6, sequence_parallel: true}", "etp 4 x ep 6 x pp 1 = 24 does not divide 12 ranks: lower ep or etp"),
+        ("{tp: 4, ep: 3, etp: 1, sequence_parallel: true}", "shared_expert_intermediate_size = 66 of .* is not divisible by tp = 4"),
+        ("{etp: 0}", "layout.etp = 0: give a number of ranks"),
+    ],
+)
+def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, layout, says):
+    facts = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 33, "num_experts": 6, "moe_intermediate_size": 32}
+    write(tmp_path / "config.json", json.dumps(facts | {"shared_expert_intermediate_size": 66}))
+    overrides = [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"]
+    if says is None:
+        read = load(TrainConfig, [base], overrides)
+        config_checks.check(read, 12)
+        assert "experts ep 3 x etp 2" in config_checks.explain(read, 12)[0]
+        return
+    with pytest.raises(ConfigError, match=says):
+        config_checks.check(load(TrainConfig, [base], overrides), 12)
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path, base):
+    write(tmp_path / "config.json", json.dumps({"num_attention_heads": 4}))
+    for layout in ("{ep: 2}", "{tp: 2, etp: 1}"):
+        read = load(TrainConfig, [base], [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"])
+        with pytest.raises(ConfigError, match="has no experts: set ep to 1 and etp to null"):
+            config_checks.check(read, 12)
+
+
+@pytest.mark.parametrize(
     ("override", "says"),
     [
         ("layout={sequence_parallel: true}", "set tp above 1"),

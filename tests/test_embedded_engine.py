@@ -22,6 +22,7 @@ MODELS = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama3.1": ("llama", LLAMA31_ROPE),
+    "mistral": ("mistral", {}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)
@@ -248,6 +249,11 @@ def test_misuse_is_refused_with_the_cure(directory, engine):
         engine.generate([[1]], Sampling(max_tokens=1, temperature=-1.0))
     with pytest.raises(ValueError, match="max_batch = 0"):
         EmbeddedEngine(directory, max_batch=0)
+
+
+def test_a_model_with_experts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="embedded engine runs dense models only, this mixtral has 4 experts"):
+        EmbeddedEngine(make_model(tmp_path, "mixtral"))
 
 
 def test_weights_that_are_not_finite_are_reported(directory):

@@ -27,6 +27,10 @@ from megatron_rl.weights.sizes import FAMILIES, Sizes
         ("llama", {"mlp_bias": True}, "mlp_bias = True is not supported"),
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        ("mistral", {"sliding_window": 511}, "sliding_window = 511 is not supported, attention here is full: set it to null"),
+        ("mixtral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported, only True is"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
         ("qwen2", {"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
     ],
 )
@@ -38,7 +42,12 @@ def test_weights_of_an_unsupported_architecture_are_refused(tmp_path, family, ch
         hf.read_architecture(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("window", [None, 512, 4096])
+def test_a_window_that_no_sequence_leaves_is_harmless(tmp_path, window):
+    assert hf.read_architecture(make_model(tmp_path, "mistral", sliding_window=window)).family == "mistral"  # context of 512
+
+
+@pytest.mark.parametrize("family", hf.ACTOR_FAMILIES)
 def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
     make_model(tmp_path, family)
     arch = hf.read_architecture(tmp_path)
@@ -207,7 +216,7 @@ def test_weights_of_a_config_that_is_not_understood_are_refused(config, says):
 TINY = {
     **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60},
     **{"intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
-    **{"num_experts": 4, "num_local_experts": 4},
+    **{"num_experts": 4, "num_local_experts": 4, "sliding_window": None},
 }
 
 
@@ -216,8 +225,11 @@ TINY = {
 def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
     """The table against model directories that it did not make: every family, from the config.json in them."""
     config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
     sizes = Sizes.read(json.loads((tmp_path / "config.json").read_text()))
     written = load_file(tmp_path / "model.safetensors")
     found = {name: (t.shape[0], t.shape[1] if t.dim() > 1 else 1) for name, t in written.items()}
     assert found == rectangles.hf_shapes(sizes)
+    in_memory = copies.by_expert(model.state_dict(), sizes)
+    assert all(torch.equal(in_memory[name], tensor) for name, tensor in written.items())

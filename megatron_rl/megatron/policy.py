@@ -169,8 +169,8 @@ class MegatronPolicy:
             )
         if arch.experts and layout.tp > 1 and not layout.sequence_parallel:
             raise ConfigError(
-                f"{self.role.model.path} has experts, and layout.tp = {layout.tp} without sequence parallelism would route every token "
-                f"{layout.tp} times: set layout.sequence_parallel=true"
+                f"{self.role.model.path} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only "
+                "with sequence parallelism; set layout.sequence_parallel=true"
             )
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
