@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from parity_worker import WeightedLogprobs, make_batch
 
-from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.config import ConfigError, Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
@@ -101,6 +101,22 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
 
 
+def refusals(directory: Path) -> dict[str, str]:
+    """What the policy says to models and layouts that it cannot train right."""
+    out = {}
+    for name, model, layout in (
+        ("dense", "model", Layout(ep=2)),
+        ("no_sequence_parallel", "experts", Layout(tp=2)),
+        ("uneven", "three_experts", Layout(ep=2)),
+        ("one_expert", "one_expert", Layout()),
+    ):
+        try:
+            make(str(directory / model), layout)
+        except ConfigError as error:
+            out[name] = str(error)
+    return out
+
+
 def few_tokens(path: str) -> float:
     """Expert-parallel ranks with one sequence between them, so that ranks and experts get nothing."""
     layouts = (Layout(ep=2), Layout(etp=2), Layout(tp=2, sequence_parallel=True, ep=2, etp=1))
@@ -167,7 +183,7 @@ def main() -> None:
     answer["head"] = head()
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {"checkpoints": checkpoints(experts, out.parent / "expert_ckpt", EXPERTS), "few": few_tokens(experts)}
-    answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2))}
+    answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2)), "refusals": refusals(Path(path).parent)}
     out.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()

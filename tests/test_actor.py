@@ -17,6 +17,8 @@ def answers(tmp_path_factory):
     directory = tmp_path_factory.mktemp("actor")
     make_model(directory / "model", "qwen2", vocab_size=97)
     make_model(directory / "experts", "qwen2_moe", vocab_size=97)
+    make_model(directory / "three_experts", "qwen3_moe", num_experts=3)
+    make_model(directory / "one_expert", "mixtral", num_experts_per_tok=1)
     return run_ranks(Path(__file__).parent / "actor_worker.py", 2, directory / "ranks", str(directory / "model"))
 
 
@@ -50,6 +52,16 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
             assert found[f"{name}/lr"] == 0.0
             assert found[f"{name}/after"] < 1e-5
         assert found["settings"] == [[3e-4, 0.3, [0.5, 0.6]]] * 2  # of the dense parameters, of the experts
+
+
+@pytest.mark.multi
+def test_what_experts_cannot_do_is_refused_with_the_cure(answers):
+    for answer in answers:
+        says = answer["experts"]["refusals"]
+        assert "has no experts: set layout.ep to 1 and layout.etp to null, not 2, None" in says["dense"]
+        assert "set layout.sequence_parallel=true" in says["no_sequence_parallel"]
+        assert "number of experts = 3 is not divisible by 2" in says["uneven"]
+        assert "num_experts_per_tok = 1 with renormalised probabilities (mixtral)" in says["one_expert"]
 
 
 @pytest.mark.multi

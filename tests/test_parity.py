@@ -54,6 +54,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen2_moe-tp2sp-ep2-packed", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}, "packed": True},
         {"name": "qwen2_moe-tp2sp-padded", "model": "qwen2_moe", "layout": SP, "packed": False},
         {"name": "qwen2_moe-pp2-packed", "model": "qwen2_moe", "layout": PP, "packed": True},
+        {"name": "qwen3_moe-pp2vpp2-packed", "model": "qwen3_moe_renormalised", "layout": VPP, "packed": True},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
@@ -63,6 +64,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "mixtral-tp2sp-ep2-packed", "model": "mixtral", "layout": SP | EP, "packed": True},
         {"name": "qwen2_moe-tp2sp-dp2-ep2-etp1-padded", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}, "packed": False},
         {"name": "qwen3_moe-pp2-ep2-packed", "model": "qwen3_moe", "layout": PP | EP, "packed": True},
+        {"name": "qwen3_moe-pp2vpp2-ep2-padded", "model": "qwen3_moe_renormalised", "layout": VPP | EP, "packed": False},
         {"name": "qwen3_moe-ep2-dp4-packed", "model": "qwen3_moe", "layout": EP, "packed": True},
     ],
 }
@@ -91,7 +93,7 @@ def results(tmp_path_factory):
     make_model(directory / "qwen3", "qwen3", **sizes)
     for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe"):
         make_model(directory / family, family, **sizes)
-    make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, **sizes)
+    make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
 
     @cache
     def of(world: int) -> list[dict]:
