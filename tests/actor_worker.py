@@ -14,6 +14,7 @@ from parity_worker import WeightedLogprobs, make_batch
 from megatron_rl.config import ConfigError, Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
 PLAIN = Layout()
 SCHEDULED = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
@@ -90,6 +91,8 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         policy.save(target)
         other = make(path, second)
         other.load(target)
+        stored = dict(DistCheckpoint(target).tensors(policy.arch))
+        errors[f"{name}/read"] = float(stored.keys() != weights(policy).keys()) + distance(weights(policy), stored)
         errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
         metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])

@@ -36,7 +36,7 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
         found = answer["checkpoints"]
         assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
         for name in ("dp_to_tp", "dp_to_pp", "tp_to_dp"):
-            assert found[f"{name}/loaded"] == 0.0
+            assert found[f"{name}/loaded"] == 0.0 and found[f"{name}/read"] == 0.0
             assert found[f"{name}/lr"] == 0.0
             assert found[f"{name}/after"] < 1e-5
         assert found["settings"] == [[3e-4, 0.3, [0.5, 0.6]]]
@@ -48,7 +48,7 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
         found = answer["experts"]["checkpoints"]
         assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
         for name in ("ep_to_dp", "dp_to_ep", "ep_to_tp", "etp_to_pp"):
-            assert found[f"{name}/loaded"] == 0.0
+            assert found[f"{name}/loaded"] == 0.0 and found[f"{name}/read"] == 0.0
             assert found[f"{name}/lr"] == 0.0
             assert found[f"{name}/after"] < 1e-5
         assert found["settings"] == [[3e-4, 0.3, [0.5, 0.6]]] * 2  # of the dense parameters, of the experts

@@ -244,6 +244,9 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
     layer = get_gpt_layer_local_spec(num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if arch.experts:  # a checkpoint names this norm as with Transformer Engine, where experts leave it a module of its own
+        names = layer.submodules.sharded_state_dict_keys_map
+        layer.submodules.sharded_state_dict_keys_map = {ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."}
     mlp = _submodules(layer.submodules.mlp)
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
         part.activation_func = SwiGLU

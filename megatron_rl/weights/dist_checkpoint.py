@@ -1,13 +1,14 @@
 """Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors, one parameter at a time.
 
 Needs neither Megatron nor ranks: a checkpoint holds whole tensors in pieces, whatever the layout that wrote it, and a piece is read where
-it lies. Layers of one kind are stacked in one tensor [layers, ...].
+it lies. Layers of one kind are stacked in one tensor [layers, ...], their experts in one [layers, experts, ...].
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_rl.weights.rectangles import WHOLE, megatron, megatron_names
 from megatron_rl.weights.sizes import Sizes
 
 LAYERS = "decoder.layers."
+_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 class DistCheckpoint:
@@ -61,24 +63,30 @@ class DistCheckpoint:
             yield from assemble([(whole, rects)]).items()
 
     def parameter(self, name: str) -> Tensor:
-        """A whole parameter, its name with a global layer number, joined from its pieces."""
-        key, layer = name, None
-        if name not in self._metadata.state_dict_metadata and name.startswith(LAYERS):
-            number, _, part = name.removeprefix(LAYERS).partition(".")
-            key, layer = LAYERS + part, int(number)
+        """A whole parameter, its name with global layer and expert numbers, joined from its pieces."""
+        key, index = self._place(name)
         stored = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(stored, TensorStorageMetadata) or (layer is not None and layer >= stored.size[0]):
+        if not isinstance(stored, TensorStorageMetadata) or any(i >= n for i, n in zip(index, stored.size, strict=False)):
             raise ConfigError(f"{self.directory} holds no parameter {name}: the checkpoint is of another model")
-        drop = 0 if layer is None else 1
+        drop = len(index)
         out = torch.empty(tuple(stored.size)[drop:], dtype=stored.properties.dtype)
         for chunk in stored.chunks:
             offsets, lengths = tuple(chunk.offsets), tuple(chunk.sizes)
-            if layer is not None and not offsets[0] <= layer < offsets[0] + lengths[0]:
+            if not all(o <= i < o + n for i, o, n in zip(index, offsets, lengths, strict=False)):
                 continue
-            piece = self._piece(key, chunk.offsets)
-            piece = piece if layer is None else piece[layer - offsets[0]]
+            piece = self._piece(key, chunk.offsets)[tuple(i - o for i, o in zip(index, offsets, strict=False))]
             out[tuple(slice(o, o + n) for o, n in zip(offsets[drop:], lengths[drop:], strict=True))] = piece
         return out
+
+    def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The stored tensor that a parameter lies in, and its numbers (layer, expert) along that tensor's leading dimensions."""
+        if name in self._metadata.state_dict_metadata or not name.startswith(LAYERS):
+            return name, ()
+        number, _, part = name.removeprefix(LAYERS).partition(".")
+        expert = _EXPERT.fullmatch(part)
+        if expert is None:
+            return LAYERS + part, (int(number),)
+        return f"{LAYERS}mlp.experts.experts.{expert[1]}.weight", (int(number), int(expert[2]))
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
