@@ -210,8 +210,8 @@ def unwrap(chunk: Any) -> PolicyModel:
 def _mark_experts(chunk: PolicyModel) -> None:
     """Has core sum experts' gradients over the ranks that hold the same experts, and give them an optimizer of their own.
 
-    Core itself does so only for ep > 1. At ep = 1 with etp other than tp it would sum over the dense parameters' replicas, silently wrong;
-    and a checkpoint's optimizer state could not pass between ep = 1 and more.
+    Core 0.16 itself does so only for ep > 1: at ep = 1 with etp other than tp it would sum over the dense parameters' replicas, silently
+    wrong (0.19 looks at etp too). And in both a checkpoint's optimizer state could not pass between ep = 1 and more.
     """
     for name, parameter in chunk.named_parameters():
         if rectangles.is_expert(name):
