@@ -2,6 +2,7 @@
 
 refit_worker.py OUT trainer JSON       under run_ranks; engines inside the ranks, or processes that join by a file with the address
 refit_worker.py OUT engine JSON RANK   an engine process
+refit_worker.py OUT actors JSON        under run_ranks; Megatron models and engines inside the ranks
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.weights import copies, layouts
+from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.weights.rectangles import Rect
 from megatron_rl.weights.sizes import Sizes
 
@@ -151,6 +153,40 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers}
 
 
+def actors(out: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    return [actor(case) for case in cases]
+
+
+def actor(case: dict[str, Any]) -> dict[str, Any]:
+    """A real trained model's ranks bring engines in the same ranks to its weights, before and after an update."""
+    from actor_worker import WeightedLogprobs, make_batch  # here: the other workers start without Megatron
+
+    from megatron_rl.config import Layout, Loss, Model, Role
+    from megatron_rl.megatron import parallel
+    from megatron_rl.megatron.policy import MegatronPolicy
+
+    role = Role(model=Model(path=case["path"]), layout=Layout(**case["layout"]), loss=Loss(kl_coef=0.0), micro_batch_tokens=64)
+    policy = MegatronPolicy(role, parallel.create(role.layout))
+    engines = EngineLayout(tp=1, replicas=dist.get_world_size(), whole=True) if case["whole"] else EngineLayout(tp=dist.get_world_size())
+    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype="float32")
+    engine = Engine(topology, dist.get_rank())
+    for tensor in engine.tensors.values():  # padding is zero
+        tensor.zero_()
+    side = TrainerSide(topology, Refit(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine)
+    equal, figures = [], dict[str, float]()
+    for version in range(2):
+        figures = side(version)
+        model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.weights()}
+        wanted = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
+        for name, (_, rects) in engine.own.items():
+            fill(wanted[name], rects, model)
+        equal.append(all(torch.equal(engine.tensors[name], t) for name, t in wanted.items()))
+        policy.update(make_batch(96), WeightedLogprobs())
+    side.close()
+    return {"equal": equal, "figures": figures}
+
+
 def wait_for(directory: Path, names: list[str] | None) -> None:
     end = time.monotonic() + 180
     while names and not all((directory / n).exists() for n in names):
@@ -188,4 +224,4 @@ if __name__ == "__main__":
     if what == "engine":
         engine_process(target, case, int(sys.argv[4]))
     else:
-        target.write_text(json.dumps(trainer(target, case)))
+        target.write_text(json.dumps({"trainer": trainer, "actors": actors}[what](target, case)))

@@ -17,6 +17,7 @@ from conftest import ROOT, environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from tiny_models import make_model
 
 from megatron_rl.refit import delta
 from megatron_rl.refit.topology import Topology
@@ -86,6 +87,22 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
             if i == 1:
                 assert answers[0]["refit/share_of_full"] >= 1 > 0.5 > answers[1]["refit/share_of_full"]
     assert not list(Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"))
+
+
+@pytest.mark.multi
+def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
+    cases = []
+    for family, layout, whole, sizes in (
+        ("qwen2", {"tp": 2, "pp": 2}, True, {"vocab_size": 97, "tie_word_embeddings": True}),
+        ("qwen3", {"pp": 2, "vpp": 2, "overlap_p2p": True}, False, {"num_key_value_heads": 4}),
+        ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, False, {}),
+        ("qwen2_moe", {"ep": 2, "pp": 2}, True, {}),
+    ):
+        path = make_model(tmp_path / family, family, **sizes)
+        cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})
+    for answers in run_ranks(WORKER, 4, tmp_path / "ranks", "actors", json.dumps(cases), timeout_s=250):
+        assert [a["equal"] for a in answers] == [[True, True]] * len(cases)
+        assert all(a["figures"]["refit/checked_slices"] > 0 for a in answers)
 
 
 @pytest.mark.multi

@@ -114,7 +114,15 @@ class MegatronPolicy:
         """Which rectangles the ranks hold, for the plan of a refit."""
         layout = self.role.layout
         fused = models.uses_transformer_engine()
-        return TrainerLayout(tp=layout.tp, pp=layout.pp, dp=self.groups.dp_size, vpp=layout.vpp or 1, fused=fused)
+        return TrainerLayout(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=self.groups.dp_size,
+            ep=layout.ep,
+            etp=layout.expert_tp if self.arch.experts else 1,
+            vpp=layout.vpp or 1,
+            fused=fused,
+        )
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in place."""
