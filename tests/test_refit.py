@@ -80,7 +80,7 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
         ][: 3 if transport == "shared_memory" else 2]
     ):
         one = case(sizes, trainer, engines, dtype)
-        one["settings"] |= {"transport": transport, "directory": str(tmp_path / "disk"), "bucket_mib": 1, "delta": i == 1}
+        one["settings"] |= {"transport": transport, "directory": str(tmp_path / "disk"), "bucket_mib": 0.004, "delta": i == 1}
         for answers in run(tmp_path / str(i), one):
             assert all(a["holds"] and a["version"] == v for v, a in enumerate(answers)), answers
             assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in answers)
@@ -153,7 +153,7 @@ def processes(*started):
 def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it_is_back(tmp_path, transport):
     """SIGKILL in the middle of the second refit; a new process under the same rank takes the fourth."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
-    one["settings"] |= {"transport": transport}
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.01, "delta": True}
     one |= {"waits": {"0": ["joined_a", "joined_b"], "3": ["joined_c"], "end": ["holds_a_3", "holds_c_3"]}, "doom": {"b": [2, "SIGKILL"]}}
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
     with processes(a, b, ranks):
@@ -171,7 +171,7 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
 def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
     """It stops in the middle of a transfer; the other engine commits. When it goes on it joins anew and takes a later refit."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
-    one["settings"] |= {"transport": transport}
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.01}
     one |= {"waits": {"0": ["joined_a", "joined_b"], "1": ["again_b"], "end": ["holds_a_1", "holds_b_1"]}, "doom": {"b": [1, "SIGSTOP"]}}
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
     with processes(a, b, ranks):

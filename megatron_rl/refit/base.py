@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+LOOK_S = 0.5  # a wait looks so often whether it is still worth waiting
 
 
 class RefitError(RuntimeError):
@@ -63,14 +65,26 @@ class Deadline:
 
     end: float  # time.monotonic()
     message_s: float
+    over: Callable[[], bool] = lambda: False  # asked now and then while waiting: the refit has ended without this side
 
     @classmethod
-    def start(cls, total_s: float, message_s: float) -> Deadline:
-        return cls(time.monotonic() + total_s, message_s)
+    def start(cls, total_s: float, message_s: float, over: Callable[[], bool] = lambda: False) -> Deadline:
+        return cls(time.monotonic() + total_s, message_s, over)
 
     def wait_s(self) -> float:
         """Seconds that one wait may take from now, at least a little."""
         return max(0.01, min(self.message_s, self.end - time.monotonic()))
+
+    def until(self, done: Callable[[float], bool]) -> str | None:
+        """Calls `done` (seconds that it may wait) until it is true -> None, or why it did not come to that."""
+        allowed = self.wait_s()
+        end = time.monotonic() + allowed
+        while not done(max(0.01, min(LOOK_S, end - time.monotonic()))):
+            if self.over():
+                return "the refit ended without it"
+            if time.monotonic() >= end:
+                return f"no answer within {allowed:.1f} s"
+        return None
 
 
 class Handle(Protocol):

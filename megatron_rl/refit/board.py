@@ -54,6 +54,14 @@ class Board:
         except RuntimeError as error:
             raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
 
+    def has(self, key: str, timeout_s: float) -> bool:
+        """Whether it is there, or comes in time. Raises TransportError when the board is gone."""
+        try:
+            self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
+        except RuntimeError:  # a time-out, or the end of the board: `peek` tells
+            return self.peek(key) is not None
+        return True
+
     def peek(self, key: str) -> Any:
         """The value, or None when there is none now."""
         try:

@@ -70,7 +70,9 @@ class EngineSide:
         if str(self._rank) not in go["engines"]:
             self._await_end(number)
             return None
-        deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
+        # The trainer may be waiting for an engine that is lost: this one is patient, and goes when there is a verdict.
+        timeout = self._settings.timeout_s
+        deadline = Deadline.start(timeout, timeout, lambda: self._board.peek(f"{number}/verdict") is not None)
         vote = self._vote(go, deadline)
         self._board.put(f"{number}/vote/{self._rank}", vote)
         verdict = self._board.get(f"{number}/verdict", self._settings.timeout_s)

@@ -33,7 +33,7 @@ class PointToPoint:
             self._group = _make(backend, board.store, rank, size, timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise TransportError(f"{backend} group of {size} ranks: not all of them came within {timeout_s:.0f} s ({error})") from error
-        self._tags = {way: [itertools.count() for _ in range(size)] for way in ("send", "receive")}
+        self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
     def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
         place = torch.device("cpu") if self._backend == "gloo" else device
@@ -45,22 +45,21 @@ class PointToPoint:
         return torch.empty(size, dtype=torch.uint8, device=place)
 
     def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Moving:
-        works = []
+        works, number = [], next(self._sent[peer])
         if not told:
-            works.append(
-                self._start("send", torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8), peer)
-            )
-        works.append(self._start("send", message, peer))
+            length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
+            works.append(self._start("send", length, peer, 2 * number))
+        works.append(self._start("send", message, peer, 2 * number + 1))
         return _Moving(self, works, message, f"{label} to {peer}")
 
     def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Moving:
-        place = torch.device("cpu") if self._backend == "gloo" else device
-        told = Deadline.start(0, 0)
+        number = next(self._came[peer])
         if size is not None:
-            message = self.buffer(size, device, told)
-            return _Moving(self, [self._start("receive", message, peer)], message, f"{label} from {peer}")
-        length = torch.zeros(8, dtype=torch.uint8, device=place)
-        return _Moving(self, [self._start("receive", length, peer)], length, f"{label} from {peer}", more=(peer, device))
+            message = self.buffer(size, device, Deadline.start(0, 0))
+            return _Moving(self, [self._start("receive", message, peer, 2 * number + 1)], message, f"{label} from {peer}")
+        length = torch.zeros(8, dtype=torch.uint8, device=torch.device("cpu") if self._backend == "gloo" else device)
+        first = self._start("receive", length, peer, 2 * number)
+        return _Moving(self, [first], length, f"{label} from {peer}", more=(peer, number, device))
 
     def keep(self, message: Tensor) -> None:
         """Takes a buffer back."""
@@ -70,25 +69,21 @@ class PointToPoint:
     def close(self) -> None:
         self._pool.clear()
 
-    def _start(self, way: str, message: Tensor, peer: int) -> Any:
-        tag = next(self._tags[way][peer])
+    def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
         try:
             return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
         except RuntimeError as error:  # the connection is known to be lost
             return error
 
-    def rest(self, length: Tensor, peer: int, device: torch.device) -> tuple[Tensor, Any]:
-        """The message whose length has come."""
+    def rest(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Message `number` of a peer, whose length has come."""
         message = self.buffer(int(length.cpu().view(torch.int64)[0]), device, Deadline.start(0, 0))
-        return message, self._start("receive", message, peer)
+        return message, self._start("receive", message, peer, 2 * number + 1)
 
     def finish(self, work: Any, deadline: Deadline) -> str | None:
         """Waits -> None, or what went wrong."""
         if isinstance(work, RuntimeError):
             return str(work).partition("\n")[0]
-        seconds = deadline.wait_s()
-        if self._backend == "nccl":
-            return _poll(work, seconds)
         failures: list[str] = []
 
         def wait() -> None:
@@ -97,19 +92,20 @@ class PointToPoint:
             except RuntimeError as error:
                 failures.append(str(error).partition("\n")[0])
 
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
-            return f"no answer within {seconds:.1f} s"
-        return failures[0] if failures else None
+        if self._backend == "nccl":
+            late = deadline.until(lambda seconds: _poll(work, seconds))
+        else:
+            thread = threading.Thread(target=wait, daemon=True)
+            thread.start()
+            late = deadline.until(lambda seconds: thread.join(seconds) or not thread.is_alive())
+        return late or (failures[0] if failures else None)
 
 
 class _Moving:
     """Implements base.Handle."""
 
     def __init__(
-        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, more: tuple[int, torch.device] | None = None
+        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, more: tuple[int, int, torch.device] | None = None
     ) -> None:
         self._transport, self._works, self._message, self._what, self._more = transport, works, message, what, more
 
@@ -137,10 +133,10 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) ->
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _poll(work: Any, seconds: float) -> str | None:
+def _poll(work: Any, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:
-            return f"no answer within {seconds:.1f} s"
+            return False
         time.sleep(POLL_S)
-    return None
+    return True

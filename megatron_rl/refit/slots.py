@@ -185,12 +185,11 @@ class Slots:
     def _wait_free(self, slot: _Slot, deadline: Deadline) -> None:
         if slot.key is None:
             return
-        try:
-            self._board.get(f"{slot.key}/free", deadline.wait_s())
-        except TransportError as error:
+        failure = _await(self._board, f"{slot.key}/free", deadline)
+        if failure is not None:
             self._slots.remove(slot)
             self._medium.free(slot.address)
-            raise TransportError(f"{slot.what}: it was not taken ({error})") from error
+            raise TransportError(f"{slot.what}: it was not taken, {failure}")
         self._board.remove(slot.key)
         self._board.remove(f"{slot.key}/free")
         slot.key = None
@@ -224,11 +223,21 @@ class _Awaited:
         self._board, self._medium, self._key, self._what, self._device = board, medium, key, what, device
 
     def wait(self, deadline: Deadline) -> Tensor:
+        failure = _await(self._board, self._key, deadline)
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
         try:
-            address, size = self._board.get(self._key, deadline.wait_s())
+            address, size = self._board.peek(self._key)
             return self._medium.open(address, self._device)[:size]
         except (TransportError, OSError, RuntimeError) as error:
             raise TransportError(f"{self._what}: {error}") from error
 
     def release(self) -> None:
         self._board.put(f"{self._key}/free", True)
+
+
+def _await(board: Board, key: str, deadline: Deadline) -> str | None:
+    try:
+        return deadline.until(lambda seconds: board.has(key, seconds))
+    except TransportError as error:
+        return str(error)

@@ -38,7 +38,7 @@ class Topology:
             sizes=Sizes(**value["sizes"]), trainer=TrainerLayout(**trainer), engines=EngineLayout(**value["engines"]), dtype=value["dtype"]
         )  # fmt: skip
 
-    def plan(self, seating: Seating, bucket_mib: int) -> Plan:
+    def plan(self, seating: Seating, bucket_mib: float) -> Plan:
         """For the engine ranks that are seated."""
         trainer, engine = seating.places(self.engines.world)
         return reshard.plan(
@@ -46,7 +46,7 @@ class Topology:
             layouts.engines(self.sizes, self.engines, ranks=seating.engines),
             trainer=trainer,
             engine=engine,
-            bucket_elements=bucket_mib * 2**20 // self.torch_dtype.itemsize,
+            bucket_elements=max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize),
         )
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:

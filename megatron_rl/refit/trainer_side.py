@@ -140,7 +140,9 @@ class TrainerSide:
             self._forget()
             self._epoch += 1
         base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
-        order = Order(version=version, verify=self._settings.verify, base={} if fresh else base)
+        if fresh or "nccl" in (self._wiring.kinds if self._wiring else ()):  # NCCL wants to know sizes before, and is too fast for deltas
+            base = {}
+        order = Order(version=version, verify=self._settings.verify, base=base)
         if self._rank == 0 and self._endpoint is None:
             go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
             self._board.put(f"{call.number}/go", go)

@@ -66,9 +66,9 @@ class Wiring:
         self._seating, self._here, self._settings = seating, here, settings
         members = seating.members
         self._numbers = {seat: i for i, seat in enumerate(members)}
-        kinds = sorted({self._kind(a, b) for a in seating.trainer for b in seating.engines.values() if a != b})
+        self.kinds = sorted({self._kind(a, b) for a in seating.trainer for b in seating.engines.values() if a != b})
         self._transports: dict[str, Transport] = {}
-        for kind in kinds:
+        for kind in self.kinds:
             own, number = board.under(kind), self._numbers[here]
             if kind in ("gloo", "nccl"):
                 made = PointToPoint(own, number, len(members), backend=kind, timeout_s=settings.timeout_s)
