@@ -10,17 +10,22 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_rl.config import ConfigError
-from megatron_rl.weights.rectangles import Rect
+from megatron_rl.weights import headers
+from megatron_rl.weights.copies import from_tensor
+from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
 ACTOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")  # proved by tests/test_parity.py
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BLOCK = 1 << 24  # elements compared at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,51 +71,105 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file. Raises FileNotFoundError naming what is missing."""
+    """Tensor name -> safetensors file. Raises as `headers.read_directory` does for files that are missing or damaged."""
+    return {name: stored.file for name, stored in headers.read_directory(local_directory(directory)).items()}
+
+
+def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
+    """Raises ConfigError, naming file and tensor, unless the directory holds exactly the model that its config.json describes.
+
+    Only headers are read: whole files, known names, all of them, their shapes, one dtype (or any, where the reader is going to
+    `cast`); and, of a tied model whose files hold an output layer too, whether that is the embedding.
+    """
     directory = local_directory(directory)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = directory / "model.safetensors"
-    if not single.exists():
-        raise FileNotFoundError(f"{directory} holds no model.safetensors: give a downloaded model directory, or set model.init to random")
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    found, wanted = headers.read_directory(directory), hf_shapes(sizes)
+    check_complete(found, sizes)
+    for name, (rows, columns) in wanted.items():
+        if name not in found:
+            cure = "set tie_word_embeddings" if name == HEAD and EMBEDDING in found else "the directory is not complete"
+            raise ConfigError(f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}")
+        shape, stored = (rows,) if columns == 1 else (rows, columns), found[name]
+        if stored.shape != shape:
+            raise ConfigError(f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?")
+    _check_dtypes({name: found[name] for name in wanted}, cast)
+    if sizes.tied and HEAD in found and not _same(Tensors(directory), wanted[EMBEDDING], found[HEAD].shape):
+        raise ConfigError(
+            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false, or drop the tensor"
+        )
+
+
+def _check_dtypes(found: dict[str, headers.Stored], cast: bool) -> None:
+    by_dtype: dict[str, str] = {}
+    for name, stored in found.items():
+        if stored.dtype not in DTYPES:
+            raise ConfigError(f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: take a model that is not quantised")
+        by_dtype.setdefault(stored.dtype, name)
+    if len(by_dtype) > 1 and not cast:
+        examples = "; ".join(f"{name} in {found[name].file} is {dtype}" for dtype, name in by_dtype.items())
+        raise ConfigError(f"tensors of several dtypes: {examples}: name the dtype to cast all of them to")
+
+
+def _same(tensors: Tensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
+    """Whether embedding and output layer are equal, compared block by block."""
+    if tuple(head) != shape:
+        return False
+    rows, columns = shape
+    step = max(1, BLOCK // columns)
+    for row in range(0, rows, step):
+        count = min(step, rows - row)
+        a, b = (tensors.read(Rect(name, row, 0, count, columns, 0, 0)) for name in (EMBEDDING, HEAD))
+        if not torch.equal(a, b):
+            return False
+    return True
 
 
 class Tensors:
-    """The tensors of a directory, of which only what is asked for is read."""
+    """The tensors of a directory, of which only what is asked for is read: views of memory-mapped files, never to be written to."""
 
     def __init__(self, directory: str | Path) -> None:
-        self._files = tensor_files(directory)
+        self._stored = headers.read_directory(local_directory(directory))
         self._open: dict[Path, Any] = {}
+        self._last: tuple[str, Tensor] | None = None  # neighbouring rectangles are of one tensor
+
+    @property
+    def stored(self) -> dict[str, headers.Stored]:
+        return self._stored
+
+    def whole(self, name: str) -> Tensor:
+        """All of one tensor. Raises ConfigError when it is not there."""
+        if self._last is not None and self._last[0] == name:
+            return self._last[1]
+        if name not in self._stored:
+            raise ConfigError(f"{next(iter(self._stored.values())).file.parent} holds no tensor {name!r}: the directory is not complete")
+        path = self._stored[name].file
+        if path not in self._open:
+            self._open[path] = _open(path)
+        tensor = self._open[path].get_tensor(name)
+        self._last = name, tensor
+        return tensor
 
     def read(self, rect: Rect) -> Tensor:
         """One rectangle of one tensor, [rows, columns], or [rows] of a 1-D tensor. Raises ConfigError when it is not there."""
-        if rect.tensor not in self._files:
-            raise ConfigError(f"{next(iter(self._files.values())).parent} holds no tensor {rect.tensor!r}: the directory is not complete")
-        path = self._files[rect.tensor]
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt").__enter__()
-        part = self._open[path].get_slice(rect.tensor)
-        shape = part.get_shape()
+        tensor = self.whole(rect.tensor)
+        shape = tensor.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
-            raise ConfigError(f"{path}: {rect.tensor} is {shape}, too small for what config.json says")
-        if rect.rows == shape[0] and (len(shape) == 1 or rect.columns == shape[1]):
-            return self._open[path].get_tensor(rect.tensor)
-        rows = slice(rect.row, rect.row + rect.rows)
-        return part[rows] if len(shape) == 1 else part[rows, rect.column : rect.column + rect.columns]
+            path = self._stored[rect.tensor].file
+            raise ConfigError(f"{path}: {rect.tensor} is {list(shape)}, too small for what config.json says")
+        return from_tensor(tensor, rect)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt").__enter__()
+    except SafetensorError as error:
+        raise ConfigError(f"{path} cannot be read as safetensors ({error}): fetch it again") from error
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the directory under its name, one at a time."""
-    by_file: dict[Path, list[str]] = {}
-    for name, path in tensor_files(directory).items():
-        by_file.setdefault(path, []).append(name)
-    for path, names in by_file.items():
-        with safe_open(path, "pt") as file:
-            for name in names:
-                yield name, file.get_tensor(name)
+    """Every tensor of the directory under its name, one at a time, file by file."""
+    tensors = Tensors(directory)
+    for name in sorted(tensors.stored, key=lambda name: str(tensors.stored[name].file)):
+        yield name, tensors.whole(name)
 
 
 def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,69 @@
+"""What the safetensors files of a model directory say they hold, read from their headers alone: no tensor data, no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.config import ConfigError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class Stored(NamedTuple):
+    """One tensor as a header names it."""
+
+    file: Path
+    dtype: str  # as safetensors spells it: F32, BF16, F16, ...
+    shape: tuple[int, ...]
+
+
+def read_directory(directory: Path) -> dict[str, Stored]:
+    """Every tensor of a model directory, by name.
+
+    Raises FileNotFoundError when there are no weights at all, ConfigError for a file that is missing, cut or damaged, and for an
+    index that names a tensor which its file does not hold.
+    """
+    index, single = directory / INDEX, directory / SINGLE
+    if not index.exists():
+        if not single.exists():
+            raise FileNotFoundError(f"{directory} holds no {SINGLE}: give a downloaded model directory, or set model.init to random")
+        return read_file(single)
+    try:
+        places = {str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read ({error!r}): fetch the model again") from error
+    files: dict[str, dict[str, Stored]] = {}
+    for name, file in places.items():
+        if file not in files:
+            if not (directory / file).is_file():
+                raise ConfigError(f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again")
+            files[file] = read_file(directory / file)
+        if name not in files[file]:
+            raise ConfigError(f"{directory / file} holds no tensor {name}, which {INDEX} says it does: they are of different models")
+    return {name: files[file][name] for name, file in places.items()}
+
+
+def read_file(file: Path) -> dict[str, Stored]:
+    """Every tensor of one safetensors file. Raises ConfigError, with the tensor that it hits, for a file that was cut or is none."""
+    size = file.stat().st_size
+    with file.open("rb") as source:
+        length = int.from_bytes(source.read(8), "little")
+        start = 8 + length
+        if size < 8 or start > size:
+            raise ConfigError(f"{file} has {size} bytes, its header alone wants {start}: it was cut or is no safetensors file; fetch it again")
+        text = source.read(length)
+    try:
+        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        found = {name: Stored(file, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+        ends = {name: start + int(entry["data_offsets"][1]) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again") from error
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        if end > size:
+            raise ConfigError(f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut; fetch it again")
+    if ends and max(ends.values()) < size:
+        raise ConfigError(f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; fetch it again")
+    return found
