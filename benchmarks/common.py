@@ -6,8 +6,10 @@ import argparse
 import json
 import platform
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import torch
 from rich.console import Console
@@ -17,29 +19,64 @@ from rich.table import Table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --json and --check."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the bars and the machine to FILE")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 when a figure is under its bar")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a figure misses its bar")
 
 
-def finish(figures: Mapping[str, float], bars: Mapping[str, float], args: argparse.Namespace) -> None:
-    """Prints the table, writes the JSON file, and with --check exits 1 when a figure is under its bar.
+def finish(
+    figures: Mapping[str, float], bars: Mapping[str, float], args: argparse.Namespace, *, limits: Mapping[str, float] | None = None
+) -> None:
+    """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
 
-    `bars` holds the least acceptable value of the figures that have one. Raises KeyError for a bar without a figure.
+    `bars` holds the least acceptable value of the figures that have one, `limits` the greatest. Raises KeyError for a bar without a figure.
     """
+    limits = limits or {}
+    missed = [name for name, bar in bars.items() if not figures[name] >= bar]
+    missed += [name for name, limit in limits.items() if not figures[name] <= limit]
     table = Table(title=Path(sys.argv[0]).name, title_justify="left")
     for column in ("figure", "value", "bar", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
     for name, value in figures.items():
-        verdict = "" if name not in bars else "ok" if value >= bars[name] else "MISSED"
-        table.add_row(name, f"{value:,.4g}" if value < 1000 else f"{value:,.0f}", f"{bars[name]:g}" if name in bars else "", verdict)
+        wanted = [f"{sign} {held[name]:g}" for sign, held in ((">=", bars), ("<=", limits)) if name in held]
+        verdict = "" if not wanted else "MISSED" if name in missed else "ok"
+        table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}", ", ".join(wanted), verdict)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    missed = [name for name, bar in bars.items() if not figures[name] >= bar]
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(
-            json.dumps({"figures": dict(figures), "bars": dict(bars), "missed": missed, "machine": machine()}, indent=2) + "\n"
-        )
+        told = {"figures": dict(figures), "bars": dict(bars), "limits": dict(limits), "missed": missed, "machine": machine()}
+        args.json.write_text(json.dumps(told, indent=2) + "\n")
     if args.check and missed:
         sys.exit(1)
+
+
+class AnonymousPeak:
+    """The most anonymous memory (not the page cache) that this process has held inside the block beyond what it held at its start."""
+
+    def __enter__(self) -> Self:
+        self._start = self._most = anonymous_bytes()
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+
+    @property
+    def mib(self) -> float:
+        return (self._most - self._start) / 2**20
+
+    def _watch(self) -> None:
+        while True:
+            self._most = max(self._most, anonymous_bytes())
+            if self._done.wait(0.002):
+                return
+
+
+def anonymous_bytes() -> int:
+    """RssAnon of this process (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def machine() -> dict[str, str | int]:

@@ -1,14 +1,13 @@
 """Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors, one parameter at a time.
 
 Needs neither Megatron nor ranks: a checkpoint holds whole tensors in pieces, whatever the layout that wrote it, and a piece is read where
-it lies. Layers of one kind are stacked in one tensor [layers, ...], their experts in one [layers, experts, ...].
+it lies. Layers of one kind are stacked in one tensor [layers, ...], experts in one [layers, experts, ...].
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.config import ConfigError
-from megatron_rl.weights.copies import assemble
-from megatron_rl.weights.rectangles import WHOLE, megatron, megatron_names
+from megatron_rl.weights.copies import assemble, local
+from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Place, places
+from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
 from megatron_rl.weights.sizes import Sizes
-
-LAYERS = "decoder.layers."
-_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 class DistCheckpoint:
@@ -47,52 +44,80 @@ class DistCheckpoint:
         found = self._metadata.state_dict_metadata.items()
         return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
 
+    @property
+    def optimizer_states(self) -> list[str]:
+        """The prefixes of what the optimizer keeps for every parameter, e.g. optimizer.state.exp_avg."""
+        return sorted({name[: name.index(".", len(OPTIMIZER)) + 1] for name in self.shapes if name.startswith(OPTIMIZER)})
+
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the whole model, in the order of its layers.
 
         Raises ConfigError for a parameter that the checkpoint has not, or has in another shape than `sizes` says.
         """
-        names = megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)
-        for name in names:
-            (rows, columns), rects = megatron(sizes, name, WHOLE)
-            whole = self.parameter(name)
-            found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
-            padded = "word_embeddings" in name or name == "output_layer.weight"
-            if found[1] != columns or found[0] < rows or (found[0] > rows and not padded):
-                raise ConfigError(f"{self.directory}: {name} is {found}, the model's config says {(rows, columns)}: is it another model's?")
-            yield from assemble([(whole, rects)]).items()
+        for name in whole_names(sizes):
+            whole, rects = self.checked(sizes, name), megatron(sizes, name, WHOLE)[1]
+            by_tensor: dict[str, list[Rect]] = {}
+            for rect in rects:
+                by_tensor.setdefault(rect.tensor, []).append(rect)
+            for tensor, own in by_tensor.items():
+                yield tensor, local(whole, own[0]) if len(own) == 1 else assemble([(whole, own)])[tensor]
 
-    def parameter(self, name: str) -> Tensor:
-        """A whole parameter, its name with global layer and expert numbers, joined from its pieces."""
-        key, index = self._place(name)
-        stored = self._metadata.state_dict_metadata.get(key)
-        if not isinstance(stored, TensorStorageMetadata) or any(i >= n for i, n in zip(index, stored.size, strict=False)):
-            raise ConfigError(f"{self.directory} holds no parameter {name}: the checkpoint is of another model")
+    def checked(self, sizes: Sizes, name: str, prefix: str = "") -> Tensor:
+        """A whole parameter, or with a `prefix` an optimizer's state of it, of the shape that `sizes` says; vocabulary may be padded."""
+        rows, columns = megatron(sizes, name, WHOLE)[0]
+        whole = self.parameter(name, prefix)
+        found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
+        if found[1] != columns or found[0] < rows or (found[0] > rows and name not in VOCABULARY):
+            raise ConfigError(
+                f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: is it another model's?"
+            )
+        return whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a parameter as it is stored."""
+        return self._find(name, "")[1].properties.dtype
+
+    def place(self, name: str, prefix: str = "") -> Place:
+        """Where a parameter lies. Raises ConfigError when the checkpoint has it not."""
+        return self._find(name, prefix)[0]
+
+    def parameter(self, name: str, prefix: str = "") -> Tensor:
+        """A whole parameter, its name with a global layer number, joined from its pieces."""
+        (key, index), stored = self._find(name, prefix)
         drop = len(index)
-        out = torch.empty(tuple(stored.size)[drop:], dtype=stored.properties.dtype)
+        shape, out = tuple(stored.size)[drop:], None
         for chunk in stored.chunks:
             offsets, lengths = tuple(chunk.offsets), tuple(chunk.sizes)
-            if not all(o <= i < o + n for i, o, n in zip(index, offsets, lengths, strict=False)):
+            if any(not o <= i < o + n for i, o, n in zip(index, offsets, lengths, strict=False)):
                 continue
             piece = self._piece(key, chunk.offsets)[tuple(i - o for i, o in zip(index, offsets, strict=False))]
+            if piece.shape == shape:
+                return piece
+            out = torch.empty(shape, dtype=stored.properties.dtype) if out is None else out
             out[tuple(slice(o, o + n) for o, n in zip(offsets[drop:], lengths[drop:], strict=True))] = piece
+        if out is None:
+            raise ConfigError(f"{self.directory} holds no piece of {prefix}{name}: the checkpoint is not whole")
         return out
 
-    def _place(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The stored tensor that a parameter lies in, and its numbers (layer, expert) along that tensor's leading dimensions."""
-        if name in self._metadata.state_dict_metadata or not name.startswith(LAYERS):
-            return name, ()
-        number, _, part = name.removeprefix(LAYERS).partition(".")
-        expert = _EXPERT.fullmatch(part)
-        if expert is None:
-            return LAYERS + part, (int(number),)
-        return f"{LAYERS}mlp.experts.experts.{expert[1]}.weight", (int(number), int(expert[2]))
+    def objects(self) -> Iterator[tuple[str, bytes]]:
+        """Everything stored that is no tensor, pickled as it is."""
+        for index, place in self._metadata.storage_data.items():
+            if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                with (self.directory / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    yield index.fqn, file.read(place.length)
+
+    def _find(self, name: str, prefix: str) -> tuple[Place, TensorStorageMetadata]:
+        for place in places(name):
+            stored = self._metadata.state_dict_metadata.get(prefix + place.key)
+            if isinstance(stored, TensorStorageMetadata) and all(i < n for i, n in zip(place.index, stored.size, strict=False)):
+                return place._replace(key=prefix + place.key), stored
+        raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            return torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+            return torch.load(_Part(file, place.offset, place.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
 
     def _check_files(self) -> None:
         ends: dict[str, int] = {}
@@ -104,3 +129,33 @@ class DistCheckpoint:
                 raise ConfigError(f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not whole")
             if file.stat().st_size < end:
                 raise ConfigError(f"{file} has {file.stat().st_size} bytes of at least {end}: it was cut")
+
+
+def whole_names(sizes: Sizes) -> list[str]:
+    """Every parameter of the model, as one rank alone would name them."""
+    return megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)
+
+
+class _Part(io.RawIOBase):
+    """A stretch of a file as a file of its own, so that what lies in it is read straight to where it belongs."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length = file, start, length
+        file.seek(start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self._start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._length}[whence]
+        return self._file.seek(self._start + base + offset) - self._start
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        return self._file.readinto(view[: max(0, min(len(view), self._length - self.tell()))])

@@ -53,7 +53,9 @@ def read_file(file: Path) -> dict[str, Stored]:
         length = int.from_bytes(source.read(8), "little")
         start = 8 + length
         if size < 8 or start > size:
-            raise ConfigError(f"{file} has {size} bytes, its header alone wants {start}: it was cut or is no safetensors file; fetch it again")
+            raise ConfigError(
+                f"{file} has {size} bytes, its header alone wants {start}: it was cut or is no safetensors file; fetch it again"
+            )
         text = source.read(length)
     try:
         entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}

@@ -93,16 +93,16 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
             raise ConfigError(f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?")
     _check_dtypes({name: found[name] for name in wanted}, cast)
     if sizes.tied and HEAD in found and not _same(Tensors(directory), wanted[EMBEDDING], found[HEAD].shape):
-        raise ConfigError(
-            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false, or drop the tensor"
-        )
+        raise ConfigError(f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false")
 
 
 def _check_dtypes(found: dict[str, headers.Stored], cast: bool) -> None:
     by_dtype: dict[str, str] = {}
     for name, stored in found.items():
         if stored.dtype not in DTYPES:
-            raise ConfigError(f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: take a model that is not quantised")
+            raise ConfigError(
+                f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: take a model that is not quantised"
+            )
         by_dtype.setdefault(stored.dtype, name)
     if len(by_dtype) > 1 and not cast:
         examples = "; ".join(f"{name} in {found[name].file} is {dtype}" for dtype, name in by_dtype.items())
@@ -129,7 +129,7 @@ class Tensors:
     def __init__(self, directory: str | Path) -> None:
         self._stored = headers.read_directory(local_directory(directory))
         self._open: dict[Path, Any] = {}
-        self._last: tuple[str, Tensor] | None = None  # neighbouring rectangles are of one tensor
+        self._views: dict[str, Tensor] = {}
 
     @property
     def stored(self) -> dict[str, headers.Stored]:
@@ -137,16 +137,15 @@ class Tensors:
 
     def whole(self, name: str) -> Tensor:
         """All of one tensor. Raises ConfigError when it is not there."""
-        if self._last is not None and self._last[0] == name:
-            return self._last[1]
+        if name in self._views:
+            return self._views[name]
         if name not in self._stored:
             raise ConfigError(f"{next(iter(self._stored.values())).file.parent} holds no tensor {name!r}: the directory is not complete")
         path = self._stored[name].file
         if path not in self._open:
             self._open[path] = _open(path)
-        tensor = self._open[path].get_tensor(name)
-        self._last = name, tensor
-        return tensor
+        self._views[name] = self._open[path].get_tensor(name)
+        return self._views[name]
 
     def read(self, rect: Rect) -> Tensor:
         """One rectangle of one tensor, [rows, columns], or [rows] of a 1-D tensor. Raises ConfigError when it is not there."""

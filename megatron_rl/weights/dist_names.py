@@ -1,0 +1,91 @@
+"""Under which name, and where in it, a Megatron parameter lies in a distributed checkpoint: layers and experts are stacked there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_rl.weights.rectangles import WHOLE, Shape, Shard, megatron, padded_vocab
+from megatron_rl.weights.sizes import Sizes
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded rows, as many as the layout wants
+OPTIMIZER = "optimizer.state."
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
+_ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}  # core's torch layer spec says so of experts too
+
+
+class Place(NamedTuple):
+    """A stacked tensor and the leading indices (layer, expert) of one parameter in it."""
+
+    key: str
+    index: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """Rows and columns of a whole parameter that one rank holds end to end."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+def places(name: str) -> Iterator[Place]:
+    """Where core keeps the parameter of this name with global layer and expert numbers; the first is where it is written."""
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        yield Place(name, ())
+        return
+    part, index = layer[2], (int(layer[1]),)
+    if expert := _EXPERT.fullmatch(part):
+        linear, number = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
+        yield Place(f"decoder.layers.mlp.experts.experts.{linear}.weight", (*index, int(number)))
+        return
+    yield Place(f"decoder.layers.{part}", index)
+    yield Place(name, ())  # one tensor per layer, as core writes models whose layers differ
+    if part in _ALIASES:
+        yield Place(f"decoder.layers.{_ALIASES[part]}", index)
+
+
+def counts(sizes: Sizes, place: Place) -> tuple[int, ...]:
+    """How many layers (and experts) are stacked where `place` is."""
+    return (sizes.num_layers, sizes.experts)[: len(place.index)]
+
+
+def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
+    """(rows, columns) of a whole parameter as ranks of this `tp` store it, vocabulary padded."""
+    rows, columns = megatron(sizes, name, WHOLE)[0]
+    return (padded_vocab(sizes.vocab, tp), columns) if name in VOCABULARY else (rows, columns)
+
+
+def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
+    """The parts of the whole parameter that a rank holds, as few as can be: fc1 is two (gate and up)."""
+    (rows, columns), rects = megatron(sizes, name, shard)
+    if name in VOCABULARY:
+        return [Piece(shard.rank * rows, 0, rows, columns)]
+    whole = megatron(sizes, name, WHOLE)[1]
+    found: list[Piece] = []
+    for rect in rects:
+        home = next(w for w in whole if w.tensor == rect.tensor and w.row <= rect.row < w.row + w.rows)
+        row, column = home.at_row + rect.row - home.row, home.at_column + rect.column - home.column
+        if found and found[-1].row + found[-1].rows == row and found[-1][1::2] == (column, rect.columns):
+            found[-1] = found[-1]._replace(rows=found[-1].rows + rect.rows)
+        else:
+            found.append(Piece(row, column, rect.rows, rect.columns))
+    return found
+
+
+def extra_states(sizes: Sizes) -> Iterator[str]:
+    """The keys under which core and Transformer Engine look for a module's extra state (of FP8), which is empty here."""
+    dense = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
+    dense += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if sizes.qk_norm else []
+    dense += ["mlp.linear_fc1", "mlp.linear_fc2"] if not sizes.experts else ["pre_mlp_layernorm"]
+    dense += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"] if sizes.shared_ffn else []
+    for layer in range(sizes.num_layers):
+        yield from (f"decoder.layers.{part}._extra_state/shard_{layer}_{sizes.num_layers}" for part in dense)
+        for expert in range(sizes.experts):
+            place = f"shard_{layer}.{expert}_{sizes.num_layers}.{sizes.experts}"
+            yield from (f"decoder.layers.mlp.experts.experts.linear_{fc}._extra_state/{place}" for fc in ("fc1", "fc2"))
+    yield "decoder.final_layernorm._extra_state/shard_0_1"

@@ -1,0 +1,88 @@
+"""Writes Megatron distributed checkpoints (torch_dist format), piece by piece, without ranks: what megatron-core's own save would leave."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+FILE_BYTES = 4 * 10**9
+
+
+class DistWriter:
+    """Pieces go to the file of the rank that will read them; `finish` writes what makes a checkpoint of the files."""
+
+    def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
+        self._folder, self._file_bytes = folder, file_bytes
+        self._files: dict[int, BinaryIO] = {}
+        self._numbers: dict[int, int] = {}  # of the next file of each rank
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._objects: dict[str, BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, Any] = {}
+
+    def __enter__(self) -> DistWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, key: str, size: tuple[int, ...], offsets: tuple[int, ...], piece: Tensor, *, rank: int = 0) -> None:
+        """One piece [same number of dimensions as `size`] of the tensor `key` [size], which lies at `offsets`."""
+        known = self._tensors.get(key)
+        if known is None:
+            known = TensorStorageMetadata(properties=TensorProperties(dtype=piece.dtype), size=torch.Size(size), chunks=[])
+            self._tensors[key] = known
+        if known.size != torch.Size(size) or known.properties.dtype != piece.dtype:
+            raise ValueError(f"{key}: a piece of a {size} {piece.dtype} tensor, after pieces of {known.size} {known.properties.dtype}")
+        place = torch.Size(offsets)
+        own = piece.detach().contiguous()
+        if own.untyped_storage().nbytes() != own.nbytes:  # torch.save writes whole storages
+            own = own.clone()
+        file = self._file(rank, own.nbytes)
+        start = file.tell()
+        torch.save(own, file)
+        known.chunks.append(ChunkStorageMetadata(offsets=place, sizes=piece.shape))
+        self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
+
+    def add_bytes(self, key: str, data: bytes, *, rank: int = 0) -> None:
+        """An object as it was pickled by torch.save."""
+        file = self._file(rank, len(data))
+        self._storage[MetadataIndex(key)] = _StorageInfo(Path(file.name).name, file.tell(), len(data))
+        file.write(data)
+        self._objects[key] = BytesStorageMetadata()
+
+    def finish(self, common: Any) -> None:
+        """Closes the files and writes common.pt (`common`: settings of the optimizer and the like), .metadata and metadata.json."""
+        for file in self._files.values():
+            file.close()
+        torch.save(common, self._folder / "common.pt")
+        metadata = Metadata(state_dict_metadata={**self._tensors, **self._objects}, storage_data=self._storage)
+        (self._folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (self._folder / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
+
+    def _file(self, rank: int, size: int) -> BinaryIO:
+        """The open file of a rank, or its next one when this would grow beyond the limit."""
+        file = self._files.get(rank)
+        if file is not None and (file.tell() == 0 or file.tell() + size <= self._file_bytes):
+            return file
+        if file is not None:
+            file.close()
+        number = self._numbers.get(rank, 0)
+        self._numbers[rank] = number + 1
+        self._files[rank] = (self._folder / f"__{rank}_{number}.distcp").open("wb")
+        return self._files[rank]
