@@ -80,12 +80,9 @@ class Checkpoints:
         pending = self.pending(number)
         if not pending.is_dir():
             raise CheckpointError(f"{pending} does not exist: call begin({number}) on rank 0 before saving")
-        files = {str(file.relative_to(pending)): file.stat().st_size for file in _files(pending)}
-        if not files:
+        if not _files(pending):
             raise CheckpointError(f"{pending} is empty: every rank must save into it before commit({number})")
-        write_json(pending / MANIFEST, {"number": number, "files": files})
-        _sync([pending / name for name in files])
-        _sync([folder for folder in (pending, *pending.rglob("*")) if folder.is_dir()])
+        seal(pending, number)
         self._publish(number)
         self._prune(number)
         return Checkpoint(number, self.path(number))
@@ -133,6 +130,14 @@ class Checkpoints:
                 shutil.rmtree(doomed)
             elif damage(path) is None:
                 complete += 1
+
+
+def seal(directory: Path, number: int) -> None:
+    """Lists every file of a checkpoint directory with its size in its manifest, and pushes all of it to the disk."""
+    files = {str(file.relative_to(directory)): file.stat().st_size for file in _files(directory)}
+    write_json(directory / MANIFEST, {"number": number, "files": files})
+    _sync([directory / name for name in files])
+    _sync([folder for folder in (directory, *directory.rglob("*")) if folder.is_dir()])
 
 
 def damage(path: Path) -> str | None:

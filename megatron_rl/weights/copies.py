@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -76,3 +76,19 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
 def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
     rows = tensor[row : row + rect.rows]
     return rows if tensor.dim() == 1 else rows[:, column : column + rect.columns]
+
+
+def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
+    """The tensor cut into runs of rows of about that many elements: what is computed on it takes no second tensor's memory."""
+    step = max(1, elements // max(1, tensor[0].numel())) if len(tensor) else 1
+    for row in range(0, len(tensor), step):
+        yield tensor[row : row + step]
+
+
+def all_finite(tensor: Tensor) -> bool:
+    return all(bool(torch.isfinite(block).all()) for block in blocks(tensor))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in shape, dtype and every element."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

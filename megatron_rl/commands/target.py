@@ -1,0 +1,38 @@
+"""The directory that a conversion makes: there when it is complete, and not before."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+
+SPARE = 1.02  # disk space wanted, of what the tensors take
+
+
+@contextlib.contextmanager
+def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
+    """Yields an empty directory beside `target` that becomes it at the end of the block; of a block that fails nothing is left.
+
+    Of a process that is killed a directory with a leading dot stays, which the next one with the same target removes. Raises
+    ConfigError when there is something at `target`, when the disk has not `wanted_bytes` free, and when it fails in the middle.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists: remove it, or give another place")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        free = shutil.disk_usage(partial).free
+        if free < SPARE * wanted_bytes:
+            wanted = f"{SPARE * wanted_bytes / 1e9:.1f} GB"
+            raise ConfigError(f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted}: choose another disk")
+        yield partial
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
+        raise
