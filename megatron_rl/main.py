@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl import config as configs
 from megatron_rl import config_checks, config_files
-from megatron_rl.commands import launch
+from megatron_rl.commands import conversions, launch
 
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report(args)
         if args.command == "check":
             return _check(args)
+        if args.command == "convert":
+            return conversions.run(args.form, args)
         return _run(args, words)
     except configs.ConfigError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
@@ -69,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
     check.add_argument("--ranks", type=_positive, help="number of ranks it will run on (default: launch.nproc)")
     check.add_argument("--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in")
+    convert = commands.add_parser("convert", help="weights from one form into another: Hugging Face, Megatron, another layout")
+    forms = convert.add_subparsers(dest="form", required=True, metavar="FORM")
+    for name, text in conversions.HELP.items():
+        conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
     report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
     report.add_argument("run", type=Path, help="a run directory")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")

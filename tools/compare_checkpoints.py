@@ -15,7 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands import convert
+from megatron_rl.commands.compare import compare
+from megatron_rl.commands.source import find
 from megatron_rl.config import ConfigError
 
 
@@ -28,7 +29,7 @@ def main() -> int:
     parser.add_argument("--show", type=int, default=20, help="rows of the largest differences")
     args = parser.parse_args()
     try:
-        rows = convert.compare(*(convert.find(path, role=args.role) for path in (args.first, args.second)))
+        rows = compare(*(find(path, role=args.role) for path in (args.first, args.second)))
     except ConfigError as error:
         print(f"compare_checkpoints: {error}", file=sys.stderr)
         return 2

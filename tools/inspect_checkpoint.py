@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands import convert
+from megatron_rl.commands.source import find
 from megatron_rl.config import ConfigError
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F32": 4, "BF16": 2, "F16": 2, "float64": 8, "F64": 8}
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's tensors too")
     args = parser.parse_args()
     try:
-        source = convert.find(args.source, role=args.role)
+        source = find(args.source, role=args.role)
         shapes = source.shapes()
     except ConfigError as error:
         print(f"inspect_checkpoint: {error}", file=sys.stderr)

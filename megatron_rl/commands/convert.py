@@ -13,6 +13,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from megatron_rl.commands import parity
 from megatron_rl.commands.common import copy_side_files
 from megatron_rl.commands.source import Source
 from megatron_rl.commands.target import fresh
@@ -27,18 +28,21 @@ from megatron_rl.weights.sizes import Sizes
 
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files that belong to a checkpoint, not to a model
 EMPTY = [None]  # what core keeps as extra state of a module that has none
+LOGITS = 1e-3  # largest difference of float32 logits, of the largest logit
 T = TypeVar("T")
 
 
-def to_hf(source: Source, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES, verify: bool = False) -> None:
-    """Writes a Hugging Face directory with config and tokenizer, loadable as it stands. `verify` reads it back and compares bit for bit.
+def to_hf(source: Source, target: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES, verify: bool = False) -> str:
+    """Writes a Hugging Face directory with config and tokenizer, loadable as it stands.
 
-    Raises ConfigError when there is something at `target` already, too little disk space, or a tensor with numbers that are not finite.
+    `verify` reads it back and compares bit for bit, then the logits of the checkpoint's Megatron model with those of transformers;
+    returned is what that gave, or why it was not done. Raises ConfigError when there is something at `target` already, too little disk
+    space, a tensor with numbers that are not finite, or other logits.
     """
     sizes = source.sizes
     if source.checkpoint is None:
         hf.check(source.path, sizes, cast=dtype is not None)
-    planned = _planned(source, sizes, dtype)
+    planned, said = _planned(source, sizes, dtype), ""
     with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
         writer = HfWriter(folder, planned, shard_bytes=shard_bytes)
         for name, tensor in _steps(source.tensors(), len(planned), "tensors"):
@@ -50,6 +54,8 @@ def to_hf(source: Source, target: Path, *, dtype: torch.dtype | None = None, sha
         _set_dtype(folder / "config.json", dtype)
         if verify:
             _verify(source, hf.Tensors(folder), dtype)
+            said = _compare_logits(source, sizes, folder, exact=dtype is None)
+    return said
 
 
 def to_megatron(
@@ -141,6 +147,18 @@ def _verify(source: Source, other: hf.Tensors, dtype: torch.dtype | None, *, cas
         names.add(name)
     if names != wanted:
         raise ConfigError(f"other tensors than the model's were written: {sorted(names ^ wanted)[:5]}")
+
+
+def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) -> str:
+    """Of a cast model the difference is told, not judged."""
+    if source.checkpoint is None:
+        return "logits not compared: the source is no checkpoint"
+    if why := parity.obstacle(sizes):
+        return f"logits not compared: {why}"
+    gap, largest = parity.logits_gap(source.path, folder)
+    if exact and not gap <= LOGITS * largest:
+        raise ConfigError(f"{source.path}: its Megatron model's logits differ from those of transformers by {gap:.2e} of {largest:.2e}")
+    return f"logits differ from those of transformers by {gap:.1e} at most, of {largest:.1e}"
 
 
 def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:

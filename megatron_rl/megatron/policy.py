@@ -190,7 +190,7 @@ class MegatronPolicy:
             def read(rect: rectangles.Rect) -> Tensor:
                 return copies.from_tensor(made[rect.tensor], rect)
         else:
-            rectangles.check_complete(hf.tensor_files(self.role.model.path), self.arch)
+            hf.check(self.role.model.path, self.arch, cast=True)
             read = hf.Tensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
             copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)

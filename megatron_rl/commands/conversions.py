@@ -1,0 +1,90 @@
+"""The words of `megatron-rl convert` and of the scripts in tools/: arguments first, without torch, then the work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+
+HELP = {
+    "to-hf": "a run's checkpoint as a Hugging Face directory, loadable by transformers and vLLM as it stands",
+    "to-megatron": "a Hugging Face directory as a Megatron checkpoint, loadable under any layout",
+    "reshard": "a checkpoint, optimizer included, cut anew for another layout",
+}
+DTYPES = ("float32", "bfloat16", "float16")
+SHARD_GB = 4.0
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The arguments of one of the commands in HELP."""
+    source = {"to-megatron": "a Hugging Face directory"}.get(command, "a run directory (its newest checkpoint), a checkpoint, or a role's")
+    parser.add_argument("source", type=Path, help=source)
+    parser.add_argument("target", type=Path, help="the directory to make; it must not exist")
+    if command != "to-megatron":
+        everything = "" if command == "to-hf" else "; without it all of them and the run's state, into a directory of the same name step_N"
+        parser.add_argument("--role", help=f"which role's model, where a checkpoint holds several{everything}")
+        parser.add_argument("--model", type=Path, help="model directory the role started from (default: as the run's config.yaml says)")
+    if command == "reshard":
+        for name, text in (("tp", "tensor parallel ranks"), ("pp", "pipeline stages"), ("ep", "expert parallel ranks")):
+            parser.add_argument(f"--{name}", type=_positive, default=1, help=f"{text} of the layout that is going to read it (default: 1)")
+        return
+    parser.add_argument("--dtype", choices=DTYPES, help="cast on the way (default: as stored)")
+    parser.add_argument("--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})")
+    checks = "read the result back and compare bit for bit" + ("; and logits against transformers" if command == "to-hf" else "")
+    parser.add_argument("--verify", action="store_true", help=checks)
+
+
+def run(command: str, args: argparse.Namespace) -> int:
+    """Carries a command out and says what it did. Raises ConfigError."""
+    import torch
+
+    from megatron_rl.commands import convert, recut
+    from megatron_rl.commands.source import find
+    from megatron_rl.weights.layouts import TrainerLayout
+
+    if command == "reshard":
+        layout = TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, dp=args.ep)
+        for path in recut.reshard(args.source, args.target, layout, role=args.role, model=args.model):
+            print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep})")
+        return 0
+    dtype, size = getattr(torch, args.dtype) if args.dtype else None, int(args.shard_gb * 1e9)
+    if command == "to-megatron":
+        source = find(args.source)
+        convert.to_megatron(source, args.target, dtype=dtype, file_bytes=size, verify=args.verify)
+        print(f"{source.path} -> {args.target}{' (verified bit for bit)' if args.verify else ''}")
+        return 0
+    source = find(args.source, role=args.role, model=args.model)
+    said = convert.to_hf(source, args.target, dtype=dtype, shard_bytes=size, verify=args.verify)
+    print(f"{source.path} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
+    return 0
+
+
+def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
+    """One of the commands as a script of its own, `text` being its help. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, command)
+    args = parser.parse_args(arguments)
+    try:
+        return run(command, args)
+    except ConfigError as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        return 2
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number, 1 or more")
+    return int(text)
+
+
+def _size(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give gigabytes, more than 0")
+    return value

@@ -1,0 +1,19 @@
+#!/usr/bin/env python3
+"""A checkpoint, optimizer included, cut anew for another layout. No GPU, no ranks.
+
+    python tools/reshard_checkpoint.py runs/demo out/step_000012 --tp 4 --pp 2
+    python tools/reshard_checkpoint.py runs/demo out/generator --role generator --tp 4
+
+What it is good for: megatron-core loads a checkpoint of any layout by itself, also with a vocabulary that tp does not divide. But a rank
+reads every piece that it needs a part of whole, so that tp 8 reads what tp 1 wrote eight times. Here every rank of the target layout gets
+a file of its own that holds its pieces and nothing else, and the vocabulary's padding is that of the target, of weights, moments and
+float32 masters. On the way it is checked what core does not look at: that nothing is unknown or of another shape, and that the
+optimizer's masters are the weights. Without --role every role is cut for the same layout. The same as `megatron-rl convert reshard`.
+"""
+
+import sys
+
+from megatron_rl.commands import conversions
+
+if __name__ == "__main__":
+    sys.exit(conversions.script("reshard", __doc__))
