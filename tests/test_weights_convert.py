@@ -1,0 +1,260 @@
+"""Conversions between Hugging Face directories and Megatron checkpoints: there and back, killed, without disk; and what core makes of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, environment, program
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import make_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_rl.checkpoint import damage, seal
+from megatron_rl.commands import convert, parity, recut
+from megatron_rl.commands.compare import compare
+from megatron_rl.commands.source import find, read_sizes
+from megatron_rl.config import ConfigError
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
+from megatron_rl.weights.dist_names import counts, places
+from megatron_rl.weights.dist_writer import DistWriter
+from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.weights.sizes import FAMILIES
+
+TINY = {
+    **{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 59},
+    **{"intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    **{"num_experts": 4, "num_local_experts": 4},
+}
+STATES = ("optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+
+
+def tiny(folder, family, *, tied=False, dtype=torch.float32):
+    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
+    return folder
+
+
+def with_optimizer(model, folder, *, masters=1.0):
+    """A checkpoint of `model` with an optimizer's state: masters are the weights times `masters`, moments numbers of their own."""
+    convert.to_megatron(find(model), folder)
+    checkpoint, sizes = DistCheckpoint(folder), read_sizes(model)
+    whole = folder.with_name("whole")
+    whole.mkdir()
+    with DistWriter(whole) as writer:
+        for number, name in enumerate(whole_names(sizes)):
+            weight, place = checkpoint.parameter(name), next(places(name))
+            for prefix, state in zip(("", *STATES), (weight, weight * masters, weight + number, weight * number), strict=True):
+                stacked = state[(None,) * len(place.index)]
+                offsets = (*place.index, *(0,) * weight.dim())
+                writer.add(prefix + place.key, (*counts(sizes, place), *weight.shape), offsets, stacked)
+        for key, data in checkpoint.objects():
+            writer.add_bytes(key, data)
+        writer.finish({"optimizer": {"step": 3}})
+    shutil.copy(folder / "config.json", whole)
+    shutil.rmtree(folder)
+    return whole.rename(folder)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_go_to_megatron_and_back_bit_for_bit(tmp_path, family, tied):
+    model = tiny(tmp_path / "model", family, tied=tied, dtype=torch.bfloat16 if tied else torch.float32)
+    convert.to_megatron(find(model), tmp_path / "ck", verify=True)
+    convert.to_hf(find(tmp_path / "ck"), tmp_path / "back", shard_bytes=20_000)
+    rows = compare(find(model), find(tmp_path / "back"))
+    assert len(rows) == len(load_file(model / "model.safetensors")) and all(row["equal"] for row in rows)
+    assert len([*(tmp_path / "back").glob("*.safetensors")]) > 2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto").dtype == (torch.bfloat16 if tied else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", {"tp": 2, "pp": 2}), ("llama", {"tp": 4}), ("qwen2_moe", {"tp": 2, "ep": 2, "dp": 2})]
+)
+def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, layout):
+    """Every rank's file holds that rank's pieces; the 59 words are padded as tp wants; there and back it is the same checkpoint."""
+    if family == "llama":
+        config = {**TINY, "num_key_value_heads": 4}
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(tmp_path / "model")
+    else:
+        tiny(tmp_path / "model", family, tied=family == "qwen2")
+    model = tmp_path / "model"
+    start = with_optimizer(model, tmp_path / "ck")
+    recut.reshard(start, tmp_path / "cut", TrainerLayout(**layout))
+    recut.reshard(tmp_path / "cut", tmp_path / "again", TrainerLayout())
+    first, cut, again, sizes = (*map(DistCheckpoint, (start, tmp_path / "cut", tmp_path / "again")), read_sizes(model))
+    for name in whole_names(sizes):
+        for prefix in ("", *STATES):
+            wanted = first.parameter(name, prefix)
+            assert torch.equal(cut.checked(sizes, name, prefix)[: len(wanted)], wanted)
+            assert torch.equal(again.parameter(name, prefix), wanted)
+    embedding = cut.parameter("embedding.word_embeddings.weight", STATES[1])
+    assert len(embedding) == 60 and not embedding[59:].any()
+    ranks = layout.get("tp", 1) * layout.get("pp", 1) * layout.get("dp", 1)
+    files = {int(file.name.split("_")[2]) for file in (tmp_path / "cut").glob("*.distcp")}
+    assert files <= set(range(ranks)) and len(files) >= min(ranks, layout.get("tp", 1) * layout.get("pp", 1))
+    assert torch.load(tmp_path / "cut/common.pt") == {"optimizer": {"step": 3}}
+    assert dict(cut.objects()) == dict(first.objects())
+
+
+def test_weights_that_the_optimizer_does_not_belong_to_are_not_cut_anew(tmp_path):
+    start = with_optimizer(tiny(tmp_path / "model", "qwen3"), tmp_path / "ck", masters=1.01)
+    with pytest.raises(ConfigError, match="the optimizer's own copy of .* is not the weight"):
+        recut.reshard(start, tmp_path / "cut", TrainerLayout(tp=2))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "model"]
+
+
+def test_weights_of_a_whole_run_checkpoint_are_cut_anew_with_its_state(tmp_path):
+    step = tmp_path / "run/checkpoints/step_000012"
+    for role in ("one", "two"):
+        with_optimizer(tiny(tmp_path / f"model_{role}", "llama"), tmp_path / role)
+        shutil.copytree(tmp_path / role, step / role)
+    (step / "state.json").write_text('{"turns": 12}')
+    seal(step, 12)
+    with pytest.raises(ConfigError, match="call it step_000012"):
+        recut.reshard(tmp_path / "run", tmp_path / "x", TrainerLayout(tp=2))
+    program("convert", "reshard", tmp_path / "run", tmp_path / "new/step_000012", "--tp", "2", "--pp", "2")
+    made = tmp_path / "new/step_000012"
+    assert damage(made) is None and json.loads((made / "state.json").read_text()) == {"turns": 12}
+    assert all(row["equal"] for role in ("one", "two") for row in compare(find(made, role=role), find(step, role=role)))
+
+
+def test_weights_in_parts_that_are_refused_by_a_layout(tmp_path):
+    convert.to_megatron(find(tiny(tmp_path / "model", "qwen2")), tmp_path / "ck")
+    for layout, says in (
+        (TrainerLayout(tp=3), "num_attention_heads = 4 is not divisible"),
+        (TrainerLayout(pp=3), "the model has 2 layers"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            recut.reshard(tmp_path / "ck", tmp_path / "cut", layout)
+    with pytest.raises(ConfigError, match="is a Hugging Face directory, which has no layout"):
+        recut.reshard(tmp_path / "model", tmp_path / "cut", TrainerLayout(), role="x")
+    with pytest.raises(ConfigError, match="is a checkpoint already"):
+        convert.to_megatron(find(tmp_path / "ck"), tmp_path / "cut")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match="there exists"):
+        convert.to_megatron(find(tmp_path / "model"), tmp_path / "there")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ck", "model", "there"]
+
+
+def run_code(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+KILLED = """
+import os, signal, sys
+from megatron_rl.commands import conversions
+from megatron_rl.weights import {module}
+{module}.{writer}.{method}, calls = (lambda self, *a, f={module}.{writer}.{method}, **k: (
+    calls.append(1), os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 9 else f(self, *a, **k))), []
+conversions.script(sys.argv[1], "", sys.argv[2:])
+"""
+FULL = """
+import resource, sys
+from megatron_rl.commands import conversions
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+sys.exit(conversions.script(sys.argv[1], "", sys.argv[2:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forms")
+    convert.to_megatron(find(make_model(folder / "model", "qwen3", vocab_size=59)), folder / "ck")
+    return {"to-hf": folder / "ck", "to-megatron": folder / "model", "reshard": folder / "ck"}
+
+
+@pytest.mark.parametrize("form", ["to-hf", "to-megatron", "reshard"])
+def test_weights_of_a_killed_conversion_do_not_look_complete_and_the_next_one_succeeds(forms, tmp_path, form):
+    where = {"module": "hf_writer", "writer": "HfWriter", "method": "write"}
+    where = where if form == "to-hf" else {"module": "dist_writer", "writer": "DistWriter", "method": "add"}
+    done = run_code(KILLED.format(**where), form, forms[form], tmp_path / "out")
+    assert done.returncode == -9, done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == [".out.partial"] and any((tmp_path / ".out.partial").iterdir())
+    program("convert", form, forms[form], tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert all(row["equal"] for row in compare(find(forms["to-hf"]), find(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("form", ["to-hf", "to-megatron", "reshard"])
+def test_weights_that_the_disk_does_not_take_leave_nothing(forms, tmp_path, form):
+    """A file may not grow beyond 60 kB: the same error in the middle of a write as on a full disk."""
+    done = run_code(FULL, form, forms[form], tmp_path / "out")
+    assert done.returncode == 2 and "could not be written" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
+    said = convert.to_hf(find(forms["to-hf"]), tmp_path / "hf", verify=True)
+    assert "logits differ from those of transformers by" in said
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(tmp_path / "hf", spoilt)
+    config = json.loads((spoilt / "config.json").read_text())
+    (spoilt / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    same, _ = parity.logits_gap(forms["to-hf"], tmp_path / "hf")
+    make_model(tmp_path / "other", "qwen3", vocab_size=59, seed=5)
+    other, largest = parity.logits_gap(forms["to-hf"], tmp_path / "other")
+    assert same < 1e-5 and other > 0.1 * largest
+    assert "does not run mixtral" in str(parity.obstacle(read_sizes(tiny(tmp_path / "moe", "mixtral"))))
+    monkeypatch.setattr(parity, "available_bytes", lambda: 1000)
+    assert "of memory are free" in str(parity.obstacle(read_sizes(forms["to-megatron"])))
+
+
+def test_weights_conversion_scripts_and_command_are_the_same(forms, tmp_path):
+    for tool in ("convert_hf_to_megatron.py", "convert_megatron_to_hf.py", "reshard_checkpoint.py"):
+        done = subprocess.run(
+            [sys.executable, ROOT / "tools" / tool, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True
+        )
+        assert "megatron-rl convert" in done.stdout
+    code = "import sys; sys.modules['torch'] = None; from megatron_rl.main import main; main(sys.argv[1:])"
+    for form in forms:
+        assert "the directory to make" in run_code(code, "convert", form, "--help").stdout
+    text = program(
+        "convert", "to-megatron", forms["to-megatron"], tmp_path / "ck", "--dtype", "bfloat16", "--shard-gb", "0.0001", "--verify"
+    )
+    assert "verified bit for bit" in text.stdout and len([*(tmp_path / "ck").glob("*.distcp")]) > 2
+    assert set(dtype for _, dtype in find(tmp_path / "ck").shapes().values()) == {"bfloat16"}
+    done = program("convert", "to-hf", tmp_path / "none", tmp_path / "x", check=False)
+    assert done.returncode == 2 and "megatron-rl convert: no directory" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """What two ranks of megatron-core make of checkpoints that the tools wrote, 59 words each."""
+    folder = tmp_path_factory.mktemp("loaded")
+    imported = []
+    for name, tied in (("qwen2", False), ("qwen3", True), ("llama", False)):
+        model, other = (make_model(folder / f"{name}{seed}", name, vocab_size=59, tie_word_embeddings=tied, seed=seed) for seed in (0, 1))
+        convert.to_megatron(find(model), folder / f"{name}_ck")
+        case = {"name": name, "model": str(model), "other": str(other), "checkpoint": str(folder / f"{name}_ck")}
+        imported.append(case | {"layouts": [{}, {"tp": 2}, {"pp": 2}]})
+    resharded = [
+        {"name": "tp2_to_tp1", "model": str(folder / "qwen20"), "vocab": 59, "from": {"tp": 2}, "to": {}},
+        {"name": "tp1_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {}, "to": {"tp": 2}},
+        {"name": "pp2_to_tp2", "model": str(folder / "llama0"), "vocab": 59, "from": {"pp": 2}, "to": {"tp": 2}},
+        {"name": "tied", "model": str(folder / "qwen30"), "vocab": 59, "from": {"tp": 2}, "to": {}},
+    ]
+    cases = json.dumps({"imported": imported, "resharded": resharded})
+    return run_ranks(Path(__file__).parent / "convert_worker.py", 2, folder / "ranks", cases)
+
+
+@pytest.mark.multi
+def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loaded):
+    for answer in loaded:
+        assert len(answer["imported"]) == 9 and all(answer["imported"].values()), answer["imported"]
+
+
+@pytest.mark.multi
+def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
+    for answer in loaded:
+        assert len(answer["resharded"]) == 4
+        for name, gaps in answer["resharded"].items():
+            assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
+            assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)
