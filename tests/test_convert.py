@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.commands import convert
+from megatron_rl.commands.source import find
 from megatron_rl.config import ConfigError
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
@@ -38,10 +39,11 @@ def tool(name, *arguments, status=0):
     return done.stdout + done.stderr
 
 
-def test_a_converted_checkpoint_is_the_trained_model_bit_for_bit(run, tmp_path):
+def test_weights_of_a_converted_checkpoint_are_the_trained_model_bit_for_bit(run, tmp_path):
     for role in ("generator", "verifier"):
         target = tmp_path / role
-        tool("convert_megatron_to_hf.py", run, target, "--role", role, "--verify", "--shard-gb", "0.0001")
+        text = tool("convert_megatron_to_hf.py", run, target, "--role", role, "--verify", "--shard-gb", "0.0001")
+        assert "verified bit for bit; logits differ from those of transformers by" in text
         exported = load_file(run / "models" / role / "model.safetensors")
         index = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
         found = {name: load_file(target / file)[name] for name, file in index.items()}
@@ -56,32 +58,32 @@ def test_a_converted_checkpoint_is_the_trained_model_bit_for_bit(run, tmp_path):
     assert "decoder.layers.self_attention.linear_qkv.weight" in text and "step_000002" in text
 
 
-def test_a_dtype_is_cast_and_written_into_the_config(run, tmp_path):
-    convert.to_hf(convert.find(run, role="generator"), tmp_path / "half", dtype=torch.bfloat16, verify=True)
+def test_weights_are_cast_to_a_dtype_that_is_written_into_the_config(run, tmp_path):
+    convert.to_hf(find(run, role="generator"), tmp_path / "half", dtype=torch.bfloat16, verify=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto")
     assert model.dtype == torch.bfloat16
     wanted = load_file(run / "models/generator/model.safetensors")
     assert all(torch.equal(t, wanted[n].bfloat16()) for n, t in load_file(tmp_path / "half/model.safetensors").items())
 
 
-def test_what_cannot_be_converted_is_refused_and_nothing_is_left(run, tmp_path):
+def test_weights_that_cannot_be_converted_are_refused_and_nothing_is_left(run, tmp_path):
     assert "name one by --role" in tool("convert_megatron_to_hf.py", run, tmp_path / "x", status=2)
     assert "no directory" in tool("convert_megatron_to_hf.py", tmp_path / "none", tmp_path / "x", status=2)
     (tmp_path / "there").mkdir()
     assert "exists" in tool("convert_megatron_to_hf.py", run, tmp_path / "there", "--role", "generator", status=2)
-    newest = convert.find(run, role="generator").path
+    newest = find(run, role="generator").path
     copy = tmp_path / "cut" / "generator"
     shutil.copytree(newest, copy)
     pieces = sorted(copy.glob("*.distcp"))
     pieces[0].write_bytes(pieces[0].read_bytes()[:-100])
     with pytest.raises(ConfigError, match="it was cut"):
-        convert.find(copy)
+        find(copy)
     pieces[0].unlink()
     with pytest.raises(ConfigError, match="is missing, which its .metadata lists"):
-        convert.find(copy)
+        find(copy)
     (copy / ".metadata").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="not a distributed checkpoint that can be read"):
-        convert.find(copy)
+        find(copy)
     other = tmp_path / "other"
     shutil.copytree(run / "models/generator", other)
     config = json.loads((other / "config.json").read_text())
@@ -91,5 +93,5 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_left(run, tmp_path):
     ):
         (other / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=says):
-            convert.to_hf(convert.find(newest, model=other), tmp_path / "x")
+            convert.to_hf(find(newest, model=other), tmp_path / "x")
         assert not [p for p in tmp_path.iterdir() if p.name.startswith((".x", "x"))]

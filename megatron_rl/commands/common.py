@@ -7,7 +7,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +26,7 @@ from megatron_rl import config_files
 from megatron_rl.chat import fill, load_tokenizer, read_template
 from megatron_rl.checkpoint import STATE, Checkpoints, read_json, write_json
 from megatron_rl.commands.launch import Place
+from megatron_rl.commands.target import copy_side_files
 from megatron_rl.console import RunConsole
 from megatron_rl.data import Problem, read_problems
 from megatron_rl.engines.base import Sampling
@@ -224,11 +224,3 @@ def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWor
     found: list[Answered] = []
     world.from_driver(lambda: found.extend(draw()))
     return found if world.rank == 0 else None
-
-
-def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
-    """Config, generation config and tokenizer files of a model directory."""
-    for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json") and file.name not in keep:
-                shutil.copy2(file, target / file.name)

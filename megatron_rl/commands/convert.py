@@ -13,10 +13,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from megatron_rl.commands import parity
-from megatron_rl.commands.common import copy_side_files
 from megatron_rl.commands.source import Source
-from megatron_rl.commands.target import fresh
+from megatron_rl.commands.target import copy_side_files, fresh
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
@@ -75,9 +73,9 @@ def to_megatron(
         for name in _steps(iter(names), len(names), "parameters"):
             parameter = _parameter(source, sizes, tensors, name, dtype)
             place = next(places(name))
-            stacked = parameter[(None,) * len(place.index)]
+            stacked = parameter[(None,) * len(place.at)]
             size = (*counts(sizes, place), *parameter.shape)
-            writer.add(place.key, size, (*place.index, *(0,) * parameter.dim()), stacked)
+            writer.add(place.key, size, (*place.at, *(0,) * parameter.dim()), stacked)
         empty = _pickled()
         for key in extra_states(sizes):
             writer.add_bytes(key, empty)
@@ -153,6 +151,8 @@ def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) 
     """Of a cast model the difference is told, not judged."""
     if source.checkpoint is None:
         return "logits not compared: the source is no checkpoint"
+    from megatron_rl.commands import parity  # brings megatron-core, which nothing else here needs
+
     if why := parity.obstacle(sizes):
         return f"logits not compared: {why}"
     gap, largest = parity.logits_gap(source.path, folder)

@@ -16,10 +16,9 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.checkpoint import STATE, seal
-from megatron_rl.commands.common import copy_side_files
 from megatron_rl.commands.convert import OF_CHECKPOINTS
 from megatron_rl.commands.source import Source, find, roles, step_directory
-from megatron_rl.commands.target import fresh
+from megatron_rl.commands.target import copy_side_files, fresh
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
@@ -116,8 +115,8 @@ def _write(writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list
             own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
         own = own if whole.dim() > 1 else own[:, 0]
         size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
-        stacked = own[(None,) * len(place.index)]
-        writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.index, *offsets), stacked, rank=rank)
+        stacked = own[(None,) * len(place.at)]
+        writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
 
 
 def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The directory that a conversion makes: there when it is complete, and not before."""
+"""The directory that a conversion makes, there when it is complete and not before; and what lies in a model directory beside weights."""
 
 from __future__ import annotations
 
@@ -36,3 +36,11 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
         raise
+
+
+def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
+    """Config, generation config and tokenizer files of a model directory."""
+    for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json") and file.name not in keep:
+                shutil.copy2(file, target / file.name)

@@ -110,7 +110,7 @@ class DistCheckpoint:
     def _find(self, name: str, prefix: str) -> tuple[Place, TensorStorageMetadata]:
         for place in places(name):
             stored = self._metadata.state_dict_metadata.get(prefix + place.key)
-            if isinstance(stored, TensorStorageMetadata) and all(i < n for i, n in zip(place.index, stored.size, strict=False)):
+            if isinstance(stored, TensorStorageMetadata) and all(i < n for i, n in zip(place.at, stored.size, strict=False)):
                 return place._replace(key=prefix + place.key), stored
         raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 

@@ -20,7 +20,7 @@ class Place(NamedTuple):
     """A stacked tensor and the leading indices (layer, expert) of one parameter in it."""
 
     key: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -51,7 +51,7 @@ def places(name: str) -> Iterator[Place]:
 
 def counts(sizes: Sizes, place: Place) -> tuple[int, ...]:
     """How many layers (and experts) are stacked where `place` is."""
-    return (sizes.num_layers, sizes.experts)[: len(place.index)]
+    return (sizes.num_layers, sizes.experts)[: len(place.at)]
 
 
 def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:

@@ -55,7 +55,7 @@ class DistWriter:
             own = own.clone()
         file = self._file(rank, own.nbytes)
         start = file.tell()
-        torch.save(own, file)
+        _save(own, file)
         known.chunks.append(ChunkStorageMetadata(offsets=place, sizes=piece.shape))
         self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
@@ -86,3 +86,13 @@ class DistWriter:
         self._numbers[rank] = number + 1
         self._files[rank] = (self._folder / f"__{rank}_{number}.distcp").open("wb")
         return self._files[rank]
+
+
+def _save(tensor: Tensor, file: BinaryIO) -> None:
+    """torch.save, of which a full disk comes out as the OSError that it is."""
+    try:
+        torch.save(tensor, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
