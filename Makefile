@@ -63,9 +63,11 @@ check: setup ## format, lint, types, layering
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest tests/test_layering.py -q
 
-bench: setup ## rollout and training speed against transformers
+bench: setup ## rollout and training speed against transformers; import, export and conversion of weights
 	$(PY) benchmarks/rollout.py --check
 	$(PY) benchmarks/train_step.py --check
+	$(PY) benchmarks/import_export.py --check
+	$(PY) benchmarks/convert.py --check
 
 clean: ## remove the environment and all runs
 	rm -rf .venv .venv-latest runs
