@@ -18,7 +18,7 @@ from megatron_rl.commands.target import copy_side_files, fresh
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
-from megatron_rl.weights.dist_names import counts, extra_states, places
+from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
 from megatron_rl.weights.rectangles import WHOLE, hf_shapes, megatron
@@ -72,10 +72,9 @@ def to_megatron(
         _set_dtype(folder / "config.json", dtype)
         for name in _steps(iter(names), len(names), "parameters"):
             parameter = _parameter(source, sizes, tensors, name, dtype)
-            place = next(places(name))
-            stacked = parameter[(None,) * len(place.at)]
-            size = (*counts(sizes, place), *parameter.shape)
-            writer.add(place.key, size, (*place.at, *(0,) * parameter.dim()), stacked)
+            for place in spellings(name):
+                offsets = (*place.at, *(0,) * parameter.dim())
+                writer.add(place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)])
         empty = _pickled()
         for key in extra_states(sizes):
             writer.add_bytes(key, empty)

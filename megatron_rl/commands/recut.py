@@ -22,7 +22,7 @@ from megatron_rl.commands.target import copy_side_files, fresh
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
-from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, places, stored_shape
+from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
@@ -75,7 +75,7 @@ def _recut(source: Source, layout: TrainerLayout, folder: Path) -> None:
             weight: Tensor | None = None
             for prefix in ("", *checkpoint.optimizer_states):
                 whole = checkpoint.checked(sizes, name, prefix)
-                left.discard(checkpoint.place(name, prefix).key)
+                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(name))}
                 weight = whole if prefix == "" else weight
                 if prefix == MASTER and weight is not None:
                     _check_master(checkpoint, sizes, name, weight, whole)
@@ -106,7 +106,7 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 
 def _write(writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor) -> None:
     prefix, name, cuts = what
-    place, matrix = next(places(name)), whole if whole.dim() > 1 else whole[:, None]
+    matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)
     rows = megatron(sizes, name, WHOLE)[0][0]
     for rank, piece in cuts:
@@ -115,8 +115,9 @@ def _write(writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list
             own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
         own = own if whole.dim() > 1 else own[:, 0]
         size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
-        stacked = own[(None,) * len(place.at)]
-        writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
+        for place in spellings(name):
+            stacked = own[(None,) * len(place.at)]
+            writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
 
 
 def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:

@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 def places(name: str) -> Iterator[Place]:
-    """Where core keeps the parameter of this name with global layer and expert numbers; the first is where it is written."""
+    """Where core keeps the parameter of this name with global layer and expert numbers, likeliest first."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
         yield Place(name, ())
@@ -47,6 +47,13 @@ def places(name: str) -> Iterator[Place]:
     yield Place(name, ())  # one tensor per layer, as core writes models whose layers differ
     if part in _ALIASES:
         yield Place(f"decoder.layers.{_ALIASES[part]}", index)
+
+
+def spellings(name: str) -> list[Place]:
+    """Every place where a parameter is written: the layer specs of core disagree on the norm before experts, so that lies in two."""
+    layer = _LAYER.fullmatch(name)
+    alias = _ALIASES.get(layer[2]) if layer else None
+    return [next(places(name)), *([Place(f"decoder.layers.{alias}", (int(layer[1]),))] if layer and alias else [])]
 
 
 def counts(sizes: Sizes, place: Place) -> tuple[int, ...]:
