@@ -68,6 +68,7 @@ DENSE = (
     ("dp_to_pp", Layout(), Layout(pp=2)),
     ("tp_to_dp", Layout(tp=2), Layout()),
 )
+TIED = (("same", Layout(pp=2), Layout(pp=2)), ("pp_to_dp", Layout(pp=2), Layout()), ("pp_to_tp", Layout(pp=2), Layout(tp=2)))
 EXPERTS = (
     ("same", Layout(ep=2), Layout(ep=2)),
     ("ep_to_dp", Layout(ep=2), Layout()),
@@ -184,6 +185,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
     answer["head"] = head()
+    answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {"checkpoints": checkpoints(experts, out.parent / "expert_ckpt", EXPERTS), "few": few_tokens(experts)}
     answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2)), "refusals": refusals(Path(path).parent)}

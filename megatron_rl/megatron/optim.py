@@ -51,6 +51,8 @@ def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     initialize_state(optimizer)
+    for part in parts(optimizer):
+        platform.mend_saved_offsets(part.buffers)
     decays = settings.decay != "constant"
     scheduler = OptimizerParamScheduler(
         optimizer,

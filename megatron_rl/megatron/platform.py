@@ -12,7 +12,7 @@ import io
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -270,6 +270,22 @@ def _define_missing_name() -> None:
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Core's maybe_move_tensor_to_cpu for tensors that are there already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def mend_saved_offsets(buffers: Iterable[Any]) -> None:
+    """Makes optimizer state come out of a checkpoint as it went in when there is padding between gradient buckets (with CUDA too).
+
+    Core (0.16 to 0.19) joins a buffer's buckets without their padding when it saves, and then cuts every parameter out at its place
+    in the padded buffer: with an odd bucket in front, such as a shared embedding's own, it saves shifted moments and masters. Once the
+    optimizer is built nothing but that cut reads these places.
+    """
+    for buffer in buffers:
+        shift, shifts = 0, []
+        for bucket in buffer.buckets:
+            shifts.append(shift)
+            shift += bucket.grad_data.numel() - bucket.numel_unpadded
+        places = buffer.param_index_map.items()
+        buffer.param_index_map = {p: (start - shifts[b], end - shifts[b], b) for p, (start, end, b) in places}
 
 
 @contextlib.contextmanager
