@@ -33,6 +33,7 @@ setup(
         "rich>=13",
         "matplotlib>=3.8",
         "pyarrow>=16",
+        "xxhash>=3",  # checksums of refits
     ],
     extras_require={
         "vllm": ["vllm"],

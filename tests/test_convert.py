@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.commands import convert
 from megatron_rl.commands.source import find
 from megatron_rl.config import ConfigError
+from megatron_rl.report import write_report
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -37,6 +38,14 @@ def tool(name, *arguments, status=0):
     assert done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
+
+
+def test_weights_of_a_run_went_to_its_engines_along_a_plan(run):
+    lines = [json.loads(line) for line in (run / "refits.jsonl").read_text().splitlines()]
+    assert {(line["role"], line["version"]) for line in lines} >= {("generator", 0), ("generator", 1), ("verifier", 0), ("verifier", 1)}
+    assert all(line["refit/failed_engines"] == 0 and line["refit/checked_slices"] > 0 for line in lines)
+    assert all(line["refit/gigabytes"] > 0 and line["refit/local_gigabytes"] > 0 and line["refit/floor_seconds"] > 0 for line in lines)
+    assert "Refits" in write_report(run).read_text()
 
 
 def test_weights_of_a_converted_checkpoint_are_the_trained_model_bit_for_bit(run, tmp_path):
