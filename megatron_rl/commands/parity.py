@@ -14,7 +14,6 @@ from megatron_rl.megatron import parallel, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Stop, Trajectory, pack
-from megatron_rl.weights.hf import ACTOR_FAMILIES
 from megatron_rl.weights.rectangles import hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
@@ -24,8 +23,6 @@ BYTES_PER_PARAMETER = 8  # both models, in float32
 
 def obstacle(sizes: Sizes) -> str | None:
     """Why the two cannot be compared here, or None."""
-    if sizes.family not in ACTOR_FAMILIES:
-        return f"the actor does not run {sizes.family} models"
     if dist.is_initialized():
         return "this process is a rank of something else"
     wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
