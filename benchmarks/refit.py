@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     common.add_arguments(parser)
@@ -75,6 +76,7 @@ def main() -> None:
         port = probe.getsockname()[1]
         probe.close()
         common_args = [sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--rounds", str(args.rounds), "--port", str(port)]
+        common_args += ["--bucket-mib", str(args.bucket_mib)]
         ranks = [subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/figures"], env=os.environ) for r in range(RANKS)]
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
@@ -110,14 +112,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     own, engine = shards(topology, rank), Engine(topology, rank)
     model = 2 * sum(rows * columns for rows, columns in hf_shapes(topology.sizes).values())
     figures = {"model_gb": model / 1e9, "memcpy_gb_per_s": memcpy(), "gather_wire_gb": (RANKS - 1) * model / 1e9}
-    for way, limit in (("gather", 0), ("bucketed", BUCKET)):
+    for way, limit in (("gather", 0), ("bucketed", args.bucket_mib << 20)):
         figures[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
     reference = {n: t.clone() for n, t in engine.tensors.items()}
-    figures |= raw(topology, args.rounds)
+    figures |= raw(topology, args)
     for transport in ("gloo", "shared_memory"):
         for tensor in engine.tensors.values():
             tensor.zero_()
-        settings = Refit(transport=transport, bucket_mib=BUCKET >> 20, verify="off")
+        settings = Refit(transport=transport, bucket_mib=args.bucket_mib, verify="off")
         side = TrainerSide(topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine)
         figures["wire_gb"] = side(0)["refit/gigabytes"]
         figures[f"direct_{transport}_s"] = best(lambda side=side: side(1), args.rounds)
@@ -129,7 +131,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     figures["gather_over_direct_gloo"] = figures["gather_s"] / figures["direct_gloo_s"]
     figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
     figures["direct_gloo_of_p2p"] = figures["p2p_s"] / figures["direct_gloo_s"]
-    return figures | changes(topology, own, engine)
+    return figures | changes(topology, own, engine, args)
 
 
 def shards(topology: Topology, rank: int) -> Shards:
@@ -220,13 +222,13 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
     yield waiting
 
 
-def raw(topology: Topology, rounds: int) -> dict[str, float]:
+def raw(topology: Topology, args: argparse.Namespace) -> dict[str, float]:
     """The bound, and the time of messages of the plan's sizes between the plan's pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
     dist.all_gather_object(seats, Seat.here(torch.device("cpu")))
-    plan = topology.plan(Seating(seats, dict(enumerate(seats))), BUCKET >> 20)
+    plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
     rank, turns = dist.get_rank(), 1 + max(b.turn for b in plan.buckets)
-    out, into = ([torch.zeros(BUCKET, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
+    out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     sends = {b.turn: b for b in plan.buckets if b.source == rank}
     receives = {b.turn: b for b in plan.buckets if b.destination == rank}
 
@@ -244,17 +246,17 @@ def raw(topology: Topology, rounds: int) -> dict[str, float]:
         for work in pending:
             work.wait()
 
-    seconds = best(run, rounds)
+    seconds = best(run, args.rounds)
     return {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_s": seconds, "p2p_gb_per_s": plan.sent * 2 / 1e9 / seconds}
 
 
-def changes(topology: Topology, own: Shards, engine: Engine) -> dict[str, float]:
+def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Refits of what a step of 1e-6 in float32 changes of the bfloat16 weights, in deltas over gloo, against all of them."""
     parameters = {n: t for n, (t, _) in own.items()}
     masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
     figures: dict[str, float] = {}
     for delta in (False, True):
-        settings = Refit(transport="gloo", bucket_mib=BUCKET >> 20, verify="off", delta=delta)
+        settings = Refit(transport="gloo", bucket_mib=args.bucket_mib, verify="off", delta=delta)
         side = TrainerSide(topology, settings, parameters, group=dist.group.WORLD, endpoint=engine)
         side(0)
         for name, master in masters.items():
