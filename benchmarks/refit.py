@@ -48,7 +48,7 @@ BARS = {
     for model in ("dense", "moe")
     for name, bar in {
         f"{model}/bound_over_direct_bytes": 1 / 1.02,
-        f"{model}/gather_over_direct": 4.0,
+        f"{model}/gather_over_direct_gloo": 4.0,
         f"{model}/direct_gloo_of_p2p": 0.6,
     }.items()
 }
@@ -130,6 +130,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     figures["gather_over_direct"] = figures["gather_s"] / figures["direct_shared_memory_s"]
     figures["gather_over_direct_gloo"] = figures["gather_s"] / figures["direct_gloo_s"]
     figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
+    figures["direct_shared_memory_of_p2p"] = figures["p2p_s"] / figures["direct_shared_memory_s"]
     figures["direct_gloo_of_p2p"] = figures["p2p_s"] / figures["direct_gloo_s"]
     return figures | changes(topology, own, engine, args)
 
@@ -225,7 +226,7 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
 def raw(topology: Topology, args: argparse.Namespace) -> dict[str, float]:
     """The bound, and the time of messages of the plan's sizes between the plan's pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
-    dist.all_gather_object(seats, Seat.here(torch.device("cpu")))
+    dist.all_gather_object(seats, Seat.new(torch.device("cpu")))
     plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
     rank, turns = dist.get_rank(), 1 + max(b.turn for b in plan.buckets)
     out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))

@@ -200,6 +200,7 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     host, port = json.loads((out.parent / "board.json").read_text())
     topology = Topology.from_json(case["topology"])
     engine = Engine(topology, rank)
+    naps = case.get("naps", {}).get(out.stem)  # stops itself between refits, after this version
     doom = case.get("doom", {}).get(out.stem)
     if doom:
         engine.targets = Doomed(engine.tensors, engine, *doom)
@@ -217,6 +218,8 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
                 file.write(json.dumps({"version": version, "holds": engine.holds(version)}) + "\n")
                 file.flush()
                 (out.parent / f"holds_{out.stem}_{version}").touch()
+                if version == naps:
+                    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from megatron_rl.weights.sizes import Sizes
 
 WORKER = Path(__file__).parent / "refit_worker.py"
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
+FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 MOE = Sizes(
     family="qwen3_moe", num_layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=77, tied=False, experts=4, expert_ffn=16
 )  # fmt: skip
@@ -179,5 +180,37 @@ def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
         b.send_signal(signal.SIGCONT)
         answers = json.loads(ranks.communicate(timeout=200)[0])[0]
     assert [a["refit/failed_engines"] for a in answers] == [1.0, 0.0], answers
+    assert answers[0]["refit/seconds"] < 15
     assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(2)]
     assert held(tmp_path, "b") == [{"version": 1, "holds": True}]
+
+
+@pytest.mark.multi
+def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
+    """It sleeps between refits through two roll calls; awake, it joins anew and is brought to the next version."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
+    one |= {"waits": {"0": ["joined_a", "joined_b"], "3": ["again_b"], "end": ["holds_a_3", "holds_b_3"]}, "naps": {"b": 0}}
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, ranks):
+        appear(tmp_path / "done_2")
+        b.send_signal(signal.SIGCONT)
+        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
+    assert [a["refit/failed_engines"] for a in answers] == [0.0, 1.0, 0.0, 0.0], answers
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
+    assert held(tmp_path, "b") == [{"version": v, "holds": True} for v in (0, 3)]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, transport):
+    """Four stages feed three engines; those wait for stages that wait for the one that hangs, and are not taken for dead themselves."""
+    one = case(FOUR, TrainerLayout(pp=4), EngineLayout(tp=1, replicas=3), inside=False, versions=[0, 1])
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.004, "message_timeout_s": 2.0}
+    one |= {"waits": {"0": ["joined_a", "joined_b", "joined_c"], "end": ["holds_b_1", "holds_c_1"]}, "doom": {"a": [1, "SIGSTOP"]}}
+    engines = [start_engine(tmp_path, one, rank, name) for rank, name in enumerate("abc")]
+    ranks = start_trainer(tmp_path, one)
+    with processes(*engines, ranks):
+        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
+    assert [a["refit/failed_engines"] for a in answers] == [1.0, 0.0], answers
+    for name in "bc":
+        assert held(tmp_path, name) == [{"version": v, "holds": True} for v in range(2)]

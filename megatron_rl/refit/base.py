@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class Deadline:
     end: float  # time.monotonic()
     message_s: float
     over: Callable[[], bool] = lambda: False  # asked now and then while waiting: the refit has ended without this side
+    pulse: Callable[[], Any] = lambda: None  # of the other side: while it changes, that waits too and is not lost
 
     @classmethod
     def start(cls, total_s: float, message_s: float, over: Callable[[], bool] = lambda: False) -> Deadline:
@@ -78,12 +79,15 @@ class Deadline:
     def until(self, done: Callable[[float], bool]) -> str | None:
         """Calls `done` (seconds that it may wait) until it is true -> None, or why it did not come to that."""
         allowed = self.wait_s()
-        end = time.monotonic() + allowed
+        end, pulse = time.monotonic() + allowed, self.pulse()
         while not done(max(0.01, min(LOOK_S, end - time.monotonic()))):
             if self.over():
                 return "the refit ended without it"
             if time.monotonic() >= end:
-                return f"no answer within {allowed:.1f} s"
+                before, pulse = pulse, self.pulse()
+                if pulse == before or time.monotonic() >= self.end:
+                    return f"no answer within {allowed:.1f} s"
+                end = time.monotonic() + self.wait_s()
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import uuid
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_rl.config import Refit
-from megatron_rl.refit.base import Deadline, Parameters, RefitError, TransportError
+from megatron_rl.refit.base import Deadline, Parameters, RefitError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
 from megatron_rl.refit.topology import Topology
@@ -50,7 +49,7 @@ class EngineSide:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._board, self._rank, self._endpoint, self._device = board, rank, endpoint, device
         self.version: int | None = None
-        self._seat = Seat.here(device)
+        self._seat, self._pulses = Seat.new(device), 0
         self._epoch = -1
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
@@ -59,24 +58,21 @@ class EngineSide:
     def take_part(self, idle_s: float) -> int | None:
         """Waits for a refit and takes part in it -> the version committed; None when none came in `idle_s`, or it was not for this
         engine, or failed (the engine then holds no version). Raises TransportError when the trainer is gone."""
+        if self._board.peek(f"hello/{self._rank}") != self._incarnation:  # the trainer gave this one up: it was late, or lost
+            self._leave()
+            self._join()
         number = self._board.get("next", SETUP_TIMEOUT_S)
-        try:
-            self._board.get(f"{number}/ticket", idle_s)
-        except TransportError:
-            self._board.peek("next")  # raises when there is no trainer
+        if not self._board.has(f"{number}/ticket", idle_s):
             return None
-        self._board.put(f"{number}/ready/{self._rank}", {"version": self.version, "seat": self._seat, "incarnation": self._incarnation})
-        go = self._board.get(f"{number}/go", self._settings.timeout_s)
-        if str(self._rank) not in go["engines"]:
-            self._await_end(number)
+        self._board.put(f"{number}/ready/{self._rank}", {"version": self.version, "seat": self._seat})
+        go = self._await(number, "go")
+        if go is None or str(self._rank) not in go["engines"]:
+            self._await(number, "verdict")
             return None
-        # The trainer may be waiting for an engine that is lost: this one is patient, and goes when there is a verdict.
-        timeout = self._settings.timeout_s
-        deadline = Deadline.start(timeout, timeout, lambda: self._board.peek(f"{number}/verdict") is not None)
-        vote = self._vote(go, deadline)
+        vote = self._vote(go, self._patience(number))
         self._board.put(f"{number}/vote/{self._rank}", vote)
-        verdict = self._board.get(f"{number}/verdict", self._settings.timeout_s)
-        if self._rank in verdict["committed"]:
+        verdict = self._await(number, "verdict")
+        if verdict is not None and self._rank in verdict["committed"]:
             version: int = go["order"]["version"]
             self.version = version
             self._endpoint.commit_refit(version)
@@ -94,17 +90,19 @@ class EngineSide:
         outcome, error, probe = Outcome(), None, (0, 0.0)
         try:
             if go["epoch"] != self._epoch:
-                probe = self._arrange(go, deadline)
+                self._arrange(go)
+                assert self._exchange is not None
+                probe = self._exchange.probe(deadline, outcome)
             assert self._exchange is not None
             self._endpoint.begin_refit()
             self.version = None
-            outcome = self._exchange.run(order_from(go["order"]), deadline)
+            self._exchange.run(order_from(go["order"]), deadline, outcome)
             error = next(iter(outcome.lost_sources.values()), None)
         except (RefitError, OSError) as failure:
             error = str(failure)
         return {"error": error, "outcome": asdict(outcome), "probe": probe}
 
-    def _arrange(self, go: dict[str, Any], deadline: Deadline) -> tuple[int, float]:
+    def _arrange(self, go: dict[str, Any]) -> None:
         self._leave()
         seats = {int(rank): Seat(*seat) for rank, seat in go["engines"].items()}
         seating = Seating([Seat(*seat) for seat in go["trainer"]], seats)
@@ -113,12 +111,21 @@ class EngineSide:
         plan = self.topology.plan(seating, self._settings.bucket_mib)
         self._exchange = Exchange(plan, end, self._wiring.route, dtype=self.topology.torch_dtype)
         self._epoch = go["epoch"]
-        return self._exchange.probe(deadline)
 
-    def _await_end(self, number: int) -> None:
-        """A refit without this engine: comes back in time for the next."""
-        with contextlib.suppress(TransportError):
-            self._board.get(f"{number}/verdict", self._settings.timeout_s)
+    def _await(self, number: int, what: str) -> Any:
+        """What the trainer puts up for refit `number`; None when that is over without it."""
+        self._patience(number).until(lambda seconds: self._board.has(f"{number}/{what}", seconds))
+        return self._board.peek(f"{number}/{what}")
+
+    def _patience(self, number: int) -> Deadline:
+        """The trainer may be waiting for an engine that is lost: this one waits too, says that it lives, and goes when it is over."""
+
+        def over() -> bool:
+            self._pulses += 1
+            self._board.put(f"pulse/{self._rank}", self._pulses)
+            return self._board.peek(f"{number}/verdict") is not None or self._board.peek("next") != number
+
+        return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
     def _join(self) -> None:
         self._incarnation = uuid.uuid4().hex

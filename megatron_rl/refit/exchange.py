@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 from megatron_rl.refit import delta
-from megatron_rl.refit.base import Deadline, Handle, Mismatch, Parameters, Part, Readable, Transport, TransportError
+from megatron_rl.refit.base import Deadline, Mismatch, Parameters, Part, Readable, Transport, TransportError
 from megatron_rl.weights.reshard import Bucket, Plan
 
 Verify = Literal["off", "sample", "full"]
@@ -41,6 +41,7 @@ class Order:
     version: int
     verify: Verify = "sample"
     base: dict[int, int] = field(default_factory=dict)  # destination -> version that it holds and changes may build on
+    keeps: bool = False  # what is sent, to find changes against it the next time
 
 
 @dataclass(kw_only=True)
@@ -75,10 +76,12 @@ class _Message(NamedTuple):
 
 
 class Exchange:
-    """Made once for a plan and used for every refit under it. Keeps what it sent last when `keeps` (changes are found against it)."""
+    """Made once for a plan and used for every refit under it. `pulse` of an engine rank changes while that waits for messages."""
 
-    def __init__(self, plan: Plan, end: End, route: Route, *, dtype: torch.dtype, keeps: bool = False) -> None:
-        self._end, self._route, self._dtype, self._keeps = end, route, dtype, keeps
+    def __init__(
+        self, plan: Plan, end: End, route: Route, *, dtype: torch.dtype, pulse: Callable[[int], Any] = lambda destination: None
+    ) -> None:  # fmt: skip
+        self._end, self._route, self._dtype, self._pulse = end, route, dtype, pulse
         local = [(n, b) for n, b in enumerate(plan.local, len(plan.buckets))]
         inside = [(n, b) for n, b in local if b.source == end.source and b.destination == end.destination]
         self._inside = [_message(plan, n, b) for n, b in inside]
@@ -87,9 +90,11 @@ class Exchange:
         self._probed = _turns(plan, sent[: _first_turns(plan, PROBE_BYTES // dtype.itemsize)], end)
         self._last: dict[int, tuple[int, Tensor]] = {}  # bucket -> (version, values sent)
 
-    def run(self, order: Order, deadline: Deadline) -> Outcome:
-        """Moves the weights. A rank that does not answer is noted and left out from then on; nothing is raised for it."""
-        out, start = Outcome(), time.perf_counter()
+    def run(self, order: Order, deadline: Deadline, out: Outcome) -> None:
+        """Moves the weights, and fills `out`. A rank that does not answer is noted there and left out from then on."""
+        start = time.perf_counter()
+        if not order.keeps:
+            self._last.clear()
         for message in self._inside:
             self._copy(message, order, out)
         waiting: list[Callable[[], None]] = []
@@ -98,30 +103,45 @@ class Exchange:
             _finish(waiting)
             waiting = begun
         _finish(waiting)
+        _settle(self._end.device)
         out.seconds = time.perf_counter() - start
-        return out
 
-    def probe(self, deadline: Deadline) -> tuple[int, float]:
-        """Sends messages of the plan's first rounds with nothing in them -> (bytes, seconds): what the link gives.
-        Raises TransportError."""
-        total, pending, start = 0, list[Handle](), time.perf_counter()
-        for turn in self._probed:
-            now = []
-            for message, out in zip(turn, (True, False), strict=True):
+    def probe(self, deadline: Deadline, out: Outcome) -> tuple[int, float]:
+        """Sends messages of the plan's first rounds with nothing in them -> (bytes, seconds): what the link gives. Fills `out.lost_*`."""
+        total, waiting, start = 0, list[Callable[[], None]](), time.perf_counter()
+        for sending, receiving in self._probed:
+            begun = []
+            for message, lost in ((receiving, out.lost_sources), (sending, out.lost_destinations)):
                 if message is not None:
-                    size = message.bucket.elements * self._dtype.itemsize
-                    total += size
-                    now.append(self._post(message, size, out, deadline))
-            _drain(pending, deadline)
-            pending = now[::-1]
-        _drain(pending, deadline)
+                    total += message.bucket.elements * self._dtype.itemsize
+                    begun.append(self._post(message, message is sending, lost, deadline))
+            _finish(waiting)
+            waiting = begun
+        _finish(waiting)
         return total, time.perf_counter() - start
 
-    def _post(self, message: _Message, size: int, out: bool, deadline: Deadline) -> Handle:
-        transport, peer = self._route(message.bucket.source, message.bucket.destination)
-        if not out:
-            return transport.receive(peer, "probe", size, self._end.device)
-        return transport.send(peer, "probe", transport.buffer(size, self._end.device, deadline), told=True)
+    def _post(self, message: _Message, out: bool, lost: dict[int, str], deadline: Deadline) -> Callable[[], None]:
+        """Starts an empty message of the bucket's size -> what to call to finish it."""
+        bucket, size = message.bucket, message.bucket.elements * self._dtype.itemsize
+        transport, peer = self._route(bucket.source, bucket.destination)
+        other, label = (
+            (bucket.destination if out else bucket.source),
+            f"a first message, rank {bucket.source} to engine rank {bucket.destination},",
+        )
+        if out:
+            handle = transport.send(peer, label, transport.buffer(size, self._end.device, deadline), told=True)
+        else:
+            handle = transport.receive(peer, label, size, self._end.device)
+
+        def finish() -> None:
+            try:
+                if other not in lost:
+                    handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)) if out else deadline)
+                    handle.release()
+            except TransportError as error:
+                lost[other] = str(error)
+
+        return finish
 
     def _copy(self, message: _Message, order: Order, out: Outcome) -> None:
         """Within this process."""
@@ -162,7 +182,7 @@ class Exchange:
             values = self._pack(message, whole[head : head + size])
             begun = time.perf_counter()
             end = self._encode(message.number, values, base, whole) if head else size
-            if self._keeps:
+            if order.keeps:
                 self._last[message.number] = (order.version, values.clone())
                 out.delta_seconds += time.perf_counter() - begun
             self._put_checksums(checked, whole[end : end + CHECK * len(checked)])
@@ -174,8 +194,10 @@ class Exchange:
         out.sent += end
 
         def finish() -> None:
+            if bucket.destination in out.lost_destinations:
+                return
             try:
-                handle.wait(deadline)
+                handle.wait(replace(deadline, pulse=lambda: self._pulse(bucket.destination)))
             except TransportError as error:
                 out.lost_destinations.setdefault(bucket.destination, str(error))
             else:
@@ -192,6 +214,8 @@ class Exchange:
         handle = transport.receive(peer, label, size if told else None, self._end.device)
 
         def finish() -> None:
+            if bucket.source in out.lost_sources:
+                return
             try:
                 whole = handle.wait(deadline).to(self._end.device)
                 self._land(message, whole, told, checked, out)
@@ -202,6 +226,7 @@ class Exchange:
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
             else:
+                _settle(self._end.device)  # the other side writes there next
                 handle.release()
 
         return finish
@@ -318,12 +343,12 @@ def _message(plan: Plan, number: int, bucket: Bucket) -> _Message:
     return _Message(number, bucket, moves)
 
 
+def _settle(device: torch.device) -> None:
+    """What was started on a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def _finish(waiting: Sequence[Callable[[], None]]) -> None:
     for finish in waiting:
         finish()
-
-
-def _drain(handles: Sequence[Handle], deadline: Deadline) -> None:
-    for handle in handles:
-        handle.wait(deadline)
-        handle.release()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.config import Refit
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 
@@ -23,16 +24,18 @@ class PointToPoint:
     """A group of its own, made of `members` (any hashable names, the same list everywhere). Peers are places in that list.
 
     gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread that is left alone when it
-    does: one slow peer costs the others nothing. The next refit that leaves somebody out makes a new group.
+    does, with its buffer, until the group's own time-out. The next refit that leaves somebody out makes a new group.
     """
 
-    def __init__(self, board: Board, rank: int, size: int, *, backend: str, timeout_s: float) -> None:
-        """Collective over the members: all come within `timeout_s`, or TransportError."""
+    def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: Refit) -> None:
+        """Collective over the members: all come within `message_timeout_s`, or TransportError."""
         self._rank, self._backend, self._pool = rank, backend, list[Tensor]()
+        come = settings.message_timeout_s
         try:
-            self._group = _make(backend, board.store, rank, size, timedelta(seconds=timeout_s))
+            self._group = _make(backend, board.store, rank, size, timedelta(seconds=come))
         except RuntimeError as error:
-            raise TransportError(f"{backend} group of {size} ranks: not all of them came within {timeout_s:.0f} s ({error})") from error
+            raise TransportError(f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})") from error
+        self._long = timedelta(seconds=settings.timeout_s)
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
     def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
@@ -68,6 +71,8 @@ class PointToPoint:
 
     def close(self) -> None:
         self._pool.clear()
+        if self._backend == "nccl":
+            self._group.abort()  # kernels that wait for a dead peer would spin on
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
         try:
@@ -88,12 +93,14 @@ class PointToPoint:
 
         def wait() -> None:
             try:
-                work.wait()
+                work.wait(self._long)
             except RuntimeError as error:
                 failures.append(str(error).partition("\n")[0])
 
         if self._backend == "nccl":
             late = deadline.until(lambda seconds: _poll(work, seconds))
+            if late is None and work.exception() is not None:
+                return str(work.exception()).partition("\n")[0]
         else:
             thread = threading.Thread(target=wait, daemon=True)
             thread.start()

@@ -5,6 +5,7 @@ The sender writes a message into a slot and announces it on the board; the recei
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import uuid
@@ -21,7 +22,7 @@ from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 
 SHARED = Path("/dev/shm")
-DEPTH = 3  # slots of one sender: one being filled, one on its way, one being read
+LEAST = 1 << 16  # bytes of a slot
 
 
 class Medium(Protocol):
@@ -48,22 +49,22 @@ class SharedMemory:
     def __init__(self) -> None:
         self._prefix = f"megatron_rl-{os.getuid()}-"
         self._open: dict[str, Tensor] = {}
+        self._held: dict[str, int] = {}  # own slots, locked while this process lives
         for left in SHARED.glob(f"{self._prefix}*"):
-            if not Path(f"/proc/{left.name.removeprefix(self._prefix).partition('-')[0]}").exists():
-                left.unlink(missing_ok=True)
+            _remove_if_unlocked(left)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        path = SHARED / f"{self._prefix}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        path = SHARED / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        self._held[path.name] = descriptor
         try:
             os.posix_fallocate(descriptor, 0, size)  # now, not by a bus error when it is written
         except OSError as error:
-            path.unlink()
+            self.free([path.name])
             raise TransportError(
                 f"no {size / 2**20:.0f} MiB of shared memory in {SHARED}: smaller buckets, or another transport"
             ) from error
-        finally:
-            os.close(descriptor)
         return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
     def publish(self, address: Any, message: Tensor) -> Any:
@@ -79,6 +80,7 @@ class SharedMemory:
 
     def free(self, address: Any) -> None:
         (SHARED / address[0]).unlink(missing_ok=True)
+        os.close(self._held.pop(address[0]))
 
 
 class Disk:
@@ -132,6 +134,7 @@ class CudaIpc:
         key = str(address)
         if key not in self._open:
             parts = [bytes.fromhex(part) if isinstance(part, str) else part for part in address]
+            parts[0] = device.index  # the sender may number the GPUs in another way
             storage = torch.UntypedStorage._new_shared_cuda(*parts)
             self._open[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return self._open[key]
@@ -151,16 +154,13 @@ class Slots:
 
     def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
         free = [s for s in self._slots if s.key is None]
-        if not free and len(self._slots) >= DEPTH:
-            oldest = self._slots[0]
-            self._wait_free(oldest, deadline)
-            free = [oldest]
         slot = next((s for s in free if len(s.memory) >= size), None)
         if slot is None:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            slot = _Slot(*self._medium.allocate(size, device))
+            room = max(LEAST, 1 << (size - 1).bit_length())  # few sizes, as the other side keeps open what it opened
+            slot = _Slot(*self._medium.allocate(room, device))
         else:
             self._slots.remove(slot)
         self._slots.append(slot)
@@ -234,6 +234,21 @@ class _Awaited:
 
     def release(self) -> None:
         self._board.put(f"{self._key}/free", True)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:  # gone, or somebody else's
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_size:  # an empty one has just been made, and will be locked
+            path.unlink(missing_ok=True)
+    except OSError:  # in use
+        pass
+    finally:
+        os.close(descriptor)
 
 
 def _await(board: Board, key: str, deadline: Deadline) -> str | None:

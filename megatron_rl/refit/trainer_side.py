@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.wiring import Seat, Seating, Wiring
 
 ROLL_CALL_S = 10.0  # an engine that does not answer so long is left out
+REJOIN_S = 5.0  # engines that live have joined again so long after a refit that failed for all
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +33,7 @@ class _Call:
     number: int
     seats: dict[int, Seat]  # by engine rank
     versions: dict[int, int | None]  # committed there before
-    incarnations: dict[int, str]
+    lost: dict[int, str]  # engine ranks that did not answer the roll call -> why
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,10 @@ class TrainerSide:
         topology.check_trainer(self._rank, parameters)
         self._sources = Tensors(parameters)
         self._device = next(iter(parameters.values())).device
-        self._seats: list[Seat] = self._gather(Seat.here(self._device))
+        self._seats: list[Seat] = self._gather(Seat.new(self._device))
         self._board, self.address = self._open_board(host)
         self._number, self._epoch = 0, 0
-        self._failed: set[str] = set()  # incarnations of engine ranks
+        self._awaited: set[int] = set()  # engine ranks that a second try waits for
         self._seating: Seating | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
@@ -80,20 +82,22 @@ class TrainerSide:
     def __call__(self, version: int) -> dict[str, float]:
         """Moves the weights and returns figures of it (refit/seconds, refit/gigabytes, ...), the same on every rank.
 
-        Replicas that fail are left out and named in the log. Raises RefitError when no engine came to the new version, Mismatch when
-        something else landed than was sent; on every rank.
+        Replicas that fail are left out and named in the first rank's log. Raises RefitError when no engine came to the new version,
+        Mismatch when something else landed than was sent; on every rank.
         """
         start = time.perf_counter()
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline), version, deadline)
         if not report.committed and not report.mismatch and self._endpoint is None:  # one may have died between roll call and first message
+            deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline), version, deadline)
+        self._awaited = set()
         if report.mismatch:
             raise Mismatch(report.mismatch)
         if not report.committed or (self._endpoint is not None and report.failed):
             reasons = "; ".join(f"engine {replica}: {why}" for replica, why in report.failed.items())
             raise RefitError(f"version {version} of the weights did not come to the engines: {reasons}")
-        for replica, why in report.failed.items():
+        for replica, why in report.failed.items() if self._rank == 0 else ():
             _log.warning("engine %s is left out: it did not come to version %s (%s)", replica, version, why)
         return self._figures(report, time.perf_counter() - start)
 
@@ -108,30 +112,34 @@ class TrainerSide:
         return self._from_first(lambda: self._call_engines(deadline))
 
     def _call_engines(self, deadline: Deadline) -> _Call:
-        """On the first rank: who of those that joined is there now. Waits for the first whole replica."""
+        """On the first rank: who of those that joined is there now. Waits for the first whole replica; in a second try a little for all
+        that were there in the first."""
         tp, world = self.topology.engines.tp, self.topology.engines.world
+        patience = time.monotonic() + REJOIN_S
         while True:
-            hello = {r: h for r in range(world) if (h := self._board.peek(f"hello/{r}")) and h not in self._failed}
+            hello = [r for r in range(world) if self._board.peek(f"hello/{r}")]
             whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
-            if whole:
+            if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
                 break
             if deadline.wait_s() <= 0.01:
                 raise RefitError(
                     f"no engine has joined the board at {self.address[0]}:{self.address[1]} in {self._settings.timeout_s:.0f} s"
                 )
             time.sleep(0.05)
+        self._board.put("next", self._number)
         self._board.put(f"{self._number}/ticket", True)
         call, end = _Call(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
         for rank in whole:
             try:
                 ready = self._board.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
-                self._failed.add(hello[rank])
+                call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
+                self._board.remove(f"hello/{rank}")  # it joins anew when it sees that
                 continue
-            call.seats[rank] = Seat(*ready["seat"])
-            call.versions[rank], call.incarnations[rank] = ready["version"], ready["incarnation"]
+            call.seats[rank], call.versions[rank] = Seat(*ready["seat"]), ready["version"]
         for rank in [r for r in call.seats if not all(q in call.seats for q in _replica(r, tp))]:
             del call.seats[rank]
+        self._awaited = set(call.seats)
         return call
 
     def _transfer(self, call: _Call, version: int, deadline: Deadline) -> _Report:
@@ -140,9 +148,9 @@ class TrainerSide:
             self._forget()
             self._epoch += 1
         base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
-        if fresh or "nccl" in (self._wiring.kinds if self._wiring else ()):  # NCCL wants to know sizes before, and is too fast for deltas
-            base = {}
-        order = Order(version=version, verify=self._settings.verify, base=base)
+        if "nccl" in (self._wiring.kinds if self._wiring else ()):  # it wants to know sizes before, and is too fast for deltas
+            self._delta_pays = False
+        order = Order(version=version, verify=self._settings.verify, base={} if fresh else base, keeps=self._delta_pays)
         if self._rank == 0 and self._endpoint is None:
             go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
             self._board.put(f"{call.number}/go", go)
@@ -150,12 +158,13 @@ class TrainerSide:
         if call.seats:
             try:
                 if fresh:
-                    probe = self._arrange(call, deadline)
+                    self._arrange(call)
                 assert self._exchange is not None
+                probe = self._exchange.probe(deadline, outcome) if fresh else probe
                 if self._endpoint is not None:
                     self._endpoint.begin_refit()
                     self._version = None
-                outcome = self._exchange.run(order, deadline)
+                self._exchange.run(order, deadline, outcome)
             except TransportError as failure:
                 error = str(failure)
         sides = self._gather((outcome, probe, error))
@@ -167,11 +176,11 @@ class TrainerSide:
         if self._endpoint is not None and self._rank in report.committed:
             self._version = version
             self._endpoint.commit_refit(version)
-        if report.failed:
+        if report.failed or report.mismatch:
             self._forget()
         return report
 
-    def _arrange(self, call: _Call, deadline: Deadline) -> tuple[int, float]:
+    def _arrange(self, call: _Call) -> None:
         seating = Seating(self._seats, call.seats)
         self._wiring = Wiring(self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings)
         plan = self.topology.plan(seating, self._settings.bucket_mib)
@@ -182,14 +191,16 @@ class TrainerSide:
             targets=None if self._endpoint is None else self._endpoint.targets,
             device=self._device,
         )
-        dtype = self.topology.torch_dtype
-        self._exchange = Exchange(plan, end, self._wiring.route, dtype=dtype, keeps=self._settings.delta)
+        self._exchange = Exchange(plan, end, self._wiring.route, dtype=self.topology.torch_dtype, pulse=self._pulse)
         self._seating = seating
-        return self._exchange.probe(deadline)
+
+    def _pulse(self, rank: int) -> Any:
+        """Changes while engine rank `rank` waits for messages."""
+        return self._board.peek(f"pulse/{rank}")
 
     def _judge(self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline) -> _Report:
         """On the first rank: which replicas hold the new version."""
-        wrong: dict[int, str] = {}
+        wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
         for rank, (outcome, _, error) in enumerate(sides):
             wrong |= {r: why for r, why in outcome.lost_destinations.items() if r not in wrong}
@@ -199,10 +210,11 @@ class TrainerSide:
                 wrong.setdefault(rank, next(iter(outcome.lost_sources.values())))
         done = [(outcome, probe) for outcome, probe, _ in sides]
         for rank in call.seats if self._endpoint is None else ():
-            try:
-                vote = self._board.get(f"{call.number}/vote/{rank}", 0.05 if rank in wrong else deadline.wait_s())
-            except TransportError:
-                wrong.setdefault(rank, "it did not say how it went")
+            patient = replace(deadline, pulse=functools.partial(self._pulse, rank))
+            if rank not in wrong and (late := patient.until(functools.partial(self._board.has, f"{call.number}/vote/{rank}"))):
+                wrong[rank] = f"engine rank {rank} did not say how it went: {late}"
+            vote = self._board.peek(f"{call.number}/vote/{rank}")
+            if vote is None:
                 continue
             outcome = Outcome(**vote["outcome"])
             mismatch = mismatch or outcome.mismatch
@@ -212,19 +224,19 @@ class TrainerSide:
         tp = self.topology.engines.tp
         failed = {r // tp: wrong[r] for r in sorted(wrong, reverse=True)}
         committed = [] if mismatch else [r for r in call.seats if r // tp not in failed]
-        self._failed |= {call.incarnations[r] for r in call.incarnations if r // tp in failed}
-        if not call.seats:
-            failed = {0: "none that joined answered the roll call"}
+        for rank in call.seats if self._endpoint is None else ():
+            if rank // tp in failed:
+                self._board.remove(f"hello/{rank}")
         return _Report(committed, failed, mismatch, done)
 
     def _close_call(self, call: _Call, report: _Report) -> None:
-        """Tells the engines, and clears what the call before left on the board."""
-        self._board.put("next", call.number + 1)
+        """Tells the engines, and clears what the call before left on the board; verdicts stay, for an engine that comes late to read."""
         self._board.put(f"{call.number}/verdict", {"committed": report.committed})
+        self._board.put("next", call.number + 1)
         for rank in range(self.topology.engines.world):
             for kind in ("ready", "vote"):
                 self._board.remove(f"{call.number - 1}/{kind}/{rank}")
-        for key in ("ticket", "go", "verdict"):
+        for key in ("ticket", "go"):
             self._board.remove(f"{call.number - 1}/{key}")
 
     def _figures(self, report: _Report, seconds: float) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +23,19 @@ class Seat(NamedTuple):
     """Where a rank runs."""
 
     host: str
-    process: int
+    process: str  # of a process's whole life; its number comes back in another container
     device: str  # "cpu", or the GPU's UUID
 
     @classmethod
-    def here(cls, device: torch.device) -> Seat:
+    def new(cls, device: torch.device) -> Seat:
+        """For this process, to be made once."""
         name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-        return cls(socket.gethostname(), os.getpid(), name)
+        return cls(socket.gethostname(), uuid.uuid4().hex, name)
 
     @property
     def place(self) -> tuple[str, str]:
         """Ranks of one place copy without a link: of one GPU, or, without one, of one process."""
-        return self.host, self.device if self.device != "cpu" else str(self.process)
+        return self.host, self.device if self.device != "cpu" else self.process
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Wiring:
         for kind in self.kinds:
             own, number = board.under(kind), self._numbers[here]
             if kind in ("gloo", "nccl"):
-                made = PointToPoint(own, number, len(members), backend=kind, timeout_s=settings.timeout_s)
+                made = PointToPoint(own, number, len(members), backend=kind, settings=settings)
             else:
                 made = Slots(own, number, _medium(kind, settings))
             self._transports[kind] = made
