@@ -27,6 +27,7 @@ from megatron_rl.checkpoint import damage, seal
 from megatron_rl.commands import conversions, convert, parity, recut
 from megatron_rl.commands.compare import compare
 from megatron_rl.commands.source import find, read_sizes
+from megatron_rl.commands.target import fresh
 from megatron_rl.config import ConfigError
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, places
@@ -137,8 +138,8 @@ def test_weights_of_a_whole_run_checkpoint_are_cut_anew_with_its_state(tmp_path)
 def test_weights_in_parts_that_are_refused_by_a_layout(tmp_path):
     convert.to_megatron(find(tiny(tmp_path / "model", "qwen2")), tmp_path / "ck")
     for layout, says in (
-        (TrainerLayout(tp=3), "num_attention_heads = 4 is not"),
-        (TrainerLayout(pp=3), "the model has 2 layers"),
+        (TrainerLayout(tp=4), "2 key/value heads do not divide by 4"),
+        (TrainerLayout(pp=3), "2 layers do not divide by 3"),
     ):
         with pytest.raises(ConfigError, match=says):
             recut.reshard(tmp_path / "ck", tmp_path / "cut", layout)
@@ -285,3 +286,23 @@ def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
         for name, gaps in answer["resharded"].items():
             assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
             assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)
+
+
+def test_weights_that_two_processes_convert_to_one_place_come_from_the_first(tmp_path):
+    with fresh(tmp_path / "out", wanted_bytes=0) as folder:
+        (folder / "file").touch()
+        with pytest.raises(ConfigError, match="another process is writing"), fresh(tmp_path / "out", wanted_bytes=0):
+            pass
+    assert (tmp_path / "out/file").exists() and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_weights_of_an_interrupted_conversion_leave_nothing_and_say_so(tmp_path, capsys):
+    def convert_and_stop(command, args):
+        with fresh(args.target, wanted_bytes=0):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversions, "_run", convert_and_stop)
+        with pytest.raises(SystemExit) as ended:
+            conversions.run("to-hf", SimpleNamespace(target=tmp_path / "out"))
+    assert ended.value.code == 128 + signal.SIGTERM and "nothing was left" in capsys.readouterr().err and not [*tmp_path.iterdir()]

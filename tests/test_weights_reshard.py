@@ -60,7 +60,7 @@ def cases(draw):
     ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if moe else (1, 1)
     assume(tp * dp % (ep * etp) == 0)
     trainer = TrainerLayout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, vocab_multiple=draw(st.sampled_from([1, 8])))
-    return sizes, trainer, EngineLayout(tp=engine_tp, replicas=draw(st.integers(1, 2)), expert_parallel=draw(st.booleans()))
+    return sizes, trainer, EngineLayout(tp=engine_tp, replicas=draw(st.integers(1, 2)), expert_parallel=moe and draw(st.booleans()))
 
 
 def parameters_of(sizes: Sizes, layout: TrainerLayout) -> dict[int, dict[str, torch.Tensor]]:
@@ -181,6 +181,9 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
         reshard.plan(half, layouts.engines(sizes, EngineLayout()), trainer=where[0], engine=where[1])
     with pytest.raises(ConfigError, match="num_attention_heads = 28 is not divisible by tp = 8"):
         list(layouts.engines(sizes, EngineLayout(tp=8)))
+    for sides in ((TrainerLayout(tp=2, ep=2), EngineLayout()), (TrainerLayout(), EngineLayout(tp=2, expert_parallel=True))):
+        with pytest.raises(ConfigError, match="has no experts"):
+            make_plan(sizes, *sides)
     with pytest.raises(ConfigError, match="does not divide the 4 ranks of a stage"):
         TrainerLayout(tp=2, dp=2, ep=8)
     with pytest.raises(ConfigError, match="hold 27 layers, the model has 28"):

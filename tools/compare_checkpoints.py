@@ -22,14 +22,15 @@ from megatron_rl.config import ConfigError
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", type=Path)
-    parser.add_argument("second", type=Path)
+    parser.add_argument("first", type=Path, help="a run directory (its newest checkpoint), a checkpoint, or a Hugging Face directory")
+    parser.add_argument("second", type=Path, help="as `first`")
+    parser.add_argument("--model", type=Path, help="model directory of checkpoints that have no run above them")
     parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
     parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same")
     parser.add_argument("--show", type=int, default=20, help="rows of the largest differences")
     args = parser.parse_args()
     try:
-        rows = compare(*(find(path, role=args.role) for path in (args.first, args.second)))
+        rows = compare(*(find(path, role=args.role, model=args.model) for path in (args.first, args.second)))
     except ConfigError as error:
         print(f"compare_checkpoints: {error}", file=sys.stderr)
         return 2

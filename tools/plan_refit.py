@@ -41,10 +41,12 @@ def main() -> int:
     parser.add_argument(
         "--together", action="store_true", help="engine rank r runs on the GPU of trainer rank r (default: nodes of its own)"
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--network", type=float, default=8 * 200, help="gigabits a second of a node, all adapters together")
-    parser.add_argument("--bytes", type=int, default=2, help="per element (2: bfloat16)")
-    parser.add_argument("--bucket", type=int, default=128, help="MiB of one message")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument(
+        "--network", type=float, default=8 * 200, help="gigabits a second of a node, all adapters together (default: %(default)s)"
+    )
+    parser.add_argument("--bytes", type=int, default=2, help="per element (default: %(default)s, bfloat16)")
+    parser.add_argument("--bucket", type=int, default=128, help="MiB of one message (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     args = parser.parse_args()
     for name in ("gpus_per_node", "network", "bytes", "bucket"):
@@ -63,6 +65,10 @@ def main() -> int:
 def report(args: argparse.Namespace) -> dict[str, Any]:
     sizes, trainer, engine = read_model(args.model), read_trainer(args.trainer), read_engine(args.engine)
     per_node = args.gpus_per_node
+    if args.together and engine.world > trainer.world:
+        raise ConfigError(f"--together: {engine.world} engine ranks do not find room on {trainer.world} trainer GPUs")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}")
     first = 0 if args.together else -(-trainer.world // per_node) * per_node
     sending, receiving = places(trainer.world, 0, per_node), places(engine.world, first, per_node)
     start = time.perf_counter()
@@ -86,7 +92,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     model = args.bytes * sum(rows * columns for rows, columns in hf_shapes(sizes).values())
     network = args.network / 8 * 1e9
     direct = max(most(node_out, node_in) / network, most(out, into) / NVLINK)
-    gathered = max(model * per_node / network, model / NVLINK)
+    gathered = max(model * min(per_node, engine.world) / network, model / NVLINK)
     figures = {
         "model_gb": model / 1e9,
         "needed_gb_per_engine_rank": args.bytes * max(plan.needed.values()) / 1e9,
@@ -107,6 +113,9 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     table.add_column("value", justify="right")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
+    table.caption = (
+        f"{per_node} GPUs a node, {args.network:g} Gb/s a node, NVLink {NVLINK / 1e9:.0f} GB/s a GPU, {args.bytes} bytes an element"
+    )
     Console(width=max(100, Console().width)).print(table)
     return figures
 
@@ -123,10 +132,14 @@ def places(world: int, first: int, per_node: int) -> Places:
 def read_model(name: str) -> Sizes:
     if name in KNOWN:
         return KNOWN[name]
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
-        raise ConfigError(f"--model {name}: no such file; give a config.json or one of {', '.join(KNOWN)}")
-    return Sizes.read(json.loads(path.read_text(encoding="utf-8")), str(path))
+    path = Path(name)
+    if not path.exists():
+        raise ConfigError(f"--model {name}: no such file; give a config.json, a model directory or one of {', '.join(KNOWN)}")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"--model {name}: {file} cannot be read as JSON ({error})") from error
 
 
 def read_trainer(text: str) -> TrainerLayout:

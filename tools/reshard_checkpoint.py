@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """A checkpoint, optimizer included, cut anew for another layout. No GPU, no ranks.
 
-    python tools/reshard_checkpoint.py runs/demo out/step_000012 --tp 4 --pp 2
-    python tools/reshard_checkpoint.py runs/demo out/generator --role generator --tp 4
+    python tools/reshard_checkpoint.py runs/demo/checkpoints/step_000048 out/step_000048 --tp 2
+    python tools/reshard_checkpoint.py runs/demo out/generator --role generator --tp 2
+
+A run goes on from the result when it replaces the directory of the same name under runs/NAME/checkpoints and the roles' layout.* in
+the config say the new layout.
 
 What it is good for: megatron-core loads a checkpoint of any layout by itself, also with a vocabulary that tp does not divide. But a rank
 reads every piece that it needs a part of whole, so that tp 8 reads what tp 1 wrote eight times. Here every rank of the target layout gets

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from megatron_rl.config import ConfigError
 
@@ -38,7 +41,34 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(command: str, args: argparse.Namespace) -> int:
-    """Carries a command out and says what it did. Raises ConfigError."""
+    """Carries a command out and says what it did. Raises ConfigError; SystemExit after SIGINT or SIGTERM."""
+    with _stoppable(args.target):
+        return _run(command, args)
+
+
+@contextlib.contextmanager
+def _stoppable(target: Path) -> Iterator[None]:
+    """SIGINT and SIGTERM end the block through its own clean-up, and are told from the errors that they cause on the way."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if asked:
+            print(f"interrupted; nothing was left at {target}", file=sys.stderr)
+            raise SystemExit(128 + asked[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(command: str, args: argparse.Namespace) -> int:
     import torch
 
     from megatron_rl.commands import convert, recut

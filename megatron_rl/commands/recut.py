@@ -67,8 +67,15 @@ def _recut(source: Source, layout: TrainerLayout, folder: Path) -> None:
     checkpoint, sizes = source.checkpoint, source.sizes
     if checkpoint is None:
         raise ConfigError(f"{source.path} is a Hugging Face directory, which has no layout: to-megatron makes a checkpoint of it")
-    if layout.pp > sizes.num_layers:
-        raise ConfigError(f"pp = {layout.pp}: the model has {sizes.num_layers} layers")
+    for what, number, by in (
+        ("layers", sizes.num_layers, layout.pp),
+        ("key/value heads", sizes.kv_heads, layout.tp),
+        ("experts", sizes.experts, layout.ep),
+    ):
+        if number % by or (by > 1 and not number):
+            raise ConfigError(
+                f"{source.path}: {number} {what} do not divide by {by}, so no run here reads that layout: change tp, pp or ep"
+            )
     cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
     with DistWriter(folder) as writer:
         for name in track(cuts, description="parameters", transient=True):
@@ -84,7 +91,7 @@ def _recut(source: Source, layout: TrainerLayout, folder: Path) -> None:
             raise ConfigError(f"{checkpoint.directory} holds {sorted(left)[0]}, for which a {sizes.family} model has no place")
         for key, data in checkpoint.objects():
             writer.add_bytes(key, data)
-        copy_side_files(checkpoint.directory, folder, keep=OF_CHECKPOINTS)
+        copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         writer.finish(_common(checkpoint.directory))
 
 

@@ -78,13 +78,20 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
     if (path / ".metadata").is_file():
         return Source(path, model, DistCheckpoint(path))
     if (path / "config.json").is_file():
+        if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
+            other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
+            raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
         return Source(path, path, None)
     path = step_directory(path)
     names = roles(path)
     if role is None and len(names) == 1:
         role = names[0]
+    if not names:
+        raise ConfigError(
+            f"{path} holds neither config.json with *.safetensors nor a checkpoint (.metadata): give a model directory or a run"
+        )
     if role is None or role not in names:
-        raise ConfigError(f"{path} holds {', '.join(names) or 'no role'}: name one by --role" + (f", not {role!r}" if role else ""))
+        raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
     return Source(path / role, model, DistCheckpoint(path / role))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,15 +18,26 @@ SPARE = 1.02  # disk space wanted, of what the tensors take
 def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
     """Yields an empty directory beside `target` that becomes it at the end of the block; of a block that fails nothing is left.
 
-    Of a process that is killed a directory with a leading dot stays, which the next one with the same target removes. Raises
-    ConfigError when there is something at `target`, when the disk has not `wanted_bytes` free, and when it fails in the middle.
+    Of a process that is killed a directory .NAME.partial stays, which the next one with the same target removes. Raises ConfigError
+    when there is something at `target`, when another process is writing it, when the disk has not `wanted_bytes` free, and when it
+    fails in the middle.
     """
     if target.exists():
         raise ConfigError(f"{target} exists: remove it, or give another place")
     partial = target.with_name(f".{target.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{target} could not be written: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"another process is writing {target} now: wait for it, or give another place") from error
+    try:
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         free = shutil.disk_usage(partial).free
         if free < SPARE * wanted_bytes:
             wanted = f"{SPARE * wanted_bytes / 1e9:.1f} GB"
@@ -36,6 +49,8 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
         raise
+    finally:
+        os.close(lock)
 
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:

@@ -85,6 +85,8 @@ def check(sizes: Sizes, *, tp: int, what: str) -> None:
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     """What every rank of a trainer holds. Dense parameters and experts apart: their copies lie on different ranks."""
     check(sizes, tp=layout.tp, what="trainer")
+    if not sizes.experts and layout.ep * layout.etp > 1:
+        raise ConfigError(f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out")
     if sizes.experts % layout.ep or sizes.expert_ffn % layout.etp:
         raise ConfigError(f"trainer: {sizes.experts} experts of {sizes.expert_ffn} do not divide by ep {layout.ep}, etp {layout.etp}")
     stage_ranks = layout.tp * layout.dp
@@ -108,6 +110,8 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
     """What every rank of the engines holds; of `ranks` alone when given (those that live)."""
     check(sizes, tp=layout.tp, what="engine")
+    if layout.expert_parallel and not sizes.experts:
+        raise ConfigError(f"engine: expert parallel, and the {sizes.family} model has no experts: leave it out")
     if layout.expert_parallel and sizes.experts % layout.tp:
         raise ConfigError(f"engine: {sizes.experts} experts do not divide by {layout.tp} ranks")
     for rank in range(layout.tp):
