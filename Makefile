@@ -63,11 +63,8 @@ check: setup ## format, lint, types, layering
 	$(VENV)/bin/pyright --pythonpath $(PY)
 	$(PY) -m pytest tests/test_layering.py -q
 
-bench: setup ## rollout and training speed against transformers; import, export and conversion of weights
-	$(PY) benchmarks/rollout.py --check
-	$(PY) benchmarks/train_step.py --check
-	$(PY) benchmarks/import_export.py --check
-	$(PY) benchmarks/convert.py --check
+bench: setup ## every benchmark with its bars; fails at the end when one was missed
+	@missed=0; for name in rollout train_step refit import_export convert; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
 	rm -rf .venv .venv-latest runs

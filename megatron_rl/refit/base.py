@@ -106,7 +106,7 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Carries messages between numbered peers. Between two peers messages of one direction come in the order they were sent."""
 
-    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+    def buffer(self, size: int, device: torch.device) -> Tensor:
         """uint8 [size] to write a message into, which `send` then takes."""
         ...
 

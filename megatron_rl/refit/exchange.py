@@ -129,7 +129,7 @@ class Exchange:
             f"a first message, rank {bucket.source} to engine rank {bucket.destination},",
         )
         if out:
-            handle = transport.send(peer, label, transport.buffer(size, self._end.device, deadline), told=True)
+            handle = transport.send(peer, label, transport.buffer(size, self._end.device), told=True)
         else:
             handle = transport.receive(peer, label, size, self._end.device)
 
@@ -178,7 +178,7 @@ class Exchange:
         label = f"bucket {message.number} of refit {order.version}, rank {bucket.source} to engine rank {bucket.destination},"
         try:
             transport, peer = self._route(bucket.source, bucket.destination)
-            whole = transport.buffer(head + size + CHECK * len(checked), self._end.device, deadline)
+            whole = transport.buffer(head + size + CHECK * len(checked), self._end.device)
             values = self._pack(message, whole[head : head + size])
             begun = time.perf_counter()
             end = self._encode(message.number, values, base, whole) if head else size

@@ -38,7 +38,7 @@ class PointToPoint:
         self._long = timedelta(seconds=settings.timeout_s)
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
-    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+    def buffer(self, size: int, device: torch.device) -> Tensor:
         place = torch.device("cpu") if self._backend == "gloo" else device
         for i, kept in enumerate(self._pool):
             if len(kept) >= size and kept.device == place:
@@ -58,7 +58,7 @@ class PointToPoint:
     def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Moving:
         number = next(self._came[peer])
         if size is not None:
-            message = self.buffer(size, device, Deadline.start(0, 0))
+            message = self.buffer(size, device)
             return _Moving(self, [self._start("receive", message, peer, 2 * number + 1)], message, f"{label} from {peer}")
         length = torch.zeros(8, dtype=torch.uint8, device=torch.device("cpu") if self._backend == "gloo" else device)
         first = self._start("receive", length, peer, 2 * number)
@@ -82,7 +82,7 @@ class PointToPoint:
 
     def rest(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
         """Message `number` of a peer, whose length has come."""
-        message = self.buffer(int(length.cpu().view(torch.int64)[0]), device, Deadline.start(0, 0))
+        message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
         return message, self._start("receive", message, peer, 2 * number + 1)
 
     def finish(self, work: Any, deadline: Deadline) -> str | None:

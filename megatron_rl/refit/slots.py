@@ -152,7 +152,7 @@ class Slots:
         self._sent: dict[int, itertools.count[int]] = {}
         self._came: dict[int, itertools.count[int]] = {}
 
-    def buffer(self, size: int, device: torch.device, deadline: Deadline) -> Tensor:
+    def buffer(self, size: int, device: torch.device) -> Tensor:
         free = [s for s in self._slots if s.key is None]
         slot = next((s for s in free if len(s.memory) >= size), None)
         if slot is None:
