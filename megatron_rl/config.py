@@ -182,6 +182,43 @@ class Embedded:
 
 
 @config
+class Servers:
+    """Servers that roll out, as processes of their own: `replicas` for each role."""
+
+    replicas: PositiveInt = 1
+    tp: PositiveInt = 1  # tensor-parallel ranks of one server
+    expert_parallel: bool = False  # share experts out over these ranks whole, not each expert
+    start: bool = True  # the run starts them, on its first rank's host; false: `megatron-rl serve` does, in jobs of their own
+    python: str | None = None  # interpreter of the environment that has the engine; null: that of the run
+    host: str = "127.0.0.1"  # address that servers and the refit board listen at: the job's own interface, never 0.0.0.0
+    gpus: tuple[NonNegativeInt, ...] = ()  # of servers that the run starts, tp for each in turn; empty: those that are visible
+    max_model_len: PositiveInt | None = None  # tokens of prompt and completion; null: the model's own
+    kv_cache_gib: PositiveFloat = 1.0  # of one server without a GPU
+    memory_share: Share = 0.85  # of each GPU
+    threads: PositiveInt = 1  # of one server without a GPU
+    args: tuple[str, ...] = ()  # further words for the server's command line
+    partial: Literal["continue", "restart"] = "continue"  # what becomes of completions that a refit interrupts
+    pause: Literal["abort", "wait", "keep"] = "abort"  # at a refit, requests under way: come back partial; end first; go on after it
+    max_requests: PositiveInt = 64  # under way at one server
+    attempts: PositiveInt = 3  # of a request that a living server fails, before the run gives up
+    request_timeout_s: PositiveFloat = 600.0
+    start_timeout_s: PositiveFloat = 600.0  # from a server's start until it answers
+    lost_after_s: PositiveFloat = 15.0  # without a sign of life
+    wait_s: PositiveFloat = 1800.0  # for a first living server, before the run gives up
+    restarts: NonNegativeInt = 3  # of a server that dies
+
+
+@config
+class Vllm(Servers):
+    kind: Literal["vllm"] = "vllm"
+
+
+@config
+class Sglang(Servers):
+    kind: Literal["sglang"] = "sglang"
+
+
+@config
 class Reward:
     """A function (response, payload) -> float in [0, 1], run in worker processes."""
 
@@ -259,7 +296,7 @@ class TrainConfig:
     recipe: Use
     data: PromptSet
     evaluation: Evaluation = field(default_factory=Evaluation)
-    engine: Embedded = field(default_factory=Embedded)
+    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     reward: Reward = field(default_factory=Reward)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.checkpoint import CheckpointError
 from megatron_rl.config import ConfigError
 from megatron_rl.data import DataError
+from megatron_rl.engines.base import EngineError
 from megatron_rl.gate import GateFailure
 from megatron_rl.loop import NothingTrained
 from megatron_rl.rewards.pool import RewardFailure
@@ -12,6 +13,16 @@ from megatron_rl.run import RunError
 from megatron_rl.world import DriverError  # on the other ranks, of an error on rank 0
 
 EXPECTED = (
-    *(CheckpointError, ConfigError, DataError, DriverError, FileNotFoundError, FloatingPointError, GateFailure, NothingTrained),
+    *(
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DriverError,
+        EngineError,
+        FileNotFoundError,
+        FloatingPointError,
+        GateFailure,
+        NothingTrained,
+    ),
     *(RewardFailure, RunError),
 )

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report(args)
         if args.command == "check":
             return _check(args)
+        if args.command == "serve":
+            return _serve(args)
         if args.command == "convert":
             return conversions.run(args.form, args)
         return _run(args, words)
@@ -75,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     forms = convert.add_subparsers(dest="form", required=True, metavar="FORM")
     for name, text in conversions.HELP.items():
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
+    serve = commands.add_parser("serve", help="start one server of a run's rollouts and keep it alive (runs with engine.kind vllm, sglang)")
+    serve.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of the run that it serves, with the same overrides")
+    serve.add_argument("--role", required=True, help="whose model")
+    serve.add_argument("--replica", type=int, default=0, help="which of engine.replicas (default: 0)")
+    serve.add_argument("--with-parent", action="store_true", help="leave at the end of standard input, a pipe from whoever started this")
     report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
     report.add_argument("run", type=Path, help="a run directory")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
@@ -97,15 +104,20 @@ def _settings(schema: Any) -> str:
 
 def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
     """`made`: the instance that stands when the section is not given; None where each field has its own default."""
-    source, hints, out = inspect.getsource(schema), typing.get_type_hints(schema), []
+    sources = "\n".join(inspect.getsource(kind) for kind in schema.__mro__ if dataclasses.is_dataclass(kind))
+    hints, out = typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
-        comment = re.search(rf"^    {field.name}:.*?  # (.*)$", source, re.MULTILINE)
+        comment = re.search(rf"^    {field.name}:.*?  # (.*)$", sources, re.MULTILINE)
         inside = [kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)]
         place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"
         default = getattr(made, field.name) if made is not None else _default(field)
         if inside:
             out += [f"  {place}: {comment[1]}"] if comment else []
-            out += _lines(inside[0], f"{place}.", default if dataclasses.is_dataclass(default) else None)
+            if len(inside) > 1:
+                out.append(f"  {place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside))
+            for kind in inside:
+                lines = _lines(kind, f"{place}.", default if isinstance(default, kind) else None)
+                out += [line for line in lines if line not in out and not (len(inside) > 1 and line.startswith(f"  {place}.kind "))]
         else:
             value = "" if default is dataclasses.MISSING else f" = {json.dumps(default)}"
             out.append(f"  {place}{value}{'  # ' + comment[1] if comment else ''}")
@@ -174,6 +186,18 @@ def _report(args: argparse.Namespace) -> int:
     if args.png:
         print(write_figure(args.run, args.png))
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from megatron_rl.commands import serve
+    from megatron_rl.engines.base import EngineError
+
+    config = config_files.load(configs.TrainConfig, *_split(args.settings))
+    try:
+        return serve.run(config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ)
+    except EngineError as error:
+        print(f"megatron-rl serve: {error}", file=sys.stderr)
+        return 1
 
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:

@@ -27,9 +27,10 @@ def sample(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> lis
             tokens=[*prompt.tokens, *c.tokens],
             trainable=[False] * len(prompt.tokens) + [True] * len(c.tokens),
             logprobs=[0.0] * len(prompt.tokens) + list(c.logprobs),
-            version=engine.version,
+            version=min((version for _, version in c.versions), default=engine.version),
             stop=c.stop,
             payload=prompt.payload,
+            versions=[(len(prompt.tokens) + start, version) for start, version in c.versions] if len(c.versions) > 1 else [],
         )
         for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
         for c in group
@@ -97,4 +98,5 @@ def _to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 def _from_json(row: Mapping[str, Any]) -> Trajectory:
     own = {f.name: row[f.name] for f in fields(Trajectory)}
-    return Trajectory(**own | {"stop": Stop(row["stop"]), "steps": [(a, b) for a, b in row["steps"]]})
+    pairs = {name: [(a, b) for a, b in row[name]] for name in ("steps", "versions")}
+    return Trajectory(**own | {"stop": Stop(row["stop"])} | pairs)

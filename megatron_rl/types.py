@@ -45,13 +45,14 @@ class Trajectory:
     tokens: list[int]  # [T]
     trainable: list[bool]  # [T] True where the trained policy sampled the token
     logprobs: list[float]  # [T] engine log p(token) under the sampling distribution; 0.0 where not trainable
-    version: int  # weight version that sampled it
+    version: int  # weight version that sampled it; the oldest where there were several
     stop: Stop
     payload: Mapping[str, Any] = field(default_factory=dict)
     steps: list[tuple[int, int]] = field(default_factory=list)  # [K] [start, end) positions in `tokens` of each step
     step_rewards: list[float] = field(default_factory=list)  # [K], or empty when the sample gets none
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (position, version from there on), where there were several
 
     def __post_init__(self) -> None:
         length = len(self.tokens)

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_rl import config_checks, loop, plugins
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
+from megatron_rl.commands.engines import open_fleet
 from megatron_rl.commands.launch import Place
 from megatron_rl.config import TrainConfig, Use
 from megatron_rl.data import PromptReader, read_problems
-from megatron_rl.engines.embedded import EmbeddedEngine
-from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.engines.base import Engine
 from megatron_rl.gate import GatePlan
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.rewards.pool import GradePool
 from megatron_rl.rollout import tokenize
 from megatron_rl.run import Interrupts
 from megatron_rl.turns import Players, Recipe, Turn
 from megatron_rl.types import Prompt
-from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.world import TorchWorld
-
-Engines = Mapping[str, SpreadEngine[EmbeddedEngine]]
 
 
 def run(config: TrainConfig, place: Place) -> int:
@@ -61,13 +53,12 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
         readers, held_out = _prompts(config, recipe, tokenizers)
         policies = _policies(config, recipe)
-        engines = _engines(config, world, tokenizers)
-        players = _players(config, engines, tokenizers, pool, driver)
         progress = _restore(driver, recipe, readers, policies)
-        refits = _refits(config, policies, engines, driver, stack)
+        fleet = open_fleet(config, world, tokenizers, policies, driver, stack)
+        players = _players(config, fleet.engines, tokenizers, pool, driver)
         setup = loop.Setup(
             world=world,
-            roles={name: _role(config, name, policy, refits.get(name)) for name, policy in policies.items()},
+            roles={name: _role(config, name, policy, fleet.refits.get(name)) for name, policy in policies.items()},
             recipe=recipe,
             players=players,
             data=readers,
@@ -132,22 +123,7 @@ def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
     return out
 
 
-def _engines(config: TrainConfig, world: TorchWorld, tokenizers: Mapping[str, Any]) -> Engines:
-    """By role; a replay needs none."""
-    return {
-        name: SpreadEngine(
-            world,
-            name,
-            EmbeddedEngine(
-                role.model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, role.model.dtype), tokenizer=tokenizers[name]
-            ),
-        )
-        for name, role in config.roles.items()
-        if not config.debug.replay
-    }  # fmt: skip
-
-
-def _players(config: TrainConfig, engines: Engines, tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
+def _players(config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
     return Players(
         engines=engines,
         tokenizers=tokenizers,
@@ -158,27 +134,6 @@ def _players(config: TrainConfig, engines: Engines, tokenizers: Mapping[str, Any
         seed=config.run.seed,
         max_failure_share=config.reward.max_failure_share,
     )
-
-
-def _refits(
-    config: TrainConfig, policies: Mapping[str, MegatronPolicy], engines: Engines, driver: Driver, stack: contextlib.ExitStack
-) -> dict[str, Callable[[int], None]]:  # fmt: skip
-    """By role with an engine: the weights go from shard to engine along a plan, and each time leaves a line in refits.jsonl."""
-    out: dict[str, Callable[[int], None]] = {}
-    for name, engine in engines.items():
-        policy = policies[name]
-        trainer = policy.trainer_layout
-        layout = EngineLayout(replicas=trainer.world, whole=True)
-        topology = Topology(sizes=policy.arch, trainer=trainer, engines=layout, dtype=config.roles[name].model.dtype)
-        side = TrainerSide(topology, config.refit, policy.shards(), group=policy.groups.control, endpoint=engine.local)
-        stack.callback(side.close)
-        out[name] = functools.partial(_refit, side, name, driver)
-    return out
-
-
-def _refit(side: TrainerSide, name: str, driver: Driver, version: int) -> None:
-    figures = side(version)
-    driver.refitted({"role": name, "version": version, **figures})
 
 
 def _role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:

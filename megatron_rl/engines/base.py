@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
-
-from torch import Tensor
 
 from megatron_rl.types import Stop
 
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
+
+
+class EngineError(RuntimeError):
+    """Engines cannot go on; the message says which, why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +37,21 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled answer; the three lists have one length."""
+    """One sampled answer; its lists have one length."""
 
     tokens: list[int]  # [T_completion]
     logprobs: list[float]  # [T_completion] log p under the distribution sampled from (after temperature and truncation)
-    model_logprobs: list[float]  # [T_completion] log p of the model at temperature 1
     stop: Stop
+    model_logprobs: list[float] | None = None  # [T_completion] log p of the model at temperature 1, where the engine tells
+    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on); empty: the engine's
 
 
 class Engine(Protocol):
-    """A model that generates. `version` is that of the weights it holds, -1 before the first `load`."""
+    """A model that generates. `version` is that of the weights it holds, -1 before it has any."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """[P] prompts (token ids) -> [P][n] completions, in order. Called on the driver."""
-        ...
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes full (unsharded) tensors under their Hugging Face names. Called on every rank: the stream is collective."""
         ...

@@ -79,18 +79,20 @@ class TrainerSide:
         self._copy_rate = _copy_rate(self._device)
         self._delta_pays = settings.delta
 
-    def __call__(self, version: int) -> dict[str, float]:
+    def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
         """Moves the weights and returns figures of it (refit/seconds, refit/gigabytes, ...), the same on every rank.
 
-        Replicas that fail are left out and named in the first rank's log. Raises RefitError when no engine came to the new version,
-        Mismatch when something else landed than was sent; on every rank.
+        `replicas`: which engines, all of them joined already; None: those that have joined, at least one. Replicas that fail are left
+        out and named in the first rank's log. Raises RefitError when no engine came to the new version, Mismatch when something else
+        landed than was sent; on every rank.
         """
         start = time.perf_counter()
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
-        report = self._transfer(self._roll_call(deadline), version, deadline)
-        if not report.committed and not report.mismatch and self._endpoint is None:  # one may have died between roll call and first message
+        report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
+        again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
+        if again:  # one may have died between roll call and first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
-            report = self._transfer(self._roll_call(deadline), version, deadline)
+            report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
         if report.mismatch:
             raise Mismatch(report.mismatch)
@@ -104,20 +106,20 @@ class TrainerSide:
     def close(self) -> None:
         self._forget()
 
-    def _roll_call(self, deadline: Deadline) -> _Call:
+    def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
         self._number += 1
         if self._endpoint is not None:
             seats, versions = dict(enumerate(self._seats)), dict(enumerate(self._gather(self._version)))
             return _Call(self._number, seats, versions, {})
-        return self._from_first(lambda: self._call_engines(deadline))
+        return self._from_first(lambda: self._call_engines(deadline, replicas))
 
-    def _call_engines(self, deadline: Deadline) -> _Call:
+    def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
         """On the first rank: who of those that joined is there now. Waits for the first whole replica; in a second try a little for all
         that were there in the first."""
         tp, world = self.topology.engines.tp, self.topology.engines.world
         patience = time.monotonic() + REJOIN_S
         while True:
-            hello = [r for r in range(world) if self._board.peek(f"hello/{r}")]
+            hello = [r for r in range(world) if (replicas is None or r // tp in replicas) and self._board.peek(f"hello/{r}")]
             whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
             if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
                 break

@@ -1,0 +1,177 @@
+"""The engines of a run: inside its ranks, or servers of their own that a pool speaks to; and how the trainer's weights reach them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.commands.common import Driver
+from megatron_rl.config import Embedded, Servers, TrainConfig
+from megatron_rl.engines.base import Engine, EngineError
+from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.launch import make_token
+from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.refit.base import RefitError
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.world import World
+
+ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, and the token in it
+REFITS = 3  # tries, when no server that took part came to the new version
+LEAVE_S = 60.0  # for a server that is told to
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """By role. Servers are known on the driver alone; refits are collective."""
+
+    engines: Mapping[str, Engine]
+    refits: Mapping[str, Callable[[int], None]]
+
+
+def open_fleet(
+    config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy], driver: Driver,
+    stack: contextlib.ExitStack,
+) -> Fleet:  # fmt: skip
+    """Collective. A replay needs no engines."""
+    if config.debug.replay:
+        return Fleet({}, {})
+    if isinstance(config.engine, Embedded):
+        return _embedded(config, config.engine, world, tokenizers, policies, driver, stack)
+    return _servers(config, config.engine, world, policies, driver, stack)
+
+
+def connect(settings: Servers, token: str, refit_timeout_s: float) -> Callable[[Listing], Any]:
+    """What makes a client of a listed server."""
+    from megatron_rl.engines.vllm import VllmServer
+
+    return lambda listing: VllmServer(listing.url, token, settings, refit_timeout_s=refit_timeout_s)
+
+
+def _embedded(
+    config: TrainConfig, settings: Embedded, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
+    driver: Driver, stack: contextlib.ExitStack,
+) -> Fleet:  # fmt: skip
+    engines, refits = {}, {}
+    for name, policy in policies.items():
+        model = config.roles[name].model
+        dtype = getattr(torch, model.dtype)
+        own = EmbeddedEngine(model.path, max_batch=settings.max_batch, dtype=dtype, tokenizer=tokenizers[name])
+        engines[name] = SpreadEngine(world, name, own)
+        layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
+        side = TrainerSide(_topology(policy, layout, model.dtype), config.refit, policy.shards(), group=policy.groups.control, endpoint=own)
+        stack.callback(side.close)
+        refits[name] = functools.partial(_refit_here, side, name, driver)
+    return Fleet(engines, refits)
+
+
+def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> None:
+    driver.refitted({"role": name, "version": version, **side(version)})
+
+
+def _servers(
+    config: TrainConfig, settings: Servers, world: World, policies: Mapping[str, MegatronPolicy], driver: Driver,
+    stack: contextlib.ExitStack,
+) -> Fleet:  # fmt: skip
+    engines, refits = {}, {}
+    directory = driver.directory.path / ENGINES
+    if world.rank == 0 and settings.start:
+        for name in policies:
+            for replica in range(settings.replicas):
+                stack.callback(_leave, _start(driver.directory.path, name, replica))
+    for name, policy in policies.items():
+        layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
+        topology = _topology(policy, layout, config.roles[name].model.dtype)
+        side = TrainerSide(topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host)
+        stack.callback(side.close)
+        pool = None
+        if world.rank == 0:
+            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s)
+            pool = Pool(name, settings, Roster(directory), client)
+            stack.callback(pool.close)
+            engines[name] = pool
+        refits[name] = PoolRefit(world, name, side, pool, driver, config.refit.timeout_s)
+    return Fleet(engines, refits)
+
+
+class PoolRefit:
+    """Brings a pool's servers to the trainer's weights. Every rank has one; `pool` is on the driver."""
+
+    def __init__(self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float) -> None:
+        self._world, self._role, self._side, self._pool, self._driver, self._timeout_s = world, role, side, pool, driver, timeout_s
+        self._call = f"refit/{role}"
+        world.serve(self._call, self._attempt)
+        if pool is not None:
+            pool.refresh = self._refresh
+
+    def __call__(self, version: int) -> None:
+        """Collective. Waits for a first server; raises EngineError when none comes, or none can be brought to the weights."""
+        why = None
+        for _ in range(REFITS):
+            replicas = self._world.from_driver(self._begin, version)
+            figures, why = self._attempt((version, replicas))
+            if self._world.from_driver(self._end):
+                self._driver.refitted({"role": self._role, "version": version, **figures})
+                return
+        raise EngineError(f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: {why or 'see the log'}")
+
+    def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
+        """On every rank: the transfer -> (its figures, or why it failed)."""
+        version, replicas = order
+        try:
+            return self._side(version, replicas), None
+        except RefitError as error:
+            return {}, str(error)
+
+    def _begin(self, version: int, only: Sequence[int] | None = None) -> list[int]:
+        assert self._pool is not None
+        return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s)
+
+    def _end(self) -> int:
+        assert self._pool is not None
+        return self._pool.end_refit()
+
+    def _refresh(self, replicas: list[int]) -> None:
+        """On the driver, while other servers work: brings `replicas` to the version that the pool serves."""
+        assert self._pool is not None
+        begun = self._begin(self._pool.version, replicas)
+        if begun:
+            answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
+            self._end()
+            self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
+
+
+def _topology(policy: MegatronPolicy, engines: EngineLayout, dtype: str) -> Topology:
+    return Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype=dtype)
+
+
+def _start(run: Path, role: str, replica: int) -> subprocess.Popen[bytes]:
+    """A supervisor of one server; it ends it when this process is gone, however that comes."""
+    words = [sys.executable, "-m", "megatron_rl.main", "serve", str(run / "config.yaml"), f"--role={role}", f"--replica={replica}"]
+    log = run / "logs" / f"serve_{role}_{replica}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen([*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out)
+
+
+def _leave(supervisor: subprocess.Popen[bytes]) -> None:
+    assert supervisor.stdin is not None
+    supervisor.stdin.close()
+    end = time.monotonic() + LEAVE_S
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        supervisor.wait(max(0.1, end - time.monotonic()))
+    if supervisor.poll() is None:
+        supervisor.kill()

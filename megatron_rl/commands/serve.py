@@ -1,0 +1,114 @@
+"""`megatron-rl serve`: starts one server of a run's rollouts, announces it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_rl.commands.engines import ENGINES, TOKEN, connect
+from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
+from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.vllm import command
+from megatron_rl.weights import hf
+
+POLL_S = 0.5
+
+
+def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
+    """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError and StartError."""
+    settings = config.engine
+    if isinstance(settings, Embedded):
+        raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm")
+    if role not in config.roles:
+        raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
+    if not 0 <= replica < settings.replicas:
+        raise ConfigError(f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}")
+    python = settings.python or sys.executable
+    if shutil.which(python) is None:
+        raise ConfigError(f"engine.python = {python}: there is no such program; `make engines` makes .venv-vllm/bin/python")
+    stop = _asked_to_leave(with_parent)
+    server = _Serving(config, settings, role, replica, python, environment)
+    for start in range(settings.restarts + 1):
+        try:
+            server.serve(stop)
+        except StartError as error:
+            if start == settings.restarts:
+                raise
+            print(error, file=sys.stderr, flush=True)
+        if stop.is_set():
+            return 0
+        print(f"{role}-{replica} ended; starting it again ({start + 1} of {settings.restarts})", file=sys.stderr, flush=True)
+    print(f"{role}-{replica} died {settings.restarts + 1} times (engine.restarts): see {server.log}", file=sys.stderr)
+    return 1
+
+
+class _Serving:
+    """One replica, over its restarts."""
+
+    def __init__(
+        self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str, environment: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
+        directory = Path(config.run.dir) / config.run.name
+        self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
+        self.log = directory / "logs" / f"engine_{role}_{replica}.log"
+        self._environment = {**environment, **_gpus(config, settings, role, replica)}
+
+    def serve(self, stop: threading.Event) -> None:
+        """From its start to its end, or until `stop`. Raises StartError."""
+        model, settings = self._config.roles[self._role].model, self._settings
+        token, port = make_token(self._token_file), free_port(settings.host)
+        words = command(
+            settings, python=self._python, model=hf.local_directory(model.path), dtype=model.dtype, port=port,
+            token_file=self._token_file.resolve(), on_gpu=_has_gpu(self._environment),
+        )  # fmt: skip
+        url = f"http://{settings.host}:{port}"
+        process = ServerProcess(words, self.log, self._environment)
+        listing = Listing(role=self._role, replica=self._replica, url=url, incarnation=uuid.uuid4().hex, log=str(self.log))
+        client = connect(settings, token, self._config.refit.timeout_s)(listing)
+        try:
+            if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
+                return
+            print(f"{listing.name} serves at {url}", flush=True)
+            with Announcement(self._roster, listing, alive=lambda: process.ended() is None and client.ready()):
+                while process.ended() is None and not stop.wait(POLL_S):
+                    pass
+        finally:
+            process.stop()
+
+
+def _has_gpu(environment: Mapping[str, str]) -> bool:
+    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
+
+
+def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> dict[str, str]:
+    """engine.gpus, tp for each server, roles in order."""
+    if not settings.gpus:
+        return {}
+    first = (list(config.roles).index(role) * settings.replicas + replica) * settings.tp
+    own = settings.gpus[first : first + settings.tp]
+    if len(own) < settings.tp:
+        wanted = len(config.roles) * settings.replicas * settings.tp
+        raise ConfigError(f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+
+
+def _asked_to_leave(with_parent: bool) -> threading.Event:
+    """Set by SIGTERM or SIGINT, and at the end of standard input when that is a pipe from the run that started this."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        stop.set()
+
+    if with_parent:
+        threading.Thread(target=watch, daemon=True).start()
+    return stop

@@ -1,0 +1,43 @@
+"""Middleware in front of an engine's own routes: who has not the job's token gets nothing but the health check.
+
+Runs inside the server (vLLM's `--middleware`), so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"  # environment variable of the server: where the token stands, readable by its owner alone
+HEADER = "x-megatron-rl-token"
+OPEN = frozenset({"/health", "/ping"})
+
+Message = MutableMapping[str, Any]
+Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class Guard:
+    """An ASGI application around another. Raises KeyError or OSError at start when there is no token: a server is never open by mistake."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._token = Path(os.environ[TOKEN_FILE]).read_bytes().strip()
+        if not self._token:
+            raise ValueError(f"{os.environ[TOKEN_FILE]} is empty: it must hold the job's token")
+
+    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+        if scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "wrong or missing token"}'})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _knows(self, scope: Message) -> bool:
+        given = [value for name, value in scope.get("headers", ()) if name == HEADER.encode()]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._token)

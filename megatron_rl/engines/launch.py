@@ -1,0 +1,117 @@
+"""Starting a server of rollouts as a process, watching it start, and ending it with all its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_rl
+from megatron_rl.engines.base import EngineError
+
+TAIL_LINES, TAIL_BYTES = 15, 1 << 14
+GRACE_S = 20.0  # between asking a server to leave and killing it
+POLL_S = 0.2
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of torchrun: they are not the server's
+
+
+class StartError(EngineError):
+    """A server that did not come up; the message has the last lines of its log."""
+
+
+@dataclass(frozen=True)
+class Command:
+    words: list[str]
+    environment: Mapping[str, str]  # beside the inherited one
+
+
+class ServerProcess:
+    """One server. Its output goes to `log`; it leads a process group of its own, which ends with it."""
+
+    def __init__(self, command: Command, log: Path, inherited: Mapping[str, str]) -> None:
+        """`inherited`: the environment that the command's own comes on top of. Raises StartError when there is no such program."""
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        package = str(Path(megatron_rl.__file__).parent.parent)
+        path = os.pathsep.join(filter(None, (package, inherited.get("PYTHONPATH"))))  # for what runs inside the server
+        kept = {name: value for name, value in inherited.items() if name not in LAUNCHER}
+        environment = {**kept, "PYTHONPATH": path, **command.environment}
+        with log.open("ab") as out:
+            try:
+                self._process = subprocess.Popen(
+                    command.words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except OSError as error:
+                raise StartError(f"cannot start {command.words[0]}: {error}; set engine.python to the engine's interpreter") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """Its exit status, None while it lives."""
+        return self._process.poll()
+
+    def wait_until(self, ready: Callable[[], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is ended then."""
+        end = time.monotonic() + timeout_s
+        while not ready():
+            if stop():
+                return False
+            status = self.ended()
+            if status is not None or time.monotonic() > end:
+                self.stop()
+                what = f"did not answer within {timeout_s:.0f} s" if status is None else f"ended with status {status} while it started"
+                raise StartError(f"the server {what}; the end of {self.log}:\n{tail(self.log)}")
+            time.sleep(POLL_S)
+        return True
+
+    def stop(self) -> None:
+        """Asks it to leave, and kills what is left of its group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, indented."""
+    if not log.is_file():
+        return "  (there is no log)"
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join("  " + line for line in lines[-TAIL_LINES:]) or "  (it is empty)"
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now. Raises StartError for a host that is not this machine's."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise StartError(f"engine.host = {host}: this machine cannot listen there ({error})") from error
+        return probe.getsockname()[1]
+
+
+def make_token(path: Path) -> str:
+    """The job's token: made by whoever comes first, readable by its owner alone. -> the token."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, path)  # whole, or not at all
+    draft.unlink()
+    return path.read_text().strip()

@@ -1,0 +1,155 @@
+"""A vLLM server: how it is started, and a client of it. vLLM itself is imported by nothing here: it lives in the server's environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Vllm
+from megatron_rl.engines import sampler
+from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.launch import Command
+from megatron_rl.engines.server import Http, ServerLost
+from megatron_rl.types import Stop
+
+MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+
+
+def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
+    """The server's command line and environment. Python prefix: this package must be importable there too (Command.path)."""
+    words = [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
+        "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
+        "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+        "--enable-scale-out",  # tokens in, tokens out
+        "--middleware", "megatron_rl.engines.guard.Guard",
+        "--worker-extension-cls", "megatron_rl.engines.vllm_worker.Extension",
+        "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
+        "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths
+        "--uvicorn-log-level", "warning",
+    ]  # fmt: skip
+    words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
+    words += ["--enable-expert-parallel"] if settings.expert_parallel else []
+    environment = {TOKEN_FILE: str(token_file), "VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": settings.host, "HF_HUB_OFFLINE": "1"}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if on_gpu:
+        words += ["--gpu-memory-utilization", str(settings.memory_share)]
+    else:
+        words += ["--enforce-eager"]
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(settings.threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        }  # fmt: skip
+    return Command([*words, *settings.args], environment)
+
+
+class VllmServer:
+    """Implements server.Server. Verified with vLLM 0.32."""
+
+    def __init__(self, url: str, token: str, settings: Vllm, *, refit_timeout_s: float) -> None:
+        self._http, self.url = Http(url, token), url
+        self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
+        self._context: int | None = None
+
+    def ready(self) -> bool:
+        return self._http.answers("/health")
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+        """See server.Server. Raises ValueError for impossible sampling settings. A prompt that fills the context comes back empty."""
+        sampler.check(sampling)
+        room = self._room() - len(prompt)
+        if room <= 0:
+            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
+        body = {"token_ids": list(prompt), "sampling_params": _parameters(sampling, seed, room)}
+        choices = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)["choices"]
+        completions = [_completion(c, sampling) for c in sorted(choices, key=lambda c: c["index"])]
+        copies = sampling.n if sampling.temperature == 0 else 1  # vLLM draws a greedy answer once
+        if len(completions) * copies != sampling.n:
+            raise ServerLost(f"{self.url} sent {len(completions)} completions, not {sampling.n // copies}")
+        return completions * copies
+
+    def join(self, host: str, port: int, replica: int) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": {"host": host, "port": port, "replica": replica}})
+
+    def pause(self) -> None:
+        self._post(f"/pause?mode={self._pause}", None, timeout_s=self._refit_timeout_s)
+
+    def update(self, version: int, wait_s: float) -> None:
+        self._post("/start_weight_update", {})
+        info = {"update_info": {"version": version, "wait_s": wait_s}}
+        self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
+        self._post("/finish_weight_update", {"weight_version": str(version)})
+        self._post("/reset_prefix_cache", None)  # its keys know tokens, not weights: old entries would be read
+        found = self.version()
+        if found != version:
+            raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
+
+    def resume(self) -> None:
+        self._post("/resume", None)
+
+    def version(self) -> int:
+        return _version(self._http.call("GET", "/weight_info")["weight_version"])
+
+    def _post(self, path: str, body: Any, **options: float) -> None:
+        self._http.call("POST", path, body, **options)
+
+    def _room(self) -> int:
+        """Tokens that fit into the server's context."""
+        if self._context is None:
+            self._context = int(self._http.call("GET", "/v1/models")["data"][0]["max_model_len"])
+        return self._context
+
+
+def _parameters(sampling: Sampling, seed: int, room: int) -> dict[str, Any]:
+    return {
+        "n": 1 if sampling.temperature == 0 else sampling.n,
+        "max_tokens": min(sampling.max_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": seed,
+        "logprobs": 0,
+        "stop": list(sampling.stop_strings),
+        "stop_token_ids": list(sampling.stop_tokens),
+        "detokenize": bool(sampling.stop_strings),
+        "include_stop_str_in_output": True,
+    }
+
+
+def _completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+    tokens = choice["token_ids"] or []
+    logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
+    if len(logprobs) != len(tokens):
+        raise ServerLost(f"vLLM sent {len(logprobs)} log-probs for {len(tokens)} tokens")
+    plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+    greedy = sampling.temperature == 0
+    return Completion(
+        tokens=tokens,
+        logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
+        stop=_stop(choice),
+        model_logprobs=logprobs if plain or greedy else None,
+        versions=[(span["start"], _version(span["version"])) for span in choice.get("weight_versions") or []],
+    )
+
+
+def _stop(choice: Mapping[str, Any]) -> Stop:
+    match choice["finish_reason"], choice.get("stop_reason"):
+        case "stop", None:
+            return Stop.EOS
+        case "stop", _:
+            return Stop.STOP
+        case "length", _:
+            return Stop.LENGTH
+        case "abort", _:
+            return Stop.ABORTED
+        case other:
+            raise ServerLost(f"vLLM ended a completion for an unknown reason: {other}")
+
+
+def _version(text: str) -> int:
+    """vLLM's name for the weights it started with is "default"."""
+    return int(text) if text.lstrip("-").isdigit() else -1

@@ -1,0 +1,169 @@
+"""The part of a refit that runs inside vLLM's worker processes; vLLM itself loads it, through `--worker-extension-cls`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from megatron_rl.refit.base import Tensors
+from megatron_rl.refit.board import Board
+from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.weights.layouts import engine_parameters
+
+BACKEND = "megatron_rl"
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Join(WeightTransferInitInfo):
+    """Where the trainer is, and which replica of its engines this is."""
+
+    host: str = ""
+    port: int = 0
+    replica: int = 0
+
+
+@dataclass
+class TakePart(WeightTransferUpdateInfo):
+    """One refit. `wait_s`: how long the trainer may take to begin."""
+
+    version: int = -1
+    wait_s: float = field(default=60.0)
+
+
+class Landing:
+    """Implements refit.engine_side.Endpoint for a vLLM model.
+
+    On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What vLLM has
+    repacked since it was loaded (every linear layer on a CPU, fused experts) lands in tensors of its own, and goes through vLLM's
+    layerwise reload at the commit; until then the old weights stay whole.
+    """
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
+        self._model, self._model_config = model, model_config
+        self._staged: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        for layer, prefix in _layers(model):
+            loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
+            live = dict(layer.named_parameters(recurse=False))
+            for name in loadable.keys() | live.keys():
+                shape = loadable.get(name, live.get(name))
+                assert shape is not None
+                if device.type != "cpu" and _plain(layer):
+                    self.parameters[prefix + name] = live[name].data
+                else:
+                    self._staged[prefix + name] = torch.empty(shape.shape, dtype=shape.dtype, device=device)
+        self.parameters |= self._staged
+        self.targets = Tensors(self.parameters)
+
+    def begin_refit(self) -> None: ...
+
+    def commit_refit(self, version: int) -> None:
+        """Raises whatever vLLM raises: the model is then in no known state."""
+        if self._staged:
+            with torch.no_grad():
+                self._reload()
+
+    def _reload(self) -> None:
+        layerwise.initialize_layerwise_reload(self._model)
+        originals = []
+        for layer, prefix in _layers(self._model):
+            for name in dict(layer.named_parameters(recurse=False)):
+                staged = self._staged.get(prefix + name)
+                if staged is None:
+                    continue
+                parameter = getattr(layer, name)
+                originals.append((parameter, layerwise._get_original_loader(parameter)))
+                parameter.weight_loader = default_weight_loader  # what came is this rank's own part already
+                layerwise.make_online_process_loader(layer, name)(parameter, staged)
+        layerwise.finalize_layerwise_reload(self._model, self._model_config)
+        for parameter, loader in originals:
+            parameter.weight_loader = loader
+
+
+class RefitBackend(WeightTransferEngine[Join, TakePart]):
+    """vLLM's worker side of a refit: `init` joins the trainer's board, `update` takes part in one transaction."""
+
+    init_info_cls, update_info_cls = Join, TakePart
+    supports_draft_weight_update = False
+    _side: EngineSide | None = None
+
+    def init_transfer_engine(self, init_info: Join) -> None:
+        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
+        self.shutdown()
+        landing = Landing(self.model, self.model_config, self.device)
+        rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
+        side = EngineSide(Board.join(init_info.host, init_info.port), rank, landing, self.device)
+        wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
+        wrong = [line for line in _differences(wanted, landing.parameters) if line]
+        if wrong:
+            side.close()
+            raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
+        self._side = side
+
+    def start_weight_update(self) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Raises RuntimeError unless the trainer committed the version here."""
+        info = self.parse_update_info(update_info)
+        if self._side is None:
+            raise RuntimeError("this engine has not joined a trainer: call /init_weight_transfer_engine first")
+        version = self._side.take_part(info.wait_s)
+        if version != info.version:
+            raise RuntimeError(f"version {info.version} was not committed here ({version} was): the engine needs a whole refit")
+
+    def receive_weights(self, update_info: TakePart) -> None:
+        raise NotImplementedError("update_weights does it: there is nothing to synchronize afterwards")
+
+    def shutdown(self) -> None:
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Every layer with parameters of its own, and the prefix of their names; a head that shares the embedding's weight has its name."""
+    embedding = next((n for n, _ in model.named_parameters() if n.endswith("embed_tokens.weight")), "")
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    tied = "lm_head.weight" in shared and shared["lm_head.weight"] is shared.get(embedding)
+    for name, layer in model.named_modules():
+        if name == "lm_head" and tied:
+            yield layer, embedding.removesuffix("weight")
+        else:
+            yield layer, f"{name}." if name else ""
+
+
+def _plain(layer: nn.Module) -> bool:
+    """Whether vLLM uses the layer's parameters as they were loaded, off the CPU."""
+    method = getattr(layer, "quant_method", None)
+    return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def _differences(wanted: dict[str, tuple[int, int]], found: dict[str, Tensor]) -> Iterator[str]:
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is not in the engine"
+        elif name not in wanted:
+            yield f"{name} is not in the trainer's model"
+        elif found[name].numel() != wanted[name][0] * wanted[name][1]:
+            yield f"{name} is {list(found[name].shape)} in the engine and {list(wanted[name])} in the trainer's layout"
+
+
+class Extension:
+    """What vLLM mixes into its worker class. Importing this module is what it is for: the backend is registered then."""
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, RefitBackend)
