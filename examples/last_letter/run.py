@@ -27,6 +27,8 @@ HERE = Path(__file__).parent
 ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
 SFT_SEED = 1
 POOL = 512  # sampled solutions the verifier's SFT judges
+ENGINES = {"embedded": [], "vllm": ["engine.kind=vllm", "engine.python=.venv-vllm/bin/python"]}
+HEADS = {"embedded": 4, "vllm": 2}  # vLLM's attention on a CPU wants heads of 32 at least
 console = Console(soft_wrap=True)
 
 
@@ -56,17 +58,17 @@ class Stages:
                 sys.exit(status)
 
 
-def prepare(base: Path, name: str, stages: Stages) -> None:
+def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
     """Task files, then SFT of generator and verifier, under `base`. Does nothing that is there already.
 
     Regime b takes regime a's verifier: b's own generator is right too seldom to learn from its solutions what right looks like.
     """
     if name == "b":
-        prepare(base.parent / "a", "a", stages)
+        prepare(base.parent / "a", "a", stages, heads=heads)
     regime, files = task.regimes()[name], base / "task"
     if not (base / "ready").exists():
         with stages.stage("task"):
-            task.write_model(files / "model", SFT_SEED)
+            task.write_model(files / "model", SFT_SEED, heads=heads)
             test = task.write_problems(files / "test.jsonl", regime.test, 512, SFT_SEED + 1)
             held = [row["question"] for row in test]
             task.write_problems(files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=held)
@@ -93,18 +95,19 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
     """One arm, into options.out."""
     regime = task.regimes()[options.regime]
     updates = options.updates or regime.generator_updates
+    warmup = regime.warmup_updates if options.warmup is None else options.warmup
     settings = [
         f"run.seed={options.seed}", f"run.name={options.out.name}", f"run.dir={options.out.parent}", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl", f"roles.generator.model.path={base}/generator/model",
         f"roles.generator.optimizer.lr={regime.generator_lr}",
-        f"evaluation.every={options.evaluate_every}",
+        f"evaluation.every={options.evaluate_every}", *ENGINES[options.engine],
     ]  # fmt: skip
     if options.arm == "grpo":
         stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
         return
     settings += [
         f"roles.verifier.model.path={base.parent}/a/verifier/model", f"roles.verifier.optimizer.lr={regime.verifier_lr}",
-        f"recipe.args.generator_updates={updates}", f"recipe.args.warmup_updates={regime.warmup_updates}",
+        f"recipe.args.generator_updates={updates}", f"recipe.args.warmup_updates={warmup}",
         f"recipe.args.alpha_start={regime.alpha_start}", f"recipe.args.alpha_min={regime.alpha_min}",
         f"recipe.args.train_generator={str(options.arm != 'frozen_generator').lower()}",
         f"recipe.args.train_verifier={str(options.arm != 'frozen_verifier').lower()}",
@@ -163,10 +166,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of reinforcement learning")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--updates", type=int, help="generator updates (default: the regime's)")
+    parser.add_argument("--warmup", type=int, help="updates of the verifier before the first of the generator (default: the regime's)")
+    parser.add_argument("--engine", choices=ENGINES, default="embedded", help="vllm: two real servers (make engines)")
     parser.add_argument("--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)")
     options = parser.parse_args()
-    stages, base = Stages(), Path("runs/last_letter") / options.regime
-    prepare(base, options.regime, stages)
+    heads = HEADS[options.engine]
+    stages, base = Stages(), Path("runs/last_letter" if heads == 4 else f"runs/last_letter_{heads}_heads") / options.regime
+    prepare(base, options.regime, stages, heads=heads)
     reinforce(base, options, stages)
     finish(options, stages)
 

@@ -54,14 +54,14 @@ def regimes() -> dict[str, Regime]:
     }
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """A 0.16 M parameter Qwen2 with random weights, and its 59-word tokenizer."""
+def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
+    """A 0.16 M parameter Qwen2 with random weights, and its 59-word tokenizer. Heads are of 64 / `heads`."""
     words = [*SPECIAL, *TAGS, *(f"#{i}" for i in range(1, MAX_STEPS + 1)), *LETTERS]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
     config = Qwen2Config(
-        vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=2,
         max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=False, use_sliding_window=False,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.chat import load_tokenizer
 from megatron_rl.commands.common import Driver
 from megatron_rl.config import Embedded, Servers, TrainConfig
 from megatron_rl.engines.base import Engine, EngineError
@@ -22,10 +23,12 @@ from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.pool import Pool
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.engines.vllm import VllmServer
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.base import RefitError
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.weights import hf
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.world import World
 
@@ -41,6 +44,12 @@ class Fleet:
     engines: Mapping[str, Engine]
     refits: Mapping[str, Callable[[int], None]]
 
+    def tend(self) -> None:
+        """On the driver, when it has nothing else to do: servers that came back take the weights."""
+        for engine in self.engines.values():
+            if isinstance(engine, Pool):
+                engine.tend()
+
 
 def open_fleet(
     config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy], driver: Driver,
@@ -54,11 +63,14 @@ def open_fleet(
     return _servers(config, config.engine, world, policies, driver, stack)
 
 
-def connect(settings: Servers, token: str, refit_timeout_s: float) -> Callable[[Listing], Any]:
-    """What makes a client of a listed server."""
-    from megatron_rl.engines.vllm import VllmServer
-
-    return lambda listing: VllmServer(listing.url, token, settings, refit_timeout_s=refit_timeout_s)
+def connect(config: TrainConfig, settings: Servers, role: str, token: str) -> Callable[[Listing], Any]:
+    """What makes a client of a listed server of `role`."""
+    model = config.roles[role].model
+    directory = hf.local_directory(model.path)
+    ends = set(hf.eos_tokens(directory, hf.read_architecture(directory)))
+    own: Any = load_tokenizer(model.tokenizer or model.path).eos_token_id
+    ends |= set() if own is None else {own}
+    return lambda listing: VllmServer(listing.url, token, settings, ends=ends, refit_timeout_s=config.refit.timeout_s)
 
 
 def _embedded(
@@ -99,7 +111,7 @@ def _servers(
         stack.callback(side.close)
         pool = None
         if world.rank == 0:
-            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s)
+            client = connect(config, settings, name, make_token(directory / TOKEN))
             pool = Pool(name, settings, Roster(directory), client)
             stack.callback(pool.close)
             engines[name] = pool

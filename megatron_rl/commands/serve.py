@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -71,7 +72,7 @@ class _Serving:
         url = f"http://{settings.host}:{port}"
         process = ServerProcess(words, self.log, self._environment)
         listing = Listing(role=self._role, replica=self._replica, url=url, incarnation=uuid.uuid4().hex, log=str(self.log))
-        client = connect(settings, token, self._config.refit.timeout_s)(listing)
+        client = connect(self._config, settings, self._role, token)(listing)
         try:
             if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
                 return
@@ -106,7 +107,8 @@ def _asked_to_leave(with_parent: bool) -> threading.Event:
         signal.signal(number, lambda *_: stop.set())
 
     def watch() -> None:
-        sys.stdin.buffer.read()
+        while os.read(sys.stdin.fileno(), 1):  # not by sys.stdin, whose lock this thread would hold at the end of the program
+            pass
         stop.set()
 
     if with_parent:

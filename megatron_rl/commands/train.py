@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import config_checks, loop, plugins
+from megatron_rl import config_checks, config_files, loop, plugins
+from megatron_rl.ahead import Ahead, Shelf, schedule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
-from megatron_rl.commands.engines import open_fleet
+from megatron_rl.commands.engines import Fleet, open_fleet
 from megatron_rl.commands.launch import Place
-from megatron_rl.config import TrainConfig, Use
+from megatron_rl.config import Launch, Sinks, TrainConfig, Use
 from megatron_rl.data import PromptReader, read_problems
 from megatron_rl.engines.base import Engine
 from megatron_rl.gate import GatePlan
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.rewards.pool import GradePool
+from megatron_rl.metrics import Stopwatch
+from megatron_rl.rewards.pool import Graded, GradePool
 from megatron_rl.rollout import tokenize
 from megatron_rl.run import Interrupts
-from megatron_rl.turns import Players, Recipe, Turn
+from megatron_rl.turns import Grade, Played, Players, Recipe, Turn
 from megatron_rl.types import Prompt
 from megatron_rl.world import TorchWorld
 
@@ -56,6 +60,11 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         progress = _restore(driver, recipe, readers, policies)
         fleet = open_fleet(config, world, tokenizers, policies, driver, stack)
         players = _players(config, fleet.engines, tokenizers, pool, driver)
+        replay = Path(config.debug.replay) if config.debug.replay else None
+        game = _Game(recipe, readers, players, config.run.prompts_per_step, replay)
+        ahead = _ahead(config, game, fleet, driver, loop_steps=steps, progress=progress) if world.rank == 0 else None
+        if ahead is not None:
+            stack.callback(ahead.close)
         setup = loop.Setup(
             world=world,
             roles={name: _role(config, name, policy, fleet.refits.get(name)) for name, policy in policies.items()},
@@ -63,7 +72,8 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             players=players,
             data=readers,
             held_out=held_out,
-            hooks=_hooks(config, world, driver, _Saved(recipe, readers, policies, progress), tokenizers, interrupts),
+            hooks=_hooks(config, world, driver, _Saved(recipe, policies, progress, ahead), tokenizers, interrupts),
+            ahead=ahead,
         )
         started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
         finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
@@ -83,14 +93,44 @@ class _Saved:
     """What a checkpoint holds beside the files of the policies."""
 
     recipe: Recipe
-    readers: Mapping[str, PromptReader]  # by role; roles may share one
     policies: Mapping[str, MegatronPolicy]
     progress: loop.Progress
+    ahead: Ahead | None  # on the driver: only it reads data and plays
 
     def state(self) -> dict[str, Any]:
-        """Of rank 0: only the driver reads data and plays."""
-        data = {name: reader.state_dict() for name, reader in self.readers.items()}
-        return {"progress": self.progress.state_dict(), "recipe": self.recipe.state_dict(), "data": data}
+        """Of rank 0; empty on the others, whose state nobody writes."""
+        if self.ahead is None:
+            return {}
+        return {"progress": self.progress.state_dict(), **self.ahead.state()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Game:
+    """Implements ahead.Game: the recipe on the run's data."""
+
+    recipe: Recipe
+    readers: Mapping[str, PromptReader]  # by role; roles may share one
+    players: Players
+    prompts: int
+    replay: Path | None = None  # directory: recorded turns instead
+    own_watch: Stopwatch | None = None  # beside training: what was measured goes with the turn
+
+    def play(self, turn: Turn) -> Played:
+        prompts = self.readers[turn.role].take(self.prompts)
+        if self.replay is not None:
+            return loop.read_turn(self.replay, turn)
+        if self.own_watch is None:
+            return self.recipe.play(turn, prompts, self.players)
+        played = self.recipe.play(turn, prompts, dataclasses.replace(self.players, watch=self.own_watch))
+        return dataclasses.replace(played, metrics={**played.metrics, **self.own_watch.take()})
+
+    def state(self) -> dict[str, Any]:
+        return {"recipe": self.recipe.state_dict(), "data": {name: reader.state_dict() for name, reader in self.readers.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.recipe.load_state_dict(state["recipe"])
+        for name, reader in self.readers.items():
+            reader.load_state_dict(state["data"][name])
 
 
 def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[dict[str, PromptReader], list[Prompt]]:
@@ -123,24 +163,48 @@ def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
     return out
 
 
+def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, loop_steps: int, progress: loop.Progress) -> Ahead:
+    """On the driver. Turns played under other settings are not taken from the shelf: all that is not of the machine counts."""
+    settings = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2))
+    fingerprint = hashlib.sha256(config_files.dump(settings).encode()).hexdigest()[:16]
+    shelf = Shelf(driver.directory.path / "ahead", fingerprint)
+    turns = schedule(game.recipe.turns, loop_steps, progress.state_dict())
+    if config.rollouts.max_staleness > 0:
+        game = dataclasses.replace(game, own_watch=Stopwatch())
+    return Ahead(game, turns, max_staleness=config.rollouts.max_staleness, shelf=shelf, idle=fleet.tend)
+
+
 def _players(config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
     return Players(
         engines=engines,
         tokenizers=tokenizers,
         samplings={name: sampling_of(role.sampling) for name, role in config.roles.items()},
         max_prompt_tokens={name: role.max_prompt_tokens for name, role in config.roles.items()},
-        grade=pool.grade,
+        grade=_one_at_a_time(pool.grade),
         watch=driver.watch,
         seed=config.run.seed,
         max_failure_share=config.reward.max_failure_share,
     )
 
 
+def _one_at_a_time(grade: Grade) -> Grade:
+    """Rollouts ahead of training and an evaluation may want it at once."""
+    lock = threading.Lock()
+
+    def locked(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        with lock:
+            return grade(responses, payloads)
+
+    return locked
+
+
 def _role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:
     role = config.roles[name]
+    late = config.rollouts.max_staleness > 0 and role.loss.tis_cap is None
+    loss = dataclasses.replace(role.loss, tis_cap=config.rollouts.tis_cap) if late else role.loss
     return loop.Role(
         policy=policy,
-        loss=PolicyLoss(role.loss),
+        loss=PolicyLoss(loss),
         refit=refit,
         needs_reference=role.loss.kl_coef > 0,
         samples_per_optimizer_step=role.samples_per_optimizer_step,
@@ -160,6 +224,7 @@ def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: Promp
         gate=_gate(config, probes) if config.gate.enabled else None,
         record=Path(debug.save_rollouts) if debug.save_rollouts else None,
         replay=Path(debug.replay) if debug.replay else None,
+        mixed=config.rollouts.mixed,
     )
 
 

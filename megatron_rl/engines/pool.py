@@ -51,6 +51,7 @@ class Pool:
         self._members: dict[int, _Member] = {}
         self._change = threading.Condition()
         self._closed = False
+        self._owner = threading.get_ident()  # the thread that may call `refresh`, which is collective
         self._requests = concurrent.futures.ThreadPoolExecutor(settings.replicas * settings.max_requests, f"requests-{role}")
         self._refits = concurrent.futures.ThreadPoolExecutor(settings.replicas, f"refits-{role}")
         self._updates: dict[int, concurrent.futures.Future[None]] = {}
@@ -84,7 +85,7 @@ class Pool:
                 done, _ = concurrent.futures.wait(asked, LOOK_S, concurrent.futures.FIRST_COMPLETED)
                 for future in done:
                     yield asked.pop(future), future.result()
-                self._refresh_stale()
+                self.tend()
                 if not self._ready():
                     waiting.on(self._why_none())
                 else:
@@ -148,9 +149,10 @@ class Pool:
         member.joined = address
         return True
 
-    def _refresh_stale(self) -> None:
+    def tend(self) -> None:
+        """Brings servers that are there and have no current weights to them, when called by the thread that owns the pool."""
         stale = [m.listing.replica for m in self._living() if m.version is None]
-        if stale and self.refresh is not None and self.version >= 0:
+        if stale and self.refresh is not None and self.version >= 0 and threading.get_ident() == self._owner:
             self.refresh(stale)
 
     def _ask(self, prompt: list[int], sampling: Sampling, index: int) -> list[Completion]:

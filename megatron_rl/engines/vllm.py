@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
         "--worker-extension-cls", "megatron_rl.engines.vllm_worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
         "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths
-        "--uvicorn-log-level", "warning",
+        "--max-num-seqs", str(settings.max_batch), "--uvicorn-log-level", "warning",
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--enable-expert-parallel"] if settings.expert_parallel else []
@@ -49,9 +49,11 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
 class VllmServer:
     """Implements server.Server. Verified with vLLM 0.32."""
 
-    def __init__(self, url: str, token: str, settings: Vllm, *, refit_timeout_s: float) -> None:
+    def __init__(self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float) -> None:
+        """`ends`: the model's end-of-sequence tokens."""
         self._http, self.url = Http(url, token), url
-        self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
+        self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
+        self._ends = frozenset(ends)
         self._context: int | None = None
 
     def ready(self) -> bool:
@@ -63,13 +65,12 @@ class VllmServer:
         room = self._room() - len(prompt)
         if room <= 0:
             return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
-        body = {"token_ids": list(prompt), "sampling_params": _parameters(sampling, seed, room)}
-        choices = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)["choices"]
-        completions = [_completion(c, sampling) for c in sorted(choices, key=lambda c: c["index"])]
-        copies = sampling.n if sampling.temperature == 0 else 1  # vLLM draws a greedy answer once
-        if len(completions) * copies != sampling.n:
-            raise ServerLost(f"{self.url} sent {len(completions)} completions, not {sampling.n // copies}")
-        return completions * copies
+        if sampling.temperature == 0:  # vLLM draws a greedy answer once
+            return self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
+        out: list[Completion] = []
+        while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
+            out += self._draw(prompt, sampling, min(sampling.n - len(out), self._at_once), seed + len(out), room, timeout_s)
+        return out
 
     def join(self, host: str, port: int, replica: int) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": {"host": host, "port": port, "replica": replica}})
@@ -93,6 +94,27 @@ class VllmServer:
     def version(self) -> int:
         return _version(self._http.call("GET", "/weight_info")["weight_version"])
 
+    def _draw(self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int, room: int, timeout_s: float) -> list[Completion]:
+        parameters = {
+            "n": n,
+            "max_tokens": min(sampling.max_tokens, room),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": seed,
+            "logprobs": 0,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": sorted(self._ends.union(sampling.stop_tokens)),
+            "detokenize": bool(sampling.stop_strings),
+            "include_stop_str_in_output": True,
+        }
+        body = {"token_ids": list(prompt), "sampling_params": parameters}
+        choices = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)["choices"]
+        if len(choices) != n:
+            raise ServerLost(f"{self.url} sent {len(choices)} completions, not {n}")
+        return [_completion(c, sampling, self._ends) for c in sorted(choices, key=lambda c: c["index"])]
+
     def _post(self, path: str, body: Any, **options: float) -> None:
         self._http.call("POST", path, body, **options)
 
@@ -103,24 +125,7 @@ class VllmServer:
         return self._context
 
 
-def _parameters(sampling: Sampling, seed: int, room: int) -> dict[str, Any]:
-    return {
-        "n": 1 if sampling.temperature == 0 else sampling.n,
-        "max_tokens": min(sampling.max_tokens, room),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": seed,
-        "logprobs": 0,
-        "stop": list(sampling.stop_strings),
-        "stop_token_ids": list(sampling.stop_tokens),
-        "detokenize": bool(sampling.stop_strings),
-        "include_stop_str_in_output": True,
-    }
-
-
-def _completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int]) -> Completion:
     tokens = choice["token_ids"] or []
     logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
     if len(logprobs) != len(tokens):
@@ -130,18 +135,18 @@ def _completion(choice: Mapping[str, Any], sampling: Sampling) -> Completion:
     return Completion(
         tokens=tokens,
         logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
-        stop=_stop(choice),
+        stop=_stop(choice, ends),
         model_logprobs=logprobs if plain or greedy else None,
         versions=[(span["start"], _version(span["version"])) for span in choice.get("weight_versions") or []],
     )
 
 
-def _stop(choice: Mapping[str, Any]) -> Stop:
+def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
     match choice["finish_reason"], choice.get("stop_reason"):
         case "stop", None:
             return Stop.EOS
-        case "stop", _:
-            return Stop.STOP
+        case "stop", by:
+            return Stop.EOS if by in ends else Stop.STOP
         case "length", _:
             return Stop.LENGTH
         case "abort", _:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl.refit.base import TransportError
+
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.02  # between two looks for a key
 
 
 class Board:
@@ -19,9 +23,13 @@ class Board:
 
     @classmethod
     def host(cls, address: str) -> tuple[Board, int]:
-        """Opens a board here -> (board, its port)."""
-        store = dist.TCPStore(address, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-        return cls(store), store.port
+        """Opens a board here that listens at `address` alone (by itself the store would at every interface) -> (board, its port)."""
+        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(place, family=family, backlog=1024)
+        port = listening.getsockname()[1]
+        timeout = timedelta(seconds=60)
+        store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+        return cls(store), port
 
     @classmethod
     def join(cls, address: str, port: int, timeout_s: float = 60) -> Board:
@@ -55,17 +63,26 @@ class Board:
             raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
 
     def has(self, key: str, timeout_s: float) -> bool:
-        """Whether it is there, or comes in time. Raises TransportError when the board is gone."""
-        try:
-            self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
-        except RuntimeError:  # a time-out, or the end of the board: `peek` tells
-            return self.peek(key) is not None
+        """Whether it is there, or comes in time. Raises TransportError when the board is gone.
+
+        Asks again and again: the store's own wait writes two warnings to standard error whenever its time is up.
+        """
+        end, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        while not self._there(key):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_PAUSE_S)
         return True
 
     def peek(self, key: str) -> Any:
         """The value, or None when there is none now."""
+        return self.get(key, 1.0) if self._there(key) else None
+
+    def _there(self, key: str) -> bool:
         try:
-            return json.loads(self._store.get(self._prefix + key)) if self._store.check([self._prefix + key]) else None
+            return self._store.check([self._prefix + key])
         except RuntimeError as error:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
