@@ -4,37 +4,67 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.engines.base import Completion, Engine, Sampling, Streaming
 from megatron_rl.types import Prompt, Stop, Trajectory
 
 
 def sample(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-    """[P] prompts -> [P * n] trajectories. The n of one prompt are adjacent and share a group of their own, whatever its id.
+    """[P] prompts -> [P * n] trajectories. The n of one prompt are adjacent and share a group of their own, whatever its id."""
+    draws = Draws(engine, sampling)
+    for i, prompt in enumerate(prompts):
+        draws.ask(i, prompt)
+    found = dict(draws.collect())
+    return [t for i in range(len(prompts)) for t in found[i]]
+
+
+class Draws:
+    """Trajectories of prompts that become known one after the other: an engine that streams begins at once, others at the end.
 
     The only place where completions become training sequences: token ids and log-probs are the engine's, untouched.
     """
-    if not prompts:
-        return []
-    completions = engine.generate([p.tokens for p in prompts], sampling)
-    return [
-        Trajectory(
-            group=f"{i}:{prompt.id}",
-            tokens=[*prompt.tokens, *c.tokens],
-            trainable=[False] * len(prompt.tokens) + [True] * len(c.tokens),
-            logprobs=[0.0] * len(prompt.tokens) + list(c.logprobs),
-            version=min((version for _, version in c.versions), default=engine.version),
-            stop=c.stop,
-            payload=prompt.payload,
-            versions=[(len(prompt.tokens) + start, version) for start, version in c.versions] if len(c.versions) > 1 else [],
-        )
-        for i, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
-        for c in group
-    ]
+
+    def __init__(self, engine: Engine, sampling: Sampling) -> None:
+        self._engine, self._sampling = engine, sampling
+        self._prompts: dict[int, Prompt] = {}
+        self._asked: dict[Any, int] = {}
+
+    def ask(self, index: int, prompt: Prompt) -> None:
+        """`index`: another one for every prompt; names its group."""
+        self._prompts[index] = prompt
+        if isinstance(self._engine, Streaming):
+            self._asked[self._engine.submit(prompt.tokens, self._sampling, index)] = index
+
+    def collect(self) -> Iterator[tuple[int, list[Trajectory]]]:
+        """(index, its n trajectories) of every prompt that was asked, each when it is done."""
+        if isinstance(self._engine, Streaming):
+            for future in self._engine.as_done([*self._asked]):
+                yield self._read(self._asked[future], future.result())
+        elif self._prompts:
+            answers = self._engine.generate([p.tokens for p in self._prompts.values()], self._sampling)
+            for index, completions in zip(self._prompts, answers, strict=True):
+                yield self._read(index, completions)
+
+    def _read(self, index: int, completions: Sequence[Completion]) -> tuple[int, list[Trajectory]]:
+        prompt = self._prompts[index]
+        start = len(prompt.tokens)
+        return index, [
+            Trajectory(
+                group=f"{index}:{prompt.id}",
+                tokens=[*prompt.tokens, *c.tokens],
+                trainable=[False] * start + [True] * len(c.tokens),
+                logprobs=[0.0] * start + list(c.logprobs),
+                version=min((version for _, version in c.versions), default=self._engine.version),
+                stop=c.stop,
+                payload=prompt.payload,
+                versions=[(start + at, version) for at, version in c.versions] if len(c.versions) > 1 else [],
+            )
+            for c in completions
+        ]
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from megatron_rl.types import Stop
 
@@ -54,4 +55,17 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """[P] prompts (token ids) -> [P][n] completions, in order. Called on the driver."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An engine that takes prompts one by one and answers each when it is done. On the driver."""
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, index: int) -> Future[list[Completion]]:
+        """Asks for the n completions of one prompt, whose draws are functions of `index` and the seed."""
+        ...
+
+    def as_done(self, asked: Sequence[Future[list[Completion]]]) -> Iterator[Future[list[Completion]]]:
+        """Each of them when it is done. Waits here, not on the futures: the engine looks after its servers meanwhile."""
         ...

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class _Member:
 
 
 class Pool:
-    """Implements engines.base.Engine over the servers of one role. Lives on the driver; its verbs are called from one thread.
+    """Implements engines.base.Engine and Streaming over the servers of one role. Lives on the driver; its verbs are called from one thread.
 
     `connect` makes a client. `refresh`, when set, brings the given replicas to the current weights while others serve: called when a
     server that has none is there and requests wait for it.
@@ -54,7 +55,7 @@ class Pool:
         self._owner = threading.get_ident()  # the thread that may call `refresh`, which is collective
         self._requests = concurrent.futures.ThreadPoolExecutor(settings.replicas * settings.max_requests, f"requests-{role}")
         self._refits = concurrent.futures.ThreadPoolExecutor(settings.replicas, f"refits-{role}")
-        self._updates: dict[int, concurrent.futures.Future[None]] = {}
+        self._updates: dict[int, Future[None]] = {}
         self.failures = 0  # requests that were sent again
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -68,30 +69,36 @@ class Pool:
         self._watcher.join()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """[P] prompts -> [P][n] completions, in order. See `stream` for what it raises."""
-        found = dict(self.stream(prompts, sampling))
-        return [found[i] for i in range(len(prompts))]
+        """[P] prompts -> [P][n] completions, in order. See `as_done` for what it raises."""
+        asked = [self.submit(prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        for _ in self.as_done(asked):
+            pass
+        return [future.result() for future in asked]
 
-    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, list[Completion]]]:
-        """(prompt index, its n completions), as they are done.
+    def submit(self, prompt: Sequence[int], sampling: Sampling, index: int) -> Future[list[Completion]]:
+        """Asks for one prompt's n completions."""
+        return self._requests.submit(self._ask, list(prompt), sampling, index)
+
+    def as_done(self, asked: Sequence[Future[list[Completion]]]) -> Iterator[Future[list[Completion]]]:
+        """Each of them when it is done; the others are called off when this ends early.
 
         While no server has the current weights it waits, and says so. Raises EngineError when none comes within `engine.wait_s`, or
         `engine.attempts` living servers failed a request; RequestRefused for a request that no server would take.
         """
-        asked = {self._requests.submit(self._ask, list(prompt), sampling, i): i for i, prompt in enumerate(prompts)}
-        waiting = _Waiting(self._settings.wait_s, self._role)
+        left, waiting = set(asked), _Waiting(self._settings.wait_s, self._role)
         try:
-            while asked:
-                done, _ = concurrent.futures.wait(asked, LOOK_S, concurrent.futures.FIRST_COMPLETED)
+            while left:
+                done, left = concurrent.futures.wait(left, LOOK_S, concurrent.futures.FIRST_COMPLETED)
                 for future in done:
-                    yield asked.pop(future), future.result()
+                    future.result()
+                    yield future
                 self.tend()
                 if not self._ready():
                     waiting.on(self._why_none())
                 else:
                     waiting.over()
         finally:
-            for future in asked:
+            for future in left:
                 future.cancel()
 
     def begin_refit(self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float) -> list[int]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from megatron_rl.chat import decode_with_offsets, token_span
 from megatron_rl.config import ConfigError
-from megatron_rl.engines.base import Sampling
-from megatron_rl.rewards.pool import Outcome, check_failures
+from megatron_rl.engines.base import Sampling, Streaming
+from megatron_rl.rewards.pool import Graded, Outcome, check_failures
 from megatron_rl.rewards.tags import step_spans
-from megatron_rl.rollout import greedy, plain, sample
+from megatron_rl.rollout import Draws, greedy, plain
 from megatron_rl.turns import Players
 from megatron_rl.types import Prompt, Trajectory
 
@@ -26,27 +27,43 @@ class Solution:
     trajectory: Trajectory  # with its steps, the reward `outcome`, and `correct` in the payload
     text: str
     correct: bool | None  # None: it could not be graded; its outcome is 0
+    graded: Graded = Graded(Outcome.SCORE, 0.0)  # how the grading went
 
 
-def solve(players: Players, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Solution]:
-    """Samples [P * n] solutions and grades them. Raises RewardFailure when too many gradings fail."""
-    with players.watch("rollout"):
-        rollouts = sample(players.engines[role], prompts, sampling)
-    with players.watch("reward"):
-        read = [with_steps(t, players.tokenizers[role]) for t in rollouts]
-        return grade(players, [t for t, _ in read], [text for _, text in read])
+def solve(
+    players: Players, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Callable[[int, Solution], None] = lambda i, s: None
+) -> list[Solution]:  # fmt: skip
+    """Samples [P * n] solutions and grades them. Raises RewardFailure when too many gradings fail.
+
+    `then` gets each (place among the [P * n], solution) when it is graded: with an engine that streams, while others are still written.
+    """
+    engine, start = players.engines[role], time.perf_counter()
+    draws, found, graded_s = Draws(engine, sampling), dict[int, Solution](), 0.0
+    for i, prompt in enumerate(prompts):
+        draws.ask(i, prompt)
+    for batch in ([one] for one in draws.collect()) if isinstance(engine, Streaming) else [list(draws.collect())]:
+        begun = time.perf_counter()
+        read = [with_steps(t, players.tokenizers[role]) for _, group in batch for t in group]
+        places = [i * sampling.n + j for i, group in batch for j in range(len(group))]
+        for place, solution in zip(places, grade(players, [t for t, _ in read], [text for _, text in read]), strict=True):
+            found[place] = solution
+            then(place, solution)
+        graded_s += time.perf_counter() - begun
+    players.watch.add("reward", graded_s)
+    players.watch.add("rollout", time.perf_counter() - start - graded_s)
+    check_failures([s.graded for _, s in sorted(found.items())], players.max_failure_share)
+    return [found[place] for place in sorted(found)]
 
 
 def grade(players: Players, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Solution]:
     """[B] solutions and their texts -> graded."""
     graded = players.grade(texts, [t.payload for t in trajectories])
-    check_failures(graded, players.max_failure_share)
     out = []
     for trajectory, text, result in zip(trajectories, texts, graded, strict=True):
         correct = result.score > RIGHT if result.outcome is Outcome.SCORE else None
         payload = {**trajectory.payload, "correct": correct, "grading": result.outcome.value}
         scored = replace(trajectory, payload=payload).with_rewards(outcome=result.score)
-        out.append(Solution(trajectory=scored, text=text, correct=correct))
+        out.append(Solution(trajectory=scored, text=text, correct=correct, graded=result))
     return out
 
 

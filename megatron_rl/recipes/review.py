@@ -13,7 +13,7 @@ from megatron_rl.evaluate import Confusion, agreement, confusion, step_confusion
 from megatron_rl.recipes.base import Solution, with_steps
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.tags import generator_format, step_texts
-from megatron_rl.rollout import sample, tokenize
+from megatron_rl.rollout import Draws, tokenize
 from megatron_rl.turns import Players
 from megatron_rl.types import Prompt, Trajectory
 
@@ -50,16 +50,16 @@ class Reviewer:
 
     def review(self, players: Players, solutions: Sequence[Solution], sampling: Sampling) -> list[list[Reviewed]]:
         """[B] solutions -> [B][n] verifications; none for a solution whose prompt is too long."""
-        with players.watch("review"):
-            prompts = [self.prompt(players, s) for s in solutions]
-            drawn = iter(sample(players.engines[self.role], [p for p in prompts if p is not None], sampling))
-        with players.watch("reward"):
-            return [
-                [] if prompt is None else [self._read(players, solution, next(drawn)) for _ in range(sampling.n)]
-                for solution, prompt in zip(solutions, prompts, strict=True)
-            ]
+        reviews = self.begin(players, sampling)
+        for i, solution in enumerate(solutions):
+            reviews.add(i, solution)
+        found = reviews.finish()
+        return [found[i] for i in range(len(solutions))]
 
-    def _read(self, players: Players, solution: Solution, drawn: Trajectory) -> Reviewed:
+    def begin(self, players: Players, sampling: Sampling) -> Reviews:
+        return Reviews(self, players, sampling)
+
+    def read(self, players: Players, solution: Solution, drawn: Trajectory) -> Reviewed:
         trajectory, text = with_steps(drawn, players.tokenizers[self.role])
         review = verdicts.review(
             text,
@@ -73,6 +73,32 @@ class Reviewer:
             verifier=review.reward, agrees=float(review.agrees), format=review.format
         )
         return Reviewed(solution=solution, trajectory=rewarded, text=text, review=review)
+
+
+class Reviews:
+    """Verifications of solutions that become known one after the other."""
+
+    def __init__(self, reviewer: Reviewer, players: Players, sampling: Sampling) -> None:
+        self._reviewer, self._players = reviewer, players
+        self._draws = Draws(players.engines[reviewer.role], sampling)
+        self._solutions: dict[int, Solution] = {}
+
+    def add(self, place: int, solution: Solution) -> None:
+        """Asks for its verifications, unless its prompt is too long."""
+        self._solutions[place] = solution
+        prompt = self._reviewer.prompt(self._players, solution)
+        if prompt is not None:
+            self._draws.ask(place, prompt)
+
+    def finish(self) -> dict[int, list[Reviewed]]:
+        """Place -> its n verifications, or none."""
+        with self._players.watch("review"):
+            drawn = dict(self._draws.collect())
+        with self._players.watch("reward"):
+            return {
+                place: [self._reviewer.read(self._players, solution, t) for t in drawn.get(place, [])]
+                for place, solution in self._solutions.items()
+            }
 
 
 def outcome_confusion(reviews: Sequence[Reviewed]) -> Confusion:

@@ -125,8 +125,7 @@ class Tango:
 
     def _generator_turn(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """Outcome and step advantages, mixed by alpha. A solution whose verdicts do not match its steps keeps its outcome alone."""
-        solutions = self._solve(turn, prompts, players, n=self.group_size)
-        judged = self._review(turn, solutions, players, n=1)
+        solutions, judged = self._solve_and_review(turn, prompts, players, n=self.group_size, verifications=1)
         marked = [_marked(solution, one) for solution, one in zip(solutions, judged, strict=True)]
         alpha = self._alpha(turn.update)
         trajectories = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
@@ -135,9 +134,7 @@ class Tango:
 
     def _verifier_turn(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """Verifications of one solution are a group; class weights keep the rarer outcome from being ignored (eq. 9)."""
-        solutions = self._solve(turn, prompts, players, n=1)
-        known = [s for s in solutions if s.correct is not None]
-        judged = self._review(turn, known, players, n=self.verifications)
+        solutions, judged = self._solve_and_review(turn, prompts, players, n=1, verifications=self.verifications, ungraded=False)
         rows = [r for group in judged for r in group]
         labels = [bool(r.solution.correct) for r in rows]
         metrics = {"reward/outcome": fmean(s.trajectory.rewards["outcome"] for s in solutions) if solutions else 0.0}
@@ -153,12 +150,22 @@ class Tango:
     def _alpha(self, update: int) -> float:
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=self.generator_updates)
 
-    def _solve(self, turn: Turn, prompts: Sequence[Prompt], players: Players, *, n: int) -> list[Solution]:
-        return solve(players, GENERATOR, prompts, replace(players.samplings[GENERATOR], n=n, seed=players.seed_for(turn.number, GENERATOR)))
+    def _solve_and_review(
+        self, turn: Turn, prompts: Sequence[Prompt], players: Players, *, n: int, verifications: int, ungraded: bool = True
+    ) -> tuple[list[Solution], list[list[Reviewed]]]:  # fmt: skip
+        """[P * n] solutions, and the verifications of each that has some coming (with `ungraded` false only of graded ones), in order."""
+        own, others = (
+            replace(players.samplings[role], n=count, seed=players.seed_for(turn.number, role))
+            for role, count in ((GENERATOR, n), (VERIFIER, verifications))
+        )
+        reviews = self._reviewer().begin(players, others)
 
-    def _review(self, turn: Turn, solutions: Sequence[Solution], players: Players, *, n: int) -> list[list[Reviewed]]:
-        sampling = replace(players.samplings[VERIFIER], n=n, seed=players.seed_for(turn.number, VERIFIER))
-        return self._reviewer().review(players, solutions, sampling)
+        def then(place: int, solution: Solution) -> None:
+            if ungraded or solution.correct is not None:
+                reviews.add(place, solution)
+
+        solutions = solve(players, GENERATOR, prompts, own, then)
+        return solutions, [group for _, group in sorted(reviews.finish().items())]
 
     def _reviewer(self) -> Reviewer:
         return Reviewer(role=VERIFIER, template=read_template(self.verifier_template), gamma=self.format_weight)
