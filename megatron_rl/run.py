@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -166,6 +169,23 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
     if old_text != config_text:
         write_text(directory.config, config_text)
     return directory
+
+
+@contextlib.contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Holds the run directory for this process, until it ends in whatever way. Raises RunError when another one has it: two trainers would
+    write the same files and bring the same engines to different weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(f"{directory} is being run by {file.read().strip() or 'another process'}: end that first") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:

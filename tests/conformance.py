@@ -121,6 +121,14 @@ def sampling_follows_the_model(engine: Any, judge: Judge) -> None:
     assert 0.5 * float((drawn - true).abs().sum()) < 1.5 * expected
 
 
+def many_long_prompts_at_once_are_all_answered(engine: Any, judge: Judge) -> None:
+    """More prompt tokens than an engine takes in one step."""
+    some = prompts(judge, lengths=(200,) * 40, seed=3)
+    for prompt, group in zip(some, engine.generate(some, Sampling(max_tokens=3, n=2, seed=7)), strict=True):
+        for c in group:
+            assert c.logprobs == pytest.approx(judge.logprobs(prompt, c), abs=NEAR)
+
+
 def stop_tokens_end_a_completion_and_stay(engine: Any, judge: Judge) -> None:
     stops = tuple(t for t in range(3, judge.vocab, 3) if t not in judge.eos)
     ended = 0
@@ -173,6 +181,7 @@ CHECKS = {
         truncation_keeps_what_it_should,
         draws_differ_by_sample_prompt_and_seed_and_repeat,
         sampling_follows_the_model,
+        many_long_prompts_at_once_are_all_answered,
         stop_tokens_end_a_completion_and_stay,
         stop_strings_end_with_the_token_that_completed_them,
         the_context_is_an_end,

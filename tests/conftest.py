@@ -43,7 +43,7 @@ def last_letter(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("last_letter")
     sizes = Sizes((2, 3), (2, 3), alphabet=6)
     regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)
-    task.write_model(base / "task/model", 0)
+    task.write_model(base / "task/model", 0, heads=2)  # vLLM wants heads of 32 on a CPU
     task.write_problems(base / "task/test.jsonl", sizes, 32, 1)
     task.write_problems(base / "task/train.jsonl", sizes, 200, 2)
     task.write_generator_pairs(base / "task/generator_sft.jsonl", regime, 3, clean_steps=150, noisy_steps=20)

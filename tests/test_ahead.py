@@ -29,7 +29,9 @@ class Counting:
             self.begun_at.append(self.trained)
             self.played += 1
             self.began.notify_all()
-        t = Trajectory(group="0", tokens=[turn.number, 1], trainable=[False, True], logprobs=[0.0, -1.0], version=turn.number, stop=Stop.EOS)
+        t = Trajectory(
+            group="0", tokens=[turn.number, 1], trainable=[False, True], logprobs=[0.0, -1.0], version=turn.number, stop=Stop.EOS
+        )
         return Played(trajectories=[t], metrics={"number": float(turn.number)})
 
     def state(self):

@@ -252,3 +252,11 @@ def test_a_forked_worker_has_its_own_signals_again():
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
         assert not stop.requested
+
+
+def test_a_run_directory_has_one_trainer_at_a_time(tmp_path):
+    code = f"from pathlib import Path\nfrom megatron_rl.run import only_one\nwith only_one(Path({str(tmp_path)!r})): print('in')"
+    with only_one(tmp_path):
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        assert "is being run by process" in other.stderr and other.stdout == ""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "in\n"

@@ -34,7 +34,7 @@ from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.metrics import Stopwatch, Tracker, configured_sinks
 from megatron_rl.rollout import tokenize
-from megatron_rl.run import RunDirectory, open_run
+from megatron_rl.run import RunDirectory, only_one, open_run
 from megatron_rl.weights import hf
 from megatron_rl.world import TorchWorld
 
@@ -118,8 +118,16 @@ def open_world(place: Place) -> Iterator[TorchWorld]:
 @contextlib.contextmanager
 def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> Iterator[Driver]:
     """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective."""
-    path = world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path))
-    directory = RunDirectory(Path(path))
+    with contextlib.ExitStack() as stack:
+        place = Path(config.run.dir) / config.run.name
+        world.from_driver(lambda: stack.enter_context(only_one(place)))
+        path = world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path))
+        with _opened(config, world, RunDirectory(Path(path)), total_turns) as driver:
+            yield driver
+
+
+@contextlib.contextmanager
+def _opened(config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None) -> Iterator[Driver]:
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
     newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
     done = newest.number if newest else 0
