@@ -9,10 +9,21 @@ import time
 
 import pyarrow.parquet as pq
 import pytest
+from conftest import ROOT
 
 from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.config import Run
-from megatron_rl.run import Interrupts, RunDirectory, RunError, config_changes, open_run, read_rollouts, rollout_files, rollout_role
+from megatron_rl.run import (
+    Interrupts,
+    RunDirectory,
+    RunError,
+    config_changes,
+    only_one,
+    open_run,
+    read_rollouts,
+    rollout_files,
+    rollout_role,
+)
 from megatron_rl.types import Stop, Trajectory
 
 CONFIG = "run: {seed: 0, resume: auto, keep: 2}\nroles:\n  generator: {optimizer: {lr: 1.0e-06}}\n"
