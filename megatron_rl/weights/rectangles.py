@@ -245,11 +245,13 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
     """The parameters of rank `rank` of a vLLM or SGLang engine -> {name: (shape, rectangles)}.
 
     q, k and v of the rank's heads in one parameter (key/value heads repeated when there are fewer than ranks), gate and up in one,
-    experts stacked in [E_local, ...] parameters whose leading two dimensions are joined here, vocabulary padded to 64 per rank.
+    experts stacked in [E_local, ...] parameters whose leading two dimensions are joined here, vocabulary padded to 64, and to 64 per
+    rank only where that does not divide among them (SGLang's rule; vLLM then does not start).
     With `expert_parallel` a rank holds whole experts, a stretch of them; otherwise a slice of every one.
     """
     family, h, d = FAMILIES[sizes.family], sizes.hidden, sizes.head_dim
-    vocab = padded_vocab(sizes.vocab, tp, 64) // tp
+    even = padded_vocab(sizes.vocab, 1, 64)
+    vocab = (padded_vocab(sizes.vocab, tp, 64) if even % tp else even) // tp
     out = {"model.embed_tokens.weight": ((vocab, h), stacked([("model.embed_tokens.weight", 0, sizes.vocab)], rank * vocab, vocab, h))}
     if not sizes.tied:
         out["lm_head.weight"] = ((vocab, h), stacked([("lm_head.weight", 0, sizes.vocab)], rank * vocab, vocab, h))
