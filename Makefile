@@ -59,8 +59,10 @@ arms: setup ## the paper's four arms over seeds, with a comparison
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
 	$(PY) examples/gsm8k_cpu.py
 
-test: setup ## everything that CI runs: checks, then all tests
+test: setup ## everything that CI runs: checks, then all tests; those with real vLLM servers where there is a build of it
 	$(MAKE) check
+	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) engines; \
+	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
 	$(PY) -m pytest tests -q
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
