@@ -52,9 +52,10 @@ class Landing:
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._model_config = model, model_config
+        self._layers = [*_layers(model)]  # now: in the middle of a reload shared parameters are not one object
         self._staged: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
-        for layer, prefix in _layers(model):
+        for layer, prefix in self._layers:
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
             for name in loadable.keys() | live.keys():
@@ -78,7 +79,7 @@ class Landing:
     def _reload(self) -> None:
         layerwise.initialize_layerwise_reload(self._model)
         originals = []
-        for layer, prefix in _layers(self._model):
+        for layer, prefix in self._layers:
             for name in dict(layer.named_parameters(recurse=False)):
                 staged = self._staged.get(prefix + name)
                 if staged is None:
