@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from megatron_rl.commands.common import Driver
+from megatron_rl.commands.servers import ENGINES, TOKEN, connect
 from megatron_rl.config import Embedded, Servers, TrainConfig
 from megatron_rl.engines.base import Engine, EngineError
 from megatron_rl.engines.embedded import EmbeddedEngine
-from megatron_rl.engines.launch import make_token
+from megatron_rl.engines.launch import make_token, tail
 from megatron_rl.engines.pool import Pool
-from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.roster import Roster
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.base import RefitError
@@ -29,7 +30,6 @@ from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.world import World
 
-ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, and the token in it
 REFITS = 3  # tries, when no server that took part came to the new version
 LEAVE_S = 60.0  # for a server that is told to
 
@@ -52,13 +52,6 @@ def open_fleet(
     if isinstance(config.engine, Embedded):
         return _embedded(config, config.engine, world, tokenizers, policies, driver, stack)
     return _servers(config, config.engine, world, policies, driver, stack)
-
-
-def connect(settings: Servers, token: str, refit_timeout_s: float) -> Callable[[Listing], Any]:
-    """What makes a client of a listed server."""
-    from megatron_rl.engines.vllm import VllmServer
-
-    return lambda listing: VllmServer(listing.url, token, settings, refit_timeout_s=refit_timeout_s)
 
 
 def _embedded(
@@ -88,10 +81,11 @@ def _servers(
 ) -> Fleet:  # fmt: skip
     engines, refits = {}, {}
     directory = driver.directory.path / ENGINES
+    started: dict[str, list[Supervisor]] = {name: [] for name in policies}
     if world.rank == 0 and settings.start:
+        stack.callback(_leave, started)
         for name in policies:
-            for replica in range(settings.replicas):
-                stack.callback(_leave, _start(driver.directory.path, name, replica))
+            started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
     for name, policy in policies.items():
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
@@ -101,6 +95,7 @@ def _servers(
         if world.rank == 0:
             client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s)
             pool = Pool(name, settings, Roster(directory), client)
+            pool.hopeless = functools.partial(_all_ended, started[name])
             stack.callback(pool.close)
             engines[name] = pool
         refits[name] = PoolRefit(world, name, side, pool, driver, config.refit.timeout_s)
@@ -150,28 +145,54 @@ class PoolRefit:
         begun = self._begin(self._pool.version, replicas)
         if begun:
             answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
-            self._end()
-            self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
+            if self._end():
+                self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
 
 
 def _topology(policy: MegatronPolicy, engines: EngineLayout, dtype: str) -> Topology:
     return Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype=dtype)
 
 
-def _start(run: Path, role: str, replica: int) -> subprocess.Popen[bytes]:
-    """A supervisor of one server; it ends it when this process is gone, however that comes."""
-    words = [sys.executable, "-m", "megatron_rl.main", "serve", str(run / "config.yaml"), f"--role={role}", f"--replica={replica}"]
-    log = run / "logs" / f"serve_{role}_{replica}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        return subprocess.Popen([*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out)
+class Supervisor:
+    """`megatron-rl serve` for one server. It ends the server when this process is gone, however that comes."""
+
+    def __init__(self, run: Path, role: str, replica: int) -> None:
+        words = [sys.executable, "-m", "megatron_rl.main", "serve", str(run / "config.yaml"), f"--role={role}", f"--replica={replica}"]
+        self.log = run / "logs" / f"serve_{role}_{replica}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:  # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
+            self._process = subprocess.Popen(
+                [*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask_to_leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has left; kills it after that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def _leave(supervisor: subprocess.Popen[bytes]) -> None:
-    assert supervisor.stdin is not None
-    supervisor.stdin.close()
+def _leave(started: Mapping[str, Sequence[Supervisor]]) -> None:
+    supervisors = [supervisor for each in started.values() for supervisor in each]
+    for supervisor in supervisors:
+        supervisor.ask_to_leave()
     end = time.monotonic() + LEAVE_S
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    for supervisor in supervisors:
         supervisor.wait(max(0.1, end - time.monotonic()))
-    if supervisor.poll() is None:
-        supervisor.kill()
+
+
+def _all_ended(supervisors: Sequence[Supervisor]) -> str | None:
+    """Why no server comes any more, when this run started some and gave up on all of them."""
+    if not supervisors or not all(supervisor.ended() for supervisor in supervisors):
+        return None
+    log = supervisors[0].log
+    return f"no server runs, and none is started again (engine.restarts); the end of {log}:\n{tail(log)}"
