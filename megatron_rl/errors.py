@@ -6,6 +6,7 @@ from megatron_rl.checkpoint import CheckpointError
 from megatron_rl.config import ConfigError
 from megatron_rl.data import DataError
 from megatron_rl.engines.base import EngineError
+from megatron_rl.engines.server import RequestRefused
 from megatron_rl.gate import GateFailure
 from megatron_rl.loop import NothingTrained
 from megatron_rl.rewards.pool import RewardFailure
@@ -24,5 +25,5 @@ EXPECTED = (
         GateFailure,
         NothingTrained,
     ),
-    *(RewardFailure, RunError),
+    *(RequestRefused, RewardFailure, RunError),
 )

@@ -31,23 +31,23 @@ class Draws:
     def __init__(self, engine: Engine, sampling: Sampling) -> None:
         self._engine, self._sampling = engine, sampling
         self._prompts: dict[int, Prompt] = {}
-        self._asked: dict[Any, int] = {}
+        self._asked = engine.begin(sampling) if isinstance(engine, Streaming) else None
 
     def ask(self, index: int, prompt: Prompt) -> None:
         """`index`: another one for every prompt; names its group."""
         self._prompts[index] = prompt
-        if isinstance(self._engine, Streaming):
-            self._asked[self._engine.submit(prompt.tokens, self._sampling, index)] = index
+        if self._asked is not None:
+            self._asked.ask(index, prompt.tokens)
 
     def collect(self) -> Iterator[tuple[int, list[Trajectory]]]:
         """(index, its n trajectories) of every prompt that was asked, each when it is done."""
-        if isinstance(self._engine, Streaming):
-            for future in self._engine.as_done([*self._asked]):
-                yield self._read(self._asked[future], future.result())
-        elif self._prompts:
-            answers = self._engine.generate([p.tokens for p in self._prompts.values()], self._sampling)
-            for index, completions in zip(self._prompts, answers, strict=True):
-                yield self._read(index, completions)
+        if self._asked is not None:
+            answers = self._asked.answers()
+        else:
+            prompts = [p.tokens for p in self._prompts.values()]
+            answers = zip(self._prompts, self._engine.generate(prompts, self._sampling) if prompts else [], strict=True)
+        for index, completions in answers:
+            yield self._read(index, completions)
 
     def _read(self, index: int, completions: Sequence[Completion]) -> tuple[int, list[Trajectory]]:
         prompt = self._prompts[index]

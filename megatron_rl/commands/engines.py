@@ -16,14 +16,14 @@ import torch
 
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.commands.common import Driver
+from megatron_rl.commands.servers import ENGINES, TOKEN, connect
 from megatron_rl.config import Embedded, Servers, TrainConfig
 from megatron_rl.engines.base import Engine, EngineError
 from megatron_rl.engines.embedded import EmbeddedEngine
-from megatron_rl.engines.launch import make_token
+from megatron_rl.engines.launch import make_token, tail
 from megatron_rl.engines.pool import Pool
-from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.roster import Roster
 from megatron_rl.engines.spread import SpreadEngine
-from megatron_rl.engines.vllm import VllmServer
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.base import RefitError
 from megatron_rl.refit.topology import Topology
@@ -32,7 +32,6 @@ from megatron_rl.weights import hf
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.world import World
 
-ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, and the token in it
 REFITS = 3  # tries, when no server that took part came to the new version
 LEAVE_S = 60.0  # for a server that is told to
 
@@ -53,24 +52,22 @@ class Fleet:
 
 def open_fleet(
     config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy], driver: Driver,
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
 ) -> Fleet:  # fmt: skip
-    """Collective. A replay needs no engines."""
+    """Collective. A replay needs no engines. `leave`: whether the run was asked to, and should not wait for servers."""
     if config.debug.replay:
         return Fleet({}, {})
     if isinstance(config.engine, Embedded):
         return _embedded(config, config.engine, world, tokenizers, policies, driver, stack)
-    return _servers(config, config.engine, world, policies, driver, stack)
+    return _servers(config, config.engine, world, policies, driver, stack, leave)
 
 
-def connect(config: TrainConfig, settings: Servers, role: str, token: str) -> Callable[[Listing], Any]:
-    """What makes a client of a listed server of `role`."""
+def _ends(config: TrainConfig, role: str) -> frozenset[int]:
+    """End-of-sequence tokens of the role's model and tokenizer."""
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
-    ends = set(hf.eos_tokens(directory, hf.read_architecture(directory)))
     own: Any = load_tokenizer(model.tokenizer or model.path).eos_token_id
-    ends |= set() if own is None else {own}
-    return lambda listing: VllmServer(listing.url, token, settings, ends=ends, refit_timeout_s=config.refit.timeout_s)
+    return hf.eos_tokens(directory, hf.read_architecture(directory)) | (frozenset() if own is None else {own})
 
 
 def _embedded(
@@ -96,14 +93,15 @@ def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> N
 
 def _servers(
     config: TrainConfig, settings: Servers, world: World, policies: Mapping[str, MegatronPolicy], driver: Driver,
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, leave: Callable[[], bool],
 ) -> Fleet:  # fmt: skip
     engines, refits = {}, {}
     directory = driver.directory.path / ENGINES
+    started: dict[str, list[Supervisor]] = {name: [] for name in policies}
     if world.rank == 0 and settings.start:
+        stack.callback(_leave, started)
         for name in policies:
-            for replica in range(settings.replicas):
-                stack.callback(_leave, _start(driver.directory.path, name, replica))
+            started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
     for name, policy in policies.items():
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
@@ -111,8 +109,9 @@ def _servers(
         stack.callback(side.close)
         pool = None
         if world.rank == 0:
-            client = connect(config, settings, name, make_token(directory / TOKEN))
+            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s, _ends(config, name))
             pool = Pool(name, settings, Roster(directory), client)
+            pool.hopeless = functools.partial(_hopeless, started[name], leave)
             stack.callback(pool.close)
             engines[name] = pool
         refits[name] = PoolRefit(world, name, side, pool, driver, config.refit.timeout_s)
@@ -162,28 +161,56 @@ class PoolRefit:
         begun = self._begin(self._pool.version, replicas)
         if begun:
             answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
-            self._end()
-            self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
+            if self._end():
+                self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})
 
 
 def _topology(policy: MegatronPolicy, engines: EngineLayout, dtype: str) -> Topology:
     return Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype=dtype)
 
 
-def _start(run: Path, role: str, replica: int) -> subprocess.Popen[bytes]:
-    """A supervisor of one server; it ends it when this process is gone, however that comes."""
-    words = [sys.executable, "-m", "megatron_rl.main", "serve", str(run / "config.yaml"), f"--role={role}", f"--replica={replica}"]
-    log = run / "logs" / f"serve_{role}_{replica}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        return subprocess.Popen([*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out)
+class Supervisor:
+    """`megatron-rl serve` for one server. It ends the server when this process is gone, however that comes."""
+
+    def __init__(self, run: Path, role: str, replica: int) -> None:
+        words = [sys.executable, "-m", "megatron_rl.main", "serve", str(run / "config.yaml"), f"--role={role}", f"--replica={replica}"]
+        self.log = run / "logs" / f"serve_{role}_{replica}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as out:  # in a session of its own: Ctrl-C is for the run, which needs its servers until the turn's end
+            self._process = subprocess.Popen(
+                [*words, "--with-parent"], stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask_to_leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it has left; kills it after that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
-def _leave(supervisor: subprocess.Popen[bytes]) -> None:
-    assert supervisor.stdin is not None
-    supervisor.stdin.close()
+def _leave(started: Mapping[str, Sequence[Supervisor]]) -> None:
+    supervisors = [supervisor for each in started.values() for supervisor in each]
+    for supervisor in supervisors:
+        supervisor.ask_to_leave()
     end = time.monotonic() + LEAVE_S
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    for supervisor in supervisors:
         supervisor.wait(max(0.1, end - time.monotonic()))
-    if supervisor.poll() is None:
-        supervisor.kill()
+
+
+def _hopeless(supervisors: Sequence[Supervisor], leave: Callable[[], bool]) -> str | None:
+    """Why not to wait for a server any more: the run was asked to leave, or started some and gave up on all of them."""
+    if leave():
+        return "asked to leave while it waited for a server: the same command goes on from the last checkpoint"
+    if not supervisors or not all(supervisor.ended() for supervisor in supervisors):
+        return None
+    log = supervisors[0].log
+    return f"no server runs, and none is started again (engine.restarts); the end of {log}:\n{tail(log)}"

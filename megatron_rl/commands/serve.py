@@ -11,18 +11,18 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.commands.engines import ENGINES, TOKEN, connect
+from megatron_rl.commands.servers import ENGINES, TOKEN, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.vllm import command
-from megatron_rl.weights import hf
 
 POLL_S = 0.5
+HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
 
 
 def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
-    """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError and StartError."""
+    """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError; StartError when the last start failed."""
     settings = config.engine
     if isinstance(settings, Embedded):
         raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm")
@@ -33,9 +33,11 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
     python = settings.python or sys.executable
     if shutil.which(python) is None:
         raise ConfigError(f"engine.python = {python}: there is no such program; `make engines` makes .venv-vllm/bin/python")
-    stop = _asked_to_leave(with_parent)
     server = _Serving(config, settings, role, replica, python, environment)
+    stop = _asked_to_leave(with_parent)
     for start in range(settings.restarts + 1):
+        if start:
+            print(f"{role}-{replica} ended; starting it again ({start} of {settings.restarts})", file=sys.stderr, flush=True)
         try:
             server.serve(stop)
         except StartError as error:
@@ -44,7 +46,6 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
             print(error, file=sys.stderr, flush=True)
         if stop.is_set():
             return 0
-        print(f"{role}-{replica} ended; starting it again ({start + 1} of {settings.restarts})", file=sys.stderr, flush=True)
     print(f"{role}-{replica} died {settings.restarts + 1} times (engine.restarts): see {server.log}", file=sys.stderr)
     return 1
 
@@ -56,32 +57,49 @@ class _Serving:
         self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str, environment: Mapping[str, str]
     ) -> None:  # fmt: skip
         self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
-        directory = Path(config.run.dir) / config.run.name
+        directory = (Path(config.run.dir) / config.run.name).resolve()  # the log's name is read elsewhere
         self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
+        self._imports = directory / ENGINES / "imports"
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
+        self._model = _directory_of(config, role)
         self._environment = {**environment, **_gpus(config, settings, role, replica)}
 
     def serve(self, stop: threading.Event) -> None:
-        """From its start to its end, or until `stop`. Raises StartError."""
+        """From its start to its end, or until `stop`, or until it has not answered for long. Raises StartError."""
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
         words = command(
-            settings, python=self._python, model=hf.local_directory(model.path), dtype=model.dtype, port=port,
-            token_file=self._token_file.resolve(), on_gpu=_has_gpu(self._environment),
+            settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
+            token_file=self._token_file, on_gpu=_has_gpu(self._environment),
         )  # fmt: skip
         url = f"http://{settings.host}:{port}"
-        process = ServerProcess(words, self.log, self._environment)
         listing = Listing(role=self._role, replica=self._replica, url=url, incarnation=uuid.uuid4().hex, log=str(self.log))
-        client = connect(self._config, settings, self._role, token)(listing)
+        client = connect(settings, token, self._config.refit.timeout_s)(listing)
+        process = ServerProcess(words, self.log, self._environment, imports=self._imports)
         try:
             if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
                 return
             print(f"{listing.name} serves at {url}", flush=True)
-            with Announcement(self._roster, listing, alive=lambda: process.ended() is None and client.ready()):
+            with Announcement(self._roster, listing, alive=lambda: process.ended() is None and client.ready()) as announced:
                 while process.ended() is None and not stop.wait(POLL_S):
-                    pass
+                    if announced.silent_s() > HUNG * settings.lost_after_s:
+                        print(f"{listing.name} lives, but has not answered for {announced.silent_s():.0f} s", file=sys.stderr, flush=True)
+                        break
         finally:
             process.stop()
+            client.close()
+
+
+def _directory_of(config: TrainConfig, role: str) -> Path:
+    path = Path(config.roles[role].model.path)
+    if path.is_dir():
+        return path.resolve()
+    from megatron_rl.weights import hf  # takes seconds, and is for hub names
+
+    try:
+        return hf.local_directory(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"roles.{role}.model.path: {error}") from error
 
 
 def _has_gpu(environment: Mapping[str, str]) -> bool:
@@ -101,9 +119,9 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
 
 
 def _asked_to_leave(with_parent: bool) -> threading.Event:
-    """Set by SIGTERM or SIGINT, and at the end of standard input when that is a pipe from the run that started this."""
+    """Set by SIGTERM, SIGINT or SIGHUP, and at the end of standard input when that is a pipe from the run that started this."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
 
     def watch() -> None:

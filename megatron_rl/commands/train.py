@@ -58,7 +58,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         readers, held_out = _prompts(config, recipe, tokenizers)
         policies = _policies(config, recipe)
         progress = _restore(driver, recipe, readers, policies)
-        fleet = open_fleet(config, world, tokenizers, policies, driver, stack)
+        fleet = open_fleet(config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested)
         players = _players(config, fleet.engines, tokenizers, pool, driver)
         replay = Path(config.debug.replay) if config.debug.replay else None
         game = _Game(recipe, readers, players, config.run.prompts_per_step, replay)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -58,14 +57,21 @@ class Engine(Protocol):
         ...
 
 
+class Asked(Protocol):
+    """Prompts that an engine works on. On the driver."""
+
+    def ask(self, index: int, prompt: Sequence[int]) -> None:
+        """One more. Its draws are functions of the seed and `index`, another one for every prompt."""
+        ...
+
+    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
+        """(index, its n completions) of all that was asked, each when it is done. Waits here: the engine looks after its servers
+        meanwhile. What is not done when this is left early is called off."""
+        ...
+
+
 @runtime_checkable
 class Streaming(Protocol):
-    """An engine that takes prompts one by one and answers each when it is done. On the driver."""
+    """An engine that takes prompts one by one and answers each when it is done."""
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling, index: int) -> Future[list[Completion]]:
-        """Asks for the n completions of one prompt, whose draws are functions of `index` and the seed."""
-        ...
-
-    def as_done(self, asked: Sequence[Future[list[Completion]]]) -> Iterator[Future[list[Completion]]]:
-        """Each of them when it is done. Waits here, not on the futures: the engine looks after its servers meanwhile."""
-        ...
+    def begin(self, sampling: Sampling) -> Asked: ...

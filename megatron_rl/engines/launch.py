@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
+from megatron_rl.config import ConfigError
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
 POLL_S = 0.2
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # of torchrun: they are not the server's
+# A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 class StartError(EngineError):
@@ -35,13 +38,13 @@ class Command:
 class ServerProcess:
     """One server. Its output goes to `log`; it leads a process group of its own, which ends with it."""
 
-    def __init__(self, command: Command, log: Path, inherited: Mapping[str, str]) -> None:
-        """`inherited`: the environment that the command's own comes on top of. Raises StartError when there is no such program."""
+    def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
+        """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from which the server
+        imports this package. Raises StartError when there is no such program."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        package = str(Path(megatron_rl.__file__).parent.parent)
-        path = os.pathsep.join(filter(None, (package, inherited.get("PYTHONPATH"))))  # for what runs inside the server
-        kept = {name: value for name, value in inherited.items() if name not in LAUNCHER}
+        path = os.pathsep.join(filter(None, (str(_only_this_package(imports)), inherited.get("PYTHONPATH"))))
+        kept = {name: value for name, value in inherited.items() if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)}
         environment = {**kept, "PYTHONPATH": path, **command.environment}
         with log.open("ab") as out:
             try:
@@ -50,6 +53,7 @@ class ServerProcess:
                 )
             except OSError as error:
                 raise StartError(f"cannot start {command.words[0]}: {error}; set engine.python to the engine's interpreter") from error
+        self._stopped = False
 
     @property
     def pid(self) -> int:
@@ -62,26 +66,32 @@ class ServerProcess:
     def wait_until(self, ready: Callable[[], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is ended then."""
         end = time.monotonic() + timeout_s
-        while not ready():
+        while True:
+            answers, status = ready(), self.ended()  # in this order: who answers for a dead server is another one, at the same port
+            if answers and status is None:
+                return True
             if stop():
                 return False
-            status = self.ended()
             if status is not None or time.monotonic() > end:
                 self.stop()
-                what = f"did not answer within {timeout_s:.0f} s" if status is None else f"ended with status {status} while it started"
+                what = f"did not answer within {timeout_s:g} s" if status is None else f"ended with status {status} while it started"
                 raise StartError(f"the server {what}; the end of {self.log}:\n{tail(self.log)}")
             time.sleep(POLL_S)
-        return True
 
     def stop(self) -> None:
-        """Asks it to leave, and kills what is left of its group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
+        """Asks it to leave, and kills what is left of its group. A second call does nothing: the group's number may be another's."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
 
 def tail(log: Path) -> str:
@@ -95,12 +105,12 @@ def tail(log: Path) -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now. Raises StartError for a host that is not this machine's."""
+    """A port that nobody listens on now. Raises ConfigError for a host that is not this machine's."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
         except OSError as error:
-            raise StartError(f"engine.host = {host}: this machine cannot listen there ({error})") from error
+            raise ConfigError(f"engine.host = {host}: this machine cannot listen there ({error}); give an address of its own") from error
         return probe.getsockname()[1]
 
 
@@ -109,9 +119,22 @@ def make_token(path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, path)  # whole, or not at all
-    draft.unlink()
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # whole, or not at all
+    finally:
+        draft.unlink()
     return path.read_text().strip()
+
+
+def _only_this_package(directory: Path) -> Path:
+    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment has its own torch."""
+    package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink() or link.resolve() != package:
+        draft = link.with_name(f".{secrets.token_hex(8)}")
+        draft.symlink_to(package, target_is_directory=True)
+        draft.replace(link)
+    return link.parent

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 BEAT_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,13 @@ class Listing:
     incarnation: str  # of one start: a server that comes back has another, and no weights that count
     log: str
     beat: int = 0  # goes up while it lives; clocks of different hosts are never compared
+
+    def __post_init__(self) -> None:
+        """Raises TypeError for what another program may have written."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value).__name__ != each.type:
+                raise TypeError(f"{each.name} of a listing is {value!r}: it must be a {each.type}")
 
     @property
     def name(self) -> str:
@@ -43,16 +52,20 @@ class Roster:
                 found.append(Listing(**json.loads(path.read_text())))
         return sorted((listing for listing in found if listing.role == role), key=lambda listing: listing.replica)
 
+    def has(self, listing: Listing) -> bool:
+        """Whether there is a file of that name, readable or not."""
+        return self._path(listing).exists()
+
     def write(self, listing: Listing) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        draft = self.directory / f".{listing.name}.{os.getpid()}"
+        draft = self.directory / f".{listing.name}.{listing.incarnation}"  # process ids are those of one host
         draft.write_text(json.dumps(asdict(listing)))
         draft.replace(self._path(listing))
 
     def remove(self, listing: Listing) -> None:
         """Unless another incarnation has taken its place."""
         path = self._path(listing)
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads(path.read_text())["incarnation"] == listing.incarnation:
                 path.unlink()
 
@@ -63,9 +76,9 @@ class Roster:
 class Announcement:
     """Keeps a listing fresh from a thread of its own while `alive` says so; removes it at the end."""
 
-    def __init__(self, roster: Roster, listing: Listing, alive: Callable[[], bool]) -> None:
-        self._roster, self._listing, self._alive = roster, listing, alive
-        self._done = threading.Event()
+    def __init__(self, roster: Roster, listing: Listing, alive: Callable[[], bool], *, beat_s: float = BEAT_S) -> None:
+        self._roster, self._listing, self._alive, self._beat_s = roster, listing, alive, beat_s
+        self._done, self._last = threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Announcement:
@@ -78,9 +91,16 @@ class Announcement:
         self._thread.join()
         self._roster.remove(self._listing)
 
+    def silent_s(self) -> float:
+        """How long the server has given no sign of life."""
+        return time.monotonic() - self._last
+
     def _beat(self) -> None:
         beat = 0
-        while not self._done.wait(BEAT_S):
+        while not self._done.wait(self._beat_s):
             if self._alive():
-                beat += 1
-                self._roster.write(replace(self._listing, beat=beat))
+                beat, self._last = beat + 1, time.monotonic()
+                try:
+                    self._roster.write(replace(self._listing, beat=beat))
+                except OSError as error:  # a disk that is full, a file server that is away: the next beat may come through
+                    _log.warning("%s cannot renew its listing: %s", self._listing.name, error)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import contextlib
+import socket
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -15,6 +18,7 @@ from megatron_rl.engines.guard import HEADER
 CONNECT_S = 5.0
 CONTROL_S = 60.0  # a control route's answer
 SHOWN = 400  # characters of a server's error text
+BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
 
 
 class ServerLost(RuntimeError):
@@ -56,42 +60,107 @@ class Server(Protocol):
         """Of its weights; -1 before the first refit."""
         ...
 
+    def hang_up(self) -> None:
+        """From any thread: verbs under way in others raise ServerLost now."""
+        ...
+
+    def close(self) -> None:
+        """Hangs up for good: later verbs raise ServerLost too."""
+        ...
+
 
 class Http:
-    """JSON over HTTP to one server, with the job's token."""
+    """JSON over HTTP to one server, with the job's token. Calls come from many threads."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._client = httpx.Client(base_url=self.url, headers={HEADER: token}, limits=limits, trust_env=False)
+        self._lock = threading.Lock()
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._under_way = 0
+        self._closed = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
         """The answer's JSON, None for an empty one. Raises ServerLost, RequestRefused, and ConfigError for a wrong token."""
-        try:
-            timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
-            answer = self._client.request(method, path, json=body, timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:.0f} s") from error
-        except httpx.TransportError as error:
-            raise ServerLost(f"{self.url}{path}: {error or type(error).__name__}") from error
+        with self._open():
+            answer = self._request(method, path, body, timeout_s)
         if answer.status_code == 401:
             raise ConfigError(f"{self.url} refuses the job's token: was it started by another run?")
-        if answer.status_code >= 500:
-            raise ServerLost(f"{self.url}{path} answered {answer.status_code}: {answer.text[:SHOWN]}")
-        if answer.status_code >= 400:
-            raise RequestRefused(f"{self.url}{path} answered {answer.status_code}: {answer.text[:SHOWN]}")
+        said = f"{self.url}{path} answered {answer.status_code}: {_shown(answer)}"
+        if 400 <= answer.status_code < 500 and answer.status_code not in BUSY:
+            raise RequestRefused(said)
+        if not answer.is_success:
+            raise ServerLost(said)
         try:
             return answer.json() if answer.content else None
-        except json.JSONDecodeError as error:
-            raise ServerLost(f"{self.url}{path} answered something that is not JSON: {answer.text[:SHOWN]!r}") from error
+        except ValueError as error:  # neither text nor JSON
+            raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
         """Whether a GET gives a good answer now."""
         try:
             self.call("GET", path, timeout_s=timeout_s)
-        except (ServerLost, RequestRefused):
+        except (ServerLost, RequestRefused, ConfigError):
             return False
         return True
 
+    def hang_up(self) -> None:
+        """Breaks every connection: calls under way raise ServerLost, those that come make new ones."""
+        with self._lock:
+            connections = list(self._sockets)
+        for connection in connections:
+            _break(connection)
+
     def close(self) -> None:
-        self._client.close()
+        with self._lock:
+            self._closed = True
+            idle = not self._under_way
+        self.hang_up()
+        if idle:
+            self._client.close()
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[None]:
+        """The client stays open for the block."""
+        with self._lock:
+            if self._closed:
+                raise ServerLost(f"{self.url}: this client of it was closed")
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                last = self._closed and not self._under_way
+            if last:
+                self._client.close()
+
+    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+        try:
+            return self._client.request(method, path, json=body, timeout=timeout, extensions={"trace": self._remember})
+        except httpx.TimeoutException as error:
+            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+
+    def _remember(self, event: str, info: dict[str, Any]) -> None:
+        """Of each new connection its socket: closing a client wakes nobody who waits for an answer, shutting its sockets does."""
+        if event == "connection.connect_tcp.complete":
+            connection = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                self._sockets.add(connection)
+                closed = self._closed
+            if closed:
+                _break(connection)
+
+
+def _break(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is broken already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _shown(answer: httpx.Response) -> str:
+    """The beginning of an answer's text, in one line."""
+    return " ".join(answer.text[: 4 * SHOWN].split())[:SHOWN]

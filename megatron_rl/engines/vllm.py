@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 
 
 def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
-    """The server's command line and environment. Python prefix: this package must be importable there too (Command.path)."""
+    """The server's command line and environment. `python`: interpreter of an environment that has vLLM."""
     words = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
         "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
@@ -93,16 +95,25 @@ class VllmServer:
         self._post("/resume", None)
 
     def version(self) -> int:
-        return _version(self._http.call("GET", "/weight_info")["weight_version"])
+        answer = self._http.call("GET", "/weight_info")
+        with self._understood():
+            return _version(answer["weight_version"])
+
+    def hang_up(self) -> None:
+        self._http.hang_up()
+
+    def close(self) -> None:
+        self._http.close()
 
     def _draw(self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int, room: int, timeout_s: float) -> list[Completion]:
+        greedy = sampling.temperature == 0  # truncation would not change its tokens, but the log-probs that stand for the model's
         parameters = {
             "n": n,
             "max_tokens": min(sampling.max_tokens, room),
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": 0 if greedy else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
             "seed": seed,
             "logprobs": 0,
             "stop": list(sampling.stop_strings),
@@ -111,10 +122,12 @@ class VllmServer:
             "include_stop_str_in_output": True,
         }
         body = {"token_ids": list(prompt), "sampling_params": parameters}
-        choices = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)["choices"]
-        if len(choices) != n:
-            raise ServerLost(f"{self.url} sent {len(choices)} completions, not {n}")
-        return [_completion(c, sampling, self._ends) for c in sorted(choices, key=lambda c: c["index"])]
+        answer = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        with self._understood():
+            completions = [_completion(c, sampling, self._ends) for c in sorted(answer["choices"], key=lambda c: c["index"])]
+        if len(completions) != n:
+            raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
+        return completions
 
     def _post(self, path: str, body: Any, **options: float) -> None:
         self._http.call("POST", path, body, **options)
@@ -122,15 +135,27 @@ class VllmServer:
     def _room(self) -> int:
         """Tokens that fit into the server's context."""
         if self._context is None:
-            self._context = int(self._http.call("GET", "/v1/models")["data"][0]["max_model_len"])
+            answer = self._http.call("GET", "/v1/models")
+            with self._understood():
+                self._context = int(answer["data"][0]["max_model_len"])
         return self._context
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """JSON of another shape than vLLM's is as bad as none."""
+        try:
+            yield
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerLost(f"{self.url} sent an answer that is not vLLM's: {type(error).__name__} {error}") from error
 
 
 def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int]) -> Completion:
-    tokens = choice["token_ids"] or []
-    logprobs = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
+    tokens = [int(token) for token in choice["token_ids"] or []]
+    logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {}).get("content") or []]
     if len(logprobs) != len(tokens):
         raise ServerLost(f"vLLM sent {len(logprobs)} log-probs for {len(tokens)} tokens")
+    if not all(map(math.isfinite, logprobs)):
+        raise ServerLost("vLLM sent log-probs that are not numbers: are the weights?")
     plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     greedy = sampling.temperature == 0
     return Completion(
@@ -158,4 +183,4 @@ def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
 
 def _version(text: str) -> int:
     """vLLM's name for the weights it started with is "default"."""
-    return int(text) if text.lstrip("-").isdigit() else -1
+    return -1 if text == "default" else int(text)
