@@ -16,14 +16,14 @@ import torch
 
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.commands.common import Driver
-from megatron_rl.config import Embedded, Servers, TrainConfig
+from megatron_rl.config import Embedded, Servers, Sglang, TrainConfig, Vllm
+from megatron_rl.engines import sglang, vllm
 from megatron_rl.engines.base import Engine, EngineError
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.pool import Pool
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.spread import SpreadEngine
-from megatron_rl.engines.vllm import VllmServer
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.base import RefitError
 from megatron_rl.refit.topology import Topology
@@ -35,6 +35,10 @@ from megatron_rl.world import World
 ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, and the token in it
 REFITS = 3  # tries, when no server that took part came to the new version
 LEAVE_S = 60.0  # for a server that is told to
+SERVERS: Mapping[type[Servers], Any] = {  # the settings of a kind -> how one is started, and a client of it
+    Vllm: (vllm.command, vllm.VllmServer),
+    Sglang: (sglang.command, sglang.SglangServer),
+}
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,14 @@ def connect(config: TrainConfig, settings: Servers, role: str, token: str) -> Ca
     """What makes a client of a listed server of `role`."""
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
-    ends = set(hf.eos_tokens(directory, hf.read_architecture(directory)))
+    architecture = hf.read_architecture(directory)
+    ends = set(hf.eos_tokens(directory, architecture))
     own: Any = load_tokenizer(model.tokenizer or model.path).eos_token_id
     ends |= set() if own is None else {own}
-    return lambda listing: VllmServer(listing.url, token, settings, ends=ends, refit_timeout_s=config.refit.timeout_s)
+    _, client = SERVERS[type(settings)]
+    about = {"ends": ends, "refit_timeout_s": config.refit.timeout_s}
+    about |= {"vocab": architecture.vocab} if isinstance(settings, Sglang) else {}  # vLLM checks prompts itself
+    return lambda listing: client(listing.url, token, settings, **about)
 
 
 def _embedded(

@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.commands.engines import ENGINES, TOKEN, connect
+from megatron_rl.commands.engines import ENGINES, SERVERS, TOKEN, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.vllm import command
 from megatron_rl.weights import hf
 
 POLL_S = 0.5
@@ -25,7 +24,7 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
     """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError and StartError."""
     settings = config.engine
     if isinstance(settings, Embedded):
-        raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm")
+        raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or sglang")
     if role not in config.roles:
         raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
     if not 0 <= replica < settings.replicas:
@@ -65,6 +64,7 @@ class _Serving:
         """From its start to its end, or until `stop`. Raises StartError."""
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
+        command, _ = SERVERS[type(settings)]
         words = command(
             settings, python=self._python, model=hf.local_directory(model.path), dtype=model.dtype, port=port,
             token_file=self._token_file.resolve(), on_gpu=_has_gpu(self._environment),

@@ -65,8 +65,9 @@ class Http:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
         self._client = httpx.Client(base_url=self.url, headers={HEADER: token}, limits=limits, trust_env=False)
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
-        """The answer's JSON, None for an empty one. Raises ServerLost, RequestRefused, and ConfigError for a wrong token."""
+    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True) -> Any:
+        """The answer's JSON, None for an empty one, or when what it `says` is of no interest. Raises ServerLost, RequestRefused, and
+        ConfigError for a wrong token."""
         try:
             timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
             answer = self._client.request(method, path, json=body, timeout=timeout)
@@ -81,7 +82,7 @@ class Http:
         if answer.status_code >= 400:
             raise RequestRefused(f"{self.url}{path} answered {answer.status_code}: {answer.text[:SHOWN]}")
         try:
-            return answer.json() if answer.content else None
+            return answer.json() if says and answer.content else None
         except json.JSONDecodeError as error:
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {answer.text[:SHOWN]!r}") from error
 
