@@ -51,7 +51,9 @@ def command(settings: Sglang, *, python: str, model: Path, dtype: str, port: int
             "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
             "--max-total-tokens", str(_cache_tokens(settings, model, dtype)),
         ]  # fmt: skip
+        cores = "|".join(f"{rank * settings.threads}-{(rank + 1) * settings.threads - 1}" for rank in range(settings.tp))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
+        environment |= {"SGLANG_CPU_OMP_THREADS_BIND": cores} if settings.tp > 1 else {}  # else it wants a NUMA node for each rank
     return Command([*words, *settings.args], environment)
 
 
