@@ -75,6 +75,21 @@ test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an env
 	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	.venv-latest/bin/python -m pytest tests/test_parity.py tests/test_actor.py -q
 
+.PHONY: engines-sglang
+SGLANG ?= .venv-sglang
+SGLANG_PIP := $(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check
+engines-sglang: $(SGLANG)/.ready ## SGLang's real server on stubbed kernels, for tests without a GPU (Python 3.11, Linux on x86-64)
+
+$(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG_PIP) "torch==2.13.0+cpu" 2>/dev/null || $(SGLANG_PIP) --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+	$(SGLANG_PIP) -r tools/engines/sglang-cpu.txt
+	$(SGLANG_PIP) --no-deps --require-hashes -r tools/engines/sglang-cpu-wheel.txt
+	echo $(CURDIR)/tests/sglang_stub \
+		> $$($(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/megatron_rl_sglang_stub.pth
+	$(SGLANG)/bin/python -c "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" >$(SGLANG)/import.log 2>&1 || (tail $(SGLANG)/import.log; exit 1)
+	touch $@
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -88,4 +103,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	@missed=0; for name in rollout train_step refit import_export convert; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest runs
+	rm -rf .venv .venv-latest .venv-sglang runs

@@ -11,7 +11,7 @@ from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token
 
 from megatron_rl.commands.engines import PoolRefit
 from megatron_rl.engines.base import Completion, EngineError, Sampling
-from megatron_rl.engines.pool import _joined, _spans
+from megatron_rl.engines.pool import _joined, _spans, seed_after
 from megatron_rl.refit.base import RefitError
 from megatron_rl.types import Stop
 from megatron_rl.world import OneProcess
@@ -34,7 +34,7 @@ def continued(prompt: list[int], index: int, sample: int, cut: int) -> list[int]
     """Tokens that were cut short after `cut`, and continued as a prompt of their own."""
     seed = seed_of(SAMPLING, index) + sample
     begun = [token_at(prompt, seed, place) for place in range(cut)]
-    return begun + [token_at(prompt + begun, seed + cut, place) for place in range(SAMPLING.max_tokens - cut)]
+    return begun + [token_at(prompt + begun, seed_after(seed, cut), place) for place in range(SAMPLING.max_tokens - cut)]
 
 
 def under_way(fleet: Fleet, fake: FakeVllm, **settings) -> Asked:

@@ -16,7 +16,7 @@ import torch
 
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.commands.common import Driver
-from megatron_rl.commands.servers import ENGINES, TOKEN, connect
+from megatron_rl.commands.servers import ENGINES, TOKEN, About, connect
 from megatron_rl.config import Embedded, Servers, TrainConfig
 from megatron_rl.engines.base import Engine, EngineError
 from megatron_rl.engines.embedded import EmbeddedEngine
@@ -62,12 +62,13 @@ def open_fleet(
     return _servers(config, config.engine, world, policies, driver, stack, leave)
 
 
-def _ends(config: TrainConfig, role: str) -> frozenset[int]:
-    """End-of-sequence tokens of the role's model and tokenizer."""
+def _about(config: TrainConfig, role: str) -> About:
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
+    architecture = hf.read_architecture(directory)
     own: Any = load_tokenizer(model.tokenizer or model.path).eos_token_id
-    return hf.eos_tokens(directory, hf.read_architecture(directory)) | (frozenset() if own is None else {own})
+    ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
+    return About(ends=ends, vocab=architecture.vocab)
 
 
 def _embedded(
@@ -109,7 +110,7 @@ def _servers(
         stack.callback(side.close)
         pool = None
         if world.rank == 0:
-            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s, _ends(config, name))
+            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s, _about(config, name))
             pool = Pool(name, settings, Roster(directory), client)
             pool.hopeless = functools.partial(_hopeless, started[name], leave)
             stack.callback(pool.close)

@@ -11,11 +11,10 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.commands.servers import ENGINES, TOKEN, connect
+from megatron_rl.commands.servers import ENGINES, TOKEN, command, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.vllm import command
 
 POLL_S = 0.5
 HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
@@ -25,7 +24,7 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
     """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError; StartError when the last start failed."""
     settings = config.engine
     if isinstance(settings, Embedded):
-        raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm")
+        raise ConfigError("engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or sglang")
     if role not in config.roles:
         raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
     if not 0 <= replica < settings.replicas:
@@ -68,7 +67,7 @@ class _Serving:
         """From its start to its end, or until `stop`, or until it has not answered for long. Raises StartError."""
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
-        words = command(
+        words = command(settings)(
             settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
             token_file=self._token_file, on_gpu=_has_gpu(self._environment),
         )  # fmt: skip

@@ -264,8 +264,7 @@ class Pool:
                 begun = replace(kept, stop=Stop.LENGTH)
                 break
             sampling = replace(call.sampling, n=1, max_tokens=left)
-            later = sampler.stream_key(seed, sample, len(kept.tokens)) & (1 << 62) - 1  # no sibling's: theirs are seed + their index
-            [more] = self._send(call, [*prompt, *kept.tokens], sampling, later)
+            [more] = self._send(call, [*prompt, *kept.tokens], sampling, seed_after(seed, len(kept.tokens)))
             begun = _joined(kept, more)
         return index, {sample: begun}
 
@@ -423,6 +422,11 @@ class _Waiting:
 
     def over(self) -> None:
         self._since = None
+
+
+def seed_after(seed: int, written: int) -> int:
+    """Of a completion that goes on after so many tokens: no sibling's, whose seeds are next to each other."""
+    return seed if written == 0 else sampler.stream_key(seed, 0, written) & (1 << 62) - 1
 
 
 def _those(members: Sequence[_Member], good: Iterator[bool]) -> list[_Member]:

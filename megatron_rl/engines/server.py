@@ -81,8 +81,9 @@ class Http:
         self._under_way = 0
         self._closed = False
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S) -> Any:
-        """The answer's JSON, None for an empty one. Raises ServerLost, RequestRefused, and ConfigError for a wrong token."""
+    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True) -> Any:
+        """The answer's JSON, None for an empty one, or when what it `says` is of no interest. Raises ServerLost, RequestRefused, and
+        ConfigError for a wrong token."""
         with self._open():
             answer = self._request(method, path, body, timeout_s)
         if answer.status_code == 401:
@@ -93,7 +94,7 @@ class Http:
         if not answer.is_success:
             raise ServerLost(said)
         try:
-            return answer.json() if answer.content else None
+            return answer.json() if says and answer.content else None
         except ValueError as error:  # neither text nor JSON
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 

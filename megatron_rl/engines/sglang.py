@@ -1,0 +1,263 @@
+"""An SGLang server: how it is started, and a client of it. SGLang is imported by nothing here: it lives in the server's environment."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Sglang
+from megatron_rl.engines import sampler
+from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.launch import Command
+from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.types import Stop
+from megatron_rl.weights import hf
+
+MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+FLUSH_S = 30.0  # for the last batch to leave, before the cache is emptied
+PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}  # retracted requests go on with caches that the new weights write
+RESERVED = 5  # tokens that SGLang keeps free behind the longest prompt it takes
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def command(settings: Sglang, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
+    """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess sees to it)."""
+    words = [
+        python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host, "--port", str(port),
+        "--dtype", dtype, "--tp-size", str(settings.tp), "--max-running-requests", str(settings.max_batch),
+        "--sampling-defaults", "openai",  # not the model directory's idea of temperature and penalties
+        "--skip-server-warmup",  # its requests do not have the token
+        "--log-level-http", "warning",
+    ]  # fmt: skip
+    words += ["--context-length", str(settings.max_model_len)] if settings.max_model_len else []
+    words += ["--ep-size", str(settings.tp)] if settings.expert_parallel else []
+    environment = {TOKEN_FILE: str(token_file), "HF_HUB_OFFLINE": "1"}
+    environment |= {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"
+    }  # /health needs no token: it must not generate, nor fail in a refit
+    if on_gpu:
+        words += ["--mem-fraction-static", str(settings.memory_share)]
+    else:
+        words += [
+            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+            "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+            "--max-total-tokens", str(_cache_tokens(settings, model, dtype)),
+        ]  # fmt: skip
+        cores = "|".join(f"{rank * settings.threads}-{(rank + 1) * settings.threads - 1}" for rank in range(settings.tp))
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
+        environment |= {"SGLANG_CPU_OMP_THREADS_BIND": cores} if settings.tp > 1 else {}  # else it wants a NUMA node for each rank
+    return Command([*words, *settings.args], environment)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Of a server, from /server_info."""
+
+    tp: int
+    longest_prompt: int
+    longest_mask: int  # tokens of which it says whether a truncated distribution held them
+    heeds_seeds: bool
+
+
+class SglangServer:
+    """Implements server.Server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
+
+    Seeds are heeded by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all.
+    Under top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang tells only
+    what the model thought before the truncation.
+    """
+
+    def __init__(self, url: str, token: str, settings: Sglang, *, ends: Collection[int], vocab: int, refit_timeout_s: float) -> None:
+        """`ends`: the model's end-of-sequence tokens. `vocab`: how many tokens it has."""
+        self._http, self.url = Http(url, token), url
+        self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
+        self._ends, self._vocab = frozenset(ends), vocab
+        self._known: _Facts | None = None
+        self._change, self._under_way = threading.Condition(), 0
+
+    def ready(self) -> bool:
+        """By /ping: /health would say no while a refit or a pause holds the scheduler."""
+        return self._http.answers("/ping")
+
+    def hang_up(self) -> None:
+        self._http.hang_up()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+        """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs SGLang does not tell.
+        A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty."""
+        sampler.check(sampling)
+        if not prompt or not all(0 <= token < self._vocab for token in prompt):  # SGLang dies of such a token, or takes it
+            raise RequestRefused(f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {list(prompt[:10])} ...")
+        facts = self._facts()
+        if len(prompt) >= facts.longest_prompt:
+            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
+        n = 1 if sampling.temperature == 0 else sampling.n
+        body = self._request(list(prompt), sampling, n, seed, facts)
+        with self._counted():
+            answers = self._http.call("POST", "/generate", body, timeout_s=timeout_s)
+        answers = answers if isinstance(answers, list) else [answers]
+        if len(answers) != n:
+            raise ServerLost(f"{self.url} sent {len(answers)} completions, not {n}")
+        return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
+
+    def join(self, host: str, port: int, replica: int) -> None:
+        order = {"verb": "join", "host": host, "port": port, "replica": replica}
+        self._in_session(order, None, self._refit_timeout_s)
+
+    def pause(self) -> None:
+        if self._pause == "wait":
+            with self._change:
+                if not self._change.wait_for(lambda: self._under_way == 0, self._refit_timeout_s):
+                    raise ServerLost(f"{self.url}: {self._under_way} requests did not end within {self._refit_timeout_s:.0f} s")
+        self._post("/pause_generation", {"mode": PAUSES[self._pause]}, timeout_s=self._refit_timeout_s)
+
+    def update(self, version: int, wait_s: float) -> None:
+        order = {"verb": "take part", "version": version, "wait_s": wait_s}
+        self._in_session(order, version, wait_s + self._refit_timeout_s + MARGIN_S)
+        self._flush()  # its keys know tokens, not weights: old entries would be read
+        found = self.version()
+        if found != version:
+            raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {})
+
+    def version(self) -> int:
+        return _version(self._http.call("GET", "/model_info")["weight_version"])
+
+    def _request(self, prompt: list[int], sampling: Sampling, n: int, seed: int, facts: _Facts) -> dict[str, Any]:
+        parameters = {
+            "max_new_tokens": max(0, min(sampling.max_tokens, facts.longest_prompt + RESERVED - len(prompt) - 1)),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "stop": list(sampling.stop_strings),
+            "stop_token_ids": sorted(self._ends.union(sampling.stop_tokens)),
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        }
+        body: dict[str, Any] = {"return_logprob": True}
+        if _truncated(sampling):
+            if not 1 <= sampling.top_k <= facts.longest_mask:
+                raise ValueError(
+                    f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p} and min_p = {sampling.min_p}: SGLang tells the "
+                    f"log-probs of what it draws then only under a top_k of 1 to {facts.longest_mask}; set one, or leave truncation off"
+                )
+            body["return_sampling_mask"] = True
+        if facts.heeds_seeds or _truncated(sampling):  # "n" knows one seed, and fails with masks
+            drawn = [parameters | {"sampling_seed": seed + j} for j in range(n)]
+            return body | {"input_ids": [prompt] * n, "sampling_params": drawn}
+        return body | {"input_ids": prompt, "sampling_params": parameters | {"n": n}}  # the prompt is worked through once for all n
+
+    def _completion(self, answer: Mapping[str, Any], sampling: Sampling) -> Completion:
+        tokens, about = answer["output_ids"], answer["meta_info"]
+        scaled = [entry[0] for entry in about.get("output_token_logprobs") or []]  # after temperature, before truncation; greedy: at 1
+        drawn = about.get("output_token_sampling_logprobs") or [] if _truncated(sampling) else scaled
+        if not len(tokens) == len(scaled) == len(drawn):
+            raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
+        greedy = sampling.temperature == 0
+        return Completion(
+            tokens=tokens,
+            logprobs=[0.0] * len(tokens) if greedy else drawn,  # greedy decoding draws from a point mass
+            stop=self._stop(about["finish_reason"], sampling),
+            model_logprobs=scaled if greedy or sampling.temperature == 1 else None,
+            versions=[(span["start"], _version(span["version"])) for span in about.get("weight_versions") or []],
+        )
+
+    def _stop(self, reason: Mapping[str, Any], sampling: Sampling) -> Stop:
+        match reason["type"], reason.get("matched"):
+            case "stop", int(token) if token in self._ends or token not in sampling.stop_tokens:
+                return Stop.EOS
+            case "stop", _:
+                return Stop.STOP
+            case "length", _:
+                return Stop.LENGTH
+            case "abort", _:
+                return Stop.ABORTED
+            case other:
+                raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
+
+    def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
+        """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes of loaded weights."""
+        packed = base64.b64encode(pickle.dumps(order)).decode()  # of numbers and text alone: SGLang unpickles nothing else
+        body = {"serialized_named_tensors": [packed] * self._facts().tp, "flush_cache": False, "selector": "target"}
+        body |= {"weight_version": str(version)} if version is not None else {}
+        self._begin_session()
+        try:
+            self._post("/update_weights_from_tensor", body, timeout_s=timeout_s)
+        except RequestRefused:
+            self._post("/end_weight_update", {})
+            raise
+        self._post("/end_weight_update", {})
+
+    def _begin_session(self) -> None:
+        try:
+            self._post("/begin_weight_update", {"selector": "target"})
+        except RequestRefused:  # one is open: of a run that ended in the middle
+            self._post("/end_weight_update", {})
+            self._post("/begin_weight_update", {"selector": "target"})
+
+    def _flush(self) -> None:
+        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause retracted, too."""
+        end = time.monotonic() + FLUSH_S
+        while True:
+            try:
+                return self._http.call("POST", "/flush_cache", says=False)
+            except RequestRefused as error:
+                if time.monotonic() > end:
+                    raise ServerLost(f"{self.url} kept the cache of the old weights for {FLUSH_S:.0f} s: {error}") from error
+            time.sleep(0.1)
+
+    def _post(self, path: str, body: Any, **options: float) -> None:
+        self._http.call("POST", path, body, **options)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._change:
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._under_way -= 1
+                self._change.notify_all()
+
+    def _facts(self) -> _Facts:
+        if self._known is None:
+            told = self._http.call("GET", "/server_info")
+            self._known = _Facts(
+                tp=told["tp_size"],
+                longest_prompt=told["max_req_input_len"],
+                longest_mask=told["sampling_mask_max_tokens"],
+                heeds_seeds=told["enable_deterministic_inference"],
+            )
+        return self._known
+
+
+def _truncated(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0)
+
+
+def _version(text: str) -> int:
+    """SGLang's name for the weights it started with is "default"."""
+    return int(text) if text.lstrip("-").isdigit() else -1
+
+
+def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
+    """How many tokens' keys and values engine.kv_cache_gib holds."""
+    sizes = hf.read_architecture(model)
+    bytes_of_one = 2 * sizes.num_layers * max(sizes.kv_heads, settings.tp) * sizes.head_dim * ITEM_BYTES[dtype]
+    return int(settings.kv_cache_gib * 2**30) // bytes_of_one

@@ -1,0 +1,215 @@
+"""What of this package runs inside an SGLang server: its start behind our guard, and the part of every tensor-parallel rank in a refit.
+
+python -m megatron_rl.engines.sglang_worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pkgutil
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
+from megatron_rl.refit.base import Tensors
+from megatron_rl.refit.board import Board
+from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.weights.layouts import engine_parameters
+
+# The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
+UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+FREEZE = "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup"
+UP_S = 10.0
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """In the process of the web server and the tokenizer. Raises SystemExit for settings that open a way around the guard."""
+    from sglang.srt.entrypoints.http_server import app, launch_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    arguments = prepare_server_args(sys.argv[1:])
+    if arguments.tokenizer_worker_num != 1 or arguments.grpc_port is not None or os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0"):
+        sys.exit("SGLang's further web workers, its gRPC port and its Rust server ask nobody for the job's token: leave them out")
+    arguments.resolve_once()
+    app.add_middleware(Guard)
+    _hook(FREEZE, _freeze_gc)
+    try:
+        launch_server(arguments, run_scheduler_process_func=run_rank)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def run_rank(*arguments: Any, **options: Any) -> None:
+    """In the process of one rank: SGLang's scheduler, whose updates of weights by tensors are our refits."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    _hook(UPDATE, Refits().update)
+    run_scheduler_process(*arguments, **options)
+
+
+class Landing:
+    """Implements refit.engine_side.Endpoint for an SGLang model, within a session of /begin_weight_update and /end_weight_update, which
+    undo and redo what SGLang makes of loaded weights.
+
+    Plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. Fused experts, whose rows SGLang
+    may permute (no shape tells), land in tensors of their own and are copied at the commit, to be permuted again at the session's end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ValueError for weights that SGLang cannot take anew."""
+        self._staged: list[tuple[nn.Parameter, Tensor]] = []
+        self.parameters: dict[str, Tensor] = {}
+        for prefix, layer in model.named_modules():
+            if getattr(layer, "use_intel_amx_backend", False):
+                raise ValueError(f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm")
+            plain = _plain(layer)
+            for name, parameter in layer.named_parameters(recurse=False):
+                own = parameter.data if plain else torch.empty_like(parameter.data)
+                self.parameters[f"{prefix}.{name}" if prefix else name] = own
+                self._staged += [] if plain else [(parameter, own)]
+        for name in self.parameters.keys() - dict(model.named_parameters()).keys():
+            del self.parameters[name]  # a head that is the embedding
+        self.targets = Tensors(self.parameters)
+
+    def begin_refit(self) -> None: ...
+
+    def commit_refit(self, version: int) -> None:
+        for parameter, own in self._staged:
+            parameter.data.copy_(own)
+
+
+class Refits:
+    """Stands in for SGLang's update of weights by tensors: what comes is an order of engines.sglang.SglangServer."""
+
+    def __init__(self) -> None:
+        self._side: EngineSide | None = None
+
+    def update(self, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        """On every rank of a server -> whether it was done, and where why not; the same on all. Raises nothing: SGLang would die."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._carry_out(updater, named_tensors)
+            failure = None
+        except (RuntimeError, ValueError, OSError) as error:
+            failure = f"rank {updater.tp_rank}: {error}"
+        failures = [f for f in _told_all(failure) if f is not None]
+        if not failures:
+            return True, "done"
+        _log.warning("%s", "; ".join(failures))
+        return False, "; ".join(failures)
+
+    def _carry_out(self, updater: Any, order: Any) -> None:
+        match order:
+            case {"verb": "join", "host": str(host), "port": int(port), "replica": int(replica)}:
+                self._join(updater, host, port, replica)
+            case {"verb": "take part", "version": int(version), "wait_s": float(wait_s)}:
+                self._take_part(version, wait_s)
+            case _:
+                raise ValueError("this server takes its weights in refits of megatron_rl alone")
+
+    def _join(self, updater: Any, host: str, port: int, replica: int) -> None:
+        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+        model, tp = updater.get_model(), _tp_size()
+        landing = Landing(model)
+        rank = replica * tp + updater.tp_rank
+        side = EngineSide(Board.join(host, port), rank, landing, next(model.parameters()).device)
+        wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
+        wrong = list(_differences(wanted, landing.parameters))
+        if side.topology.engines.tp != tp:
+            wrong.insert(0, f"it has {tp} ranks and the trainer counts on {side.topology.engines.tp}")
+        if wrong:
+            side.close()
+            raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
+        self._side = side
+
+    def _take_part(self, version: int, wait_s: float) -> None:
+        """Raises RuntimeError unless the trainer committed the version here."""
+        if self._side is None:
+            raise RuntimeError("this engine has not joined a trainer")
+        committed = self._side.take_part(wait_s)
+        if committed != version:
+            raise RuntimeError(f"version {version} was not committed here ({committed} was): the engine needs a whole refit")
+
+
+def _hook(target: str, stand_in: Any) -> None:
+    """Raises RuntimeError when SGLang does not have it there, or keeps its own: another version than this was written for."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    try:
+        own = pkgutil.resolve_name(target)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"this SGLang has no {target}: use the version that docs/engines_sglang.md names") from error
+    HookRegistry.register(target, stand_in, HookType.REPLACE)
+    HookRegistry.apply_hooks()
+    if pkgutil.resolve_name(target) is own:
+        raise RuntimeError(f"this SGLang keeps its own {target}: its log says why")
+
+
+def _freeze_gc(arguments: Any) -> None:
+    """SGLang's call of its own route once it is up, with the token: it has no other way past the guard."""
+    token = Path(os.environ[TOKEN_FILE]).read_text().strip()
+    request = urllib.request.Request(f"{arguments.url()}/freeze_gc", method="POST", headers={HEADER: token})
+    end = time.monotonic() + UP_S
+    while True:
+        try:
+            urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=UP_S).close()
+            return
+        except OSError as error:  # the port may not be open yet
+            if time.monotonic() > end:
+                _log.warning("the garbage collector was not told that what is there now stays: %s", error)
+                return
+        time.sleep(0.1)
+
+
+def _told_all(value: Any) -> list[Any]:
+    """What every rank of this server has."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if _tp_size() == 1:
+        return [value]
+    group = get_parallel().tp_group.cpu_group
+    out: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(out, value, group=group)
+    return out
+
+
+def _tp_size() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_size
+
+
+def _plain(layer: nn.Module) -> bool:
+    """Whether SGLang uses the layer's parameters as they were loaded."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+
+    method = getattr(layer, "quant_method", None)
+    return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+
+def _differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Tensor]) -> Iterator[str]:
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is not in the engine"
+        elif name not in wanted:
+            yield f"{name} is not in the trainer's model"
+        elif found[name].numel() != wanted[name][0] * wanted[name][1]:
+            yield f"{name} is {list(found[name].shape)} in the engine and {list(wanted[name])} in the trainer's layout"
+
+
+if __name__ == "__main__":
+    main()
