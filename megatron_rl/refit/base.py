@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Part(NamedTuple):
     rows: int
     columns: int
 
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
 
 class Readable(Protocol):
     def read(self, name: str, part: Part) -> Tensor:
@@ -43,6 +47,15 @@ class Readable(Protocol):
 class Parameters(Readable, Protocol):
     def write(self, name: str, part: Part, values: Tensor) -> None:
         """Puts [rows, columns] values there, cast to the parameter's dtype."""
+        ...
+
+
+@runtime_checkable
+class Reachable(Parameters, Protocol):
+    """Parameters whose own memory a transport may write into, in place of `write`."""
+
+    def memory(self, name: str, part: Part) -> Tensor | None:
+        """[rows, columns] as they lie, contiguous; None where they do not lie so."""
         ...
 
 
@@ -57,6 +70,10 @@ class Tensors:
 
     def write(self, name: str, part: Part, values: Tensor) -> None:
         self.read(name, part).copy_(values)
+
+    def memory(self, name: str, part: Part) -> Tensor | None:
+        found = self.read(name, part)
+        return found if found.is_contiguous() else None
 
 
 @dataclass(frozen=True)
@@ -106,16 +123,23 @@ class Handle(Protocol):
 class Transport(Protocol):
     """Carries messages between numbered peers. Between two peers messages of one direction come in the order they were sent."""
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether it sends from any memory, so that long slices are better not copied into a message: both sides then give `pieces`."""
+        ...
+
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """uint8 [size] to write a message into, which `send` then takes."""
         ...
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> Handle:
-        """Starts to send what `buffer` gave, or the first part of it. `told`: the receiver knows the size."""
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> Handle:
+        """Starts to send what `buffer` gave, or the first part of it. `told`: the receiver knows the size. `pieces` (bytes that nobody
+        changes before the wait is over) go after it, each by itself, when they come."""
         ...
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> Handle:
-        """Starts to receive. `size` None: the sender says."""
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> Handle:
+        """Starts to receive. `size` None: the sender says. `pieces`: memory for the sender's, or so many bytes of the last of `size`.
+        When the wait has failed nothing lands there any more."""
         ...
 
     def close(self) -> None: ...

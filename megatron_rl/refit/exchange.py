@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +13,13 @@ import xxhash
 from torch import Tensor
 
 from megatron_rl.refit import delta
-from megatron_rl.refit.base import Deadline, Mismatch, Parameters, Part, Readable, Transport, TransportError
+from megatron_rl.refit.base import Deadline, Mismatch, Parameters, Part, Reachable, Readable, Transport, TransportError
 from megatron_rl.weights.reshard import Bucket, Plan
 
 Verify = Literal["off", "sample", "full"]
 SAMPLED = 16  # one slice of so many is checked with verify = sample
 CHECK = 8  # bytes of a checksum
+LONG = 1 << 20  # bytes from which on what lies in one piece travels alone, where that spares copying it
 PROBE_BYTES = 256 << 20  # of raw messages, of all ranks together, to know what the links give
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Route = Callable[[int, int], tuple[Transport, int]]  # (source, destination) -> (transport, number of the other side in it)
@@ -60,6 +62,9 @@ class Outcome:
     mismatch: str | None = None
 
 
+_Place = tuple[str, Part]
+
+
 class _Move(NamedTuple):
     """A slice of a bucket."""
 
@@ -69,10 +74,31 @@ class _Move(NamedTuple):
     destination: Part
 
 
+class _Run(NamedTuple):
+    """Slices that follow each other in a destination parameter."""
+
+    moves: list[_Move]
+    name: str
+    part: Part  # all of it
+
+    @property
+    def sources(self) -> list[_Place]:
+        return [(move.source_name, move.source) for move in self.moves]
+
+
 class _Message(NamedTuple):
     number: int  # of the bucket in the plan
     bucket: Bucket
     moves: list[_Move]
+    runs: list[_Run]
+
+    def split(self, pieces: bool, width: int) -> tuple[list[_Run], list[_Run]]:
+        """(what travels joined in one message, what travels alone): the same on both sides."""
+        alone = [run.part.elements * width >= LONG for run in self.runs] if pieces else [False] * len(self.runs)
+        return [run for run, by in zip(self.runs, alone, strict=True) if not by], [*itertools.compress(self.runs, alone)]
+
+    def label(self, order: Order) -> str:
+        return f"bucket {self.number} of refit {order.version}, rank {self.bucket.source} to engine rank {self.bucket.destination},"
 
 
 class Exchange:
@@ -82,12 +108,13 @@ class Exchange:
         self, plan: Plan, end: End, route: Route, *, dtype: torch.dtype, pulse: Callable[[int], Any] = lambda destination: None
     ) -> None:  # fmt: skip
         self._end, self._route, self._dtype, self._pulse = end, route, dtype, pulse
+        self._reachable = end.targets if isinstance(end.targets, Reachable) else None
+        width, sent = dtype.itemsize, [*enumerate(plan.buckets)]
         local = [(n, b) for n, b in enumerate(plan.local, len(plan.buckets))]
         inside = [(n, b) for n, b in local if b.source == end.source and b.destination == end.destination]
-        self._inside = [_message(plan, n, b) for n, b in inside]
-        sent = [*enumerate(plan.buckets)]
-        self._turns = _turns(plan, [x for x in local if x not in inside], end) + _turns(plan, sent, end)
-        self._probed = _turns(plan, sent[: _first_turns(plan, PROBE_BYTES // dtype.itemsize)], end)
+        self._inside = [_message(plan, n, b, width) for n, b in inside]
+        self._turns = _turns(plan, [x for x in local if x not in inside], end, width) + _turns(plan, sent, end, width)
+        self._probed = _turns(plan, sent[: _first_turns(plan, PROBE_BYTES // width)], end, width)
         self._last: dict[int, tuple[int, Tensor]] = {}  # bucket -> (version, values sent)
 
     def run(self, order: Order, deadline: Deadline, out: Outcome) -> None:
@@ -171,27 +198,30 @@ class Exchange:
         return [begun[start] for _, start in reversed(steps)]  # what comes is taken first: the other side waits for that
 
     def _send(self, message: _Message, order: Order, deadline: Deadline, out: Outcome) -> Callable[[], None]:
-        bucket, width = message.bucket, self._dtype.itemsize
-        base, size = order.base.get(bucket.destination), bucket.elements * width
-        checked = _checked(message, order)
-        head = delta.HEADER if base is not None else 0
-        label = f"bucket {message.number} of refit {order.version}, rank {bucket.source} to engine rank {bucket.destination},"
+        bucket, width, checked = message.bucket, self._dtype.itemsize, _checked(message, order)
+        base, sums = order.base.get(bucket.destination), CHECK * len(checked)
+        head, size = delta.HEADER if base is not None else 0, bucket.elements * width
         try:
             transport, peer = self._route(bucket.source, bucket.destination)
-            whole = transport.buffer(head + size + CHECK * len(checked), self._end.device)
-            values = self._pack(message, whole[head : head + size])
+            joined, alone = message.split(transport.takes_pieces and not head, width)
+            whole = transport.buffer(head + size + sums, self._end.device)
+            end = head + _elements(joined) * width
+            values = self._pack(joined, whole[head:end])
             begun = time.perf_counter()
-            end = self._encode(message.number, values, base, whole) if head else size
+            if head:
+                end = self._encode(message.number, values, base, whole)
             if order.keeps:
-                self._last[message.number] = (order.version, values.clone())
+                kept = self._pack(message.runs, torch.empty(size, dtype=torch.uint8, device=values.device)) if alone else values.clone()
+                self._last[message.number] = (order.version, kept)
                 out.delta_seconds += time.perf_counter() - begun
-            self._put_checksums(checked, whole[end : end + CHECK * len(checked)])
-            handle = transport.send(peer, label, whole[: end + CHECK * len(checked)], told=base is None)
+            self._put_checksums(checked, whole[end : end + sums])
+            pieces = self._pieces(alone, whole[end + sums :])
+            handle = transport.send(peer, message.label(order), whole[: end + sums], told=not head, pieces=pieces)
         except TransportError as error:
             out.lost_destinations[bucket.destination] = str(error)
             return lambda: None
         out.full += size
-        out.sent += end
+        out.sent += end if head else size
 
         def finish() -> None:
             if bucket.destination in out.lost_destinations:
@@ -208,21 +238,26 @@ class Exchange:
     def _receive(self, message: _Message, order: Order, deadline: Deadline, out: Outcome) -> Callable[[], None]:
         bucket, checked = message.bucket, _checked(message, order)
         told = order.base.get(bucket.destination) is None
-        size = bucket.elements * self._dtype.itemsize + CHECK * len(checked)
-        label = f"bucket {message.number} of refit {order.version}, rank {bucket.source} to engine rank {bucket.destination},"
         transport, peer = self._route(bucket.source, bucket.destination)
-        handle = transport.receive(peer, label, size if told else None, self._end.device)
+        joined, alone = message.split(transport.takes_pieces and told, self._dtype.itemsize)
+        pieces, loose = [], list[_Run]()
+        for run in alone:
+            memory = self._bytes(self._reachable.memory(run.name, run.part)) if self._reachable else None
+            pieces.append(run.part.elements * self._dtype.itemsize if memory is None else memory)
+            loose += [run] if memory is None else []
+        size = _elements(joined + loose) * self._dtype.itemsize + CHECK * len(checked)
+        handle = transport.receive(peer, message.label(order), size if told else None, self._end.device, pieces=pieces)
 
         def finish() -> None:
             if bucket.source in out.lost_sources:
                 return
             try:
                 whole = handle.wait(deadline).to(self._end.device)
-                self._land(message, whole, told, checked, out)
+                self._land(message, joined, loose, whole, told, checked, out)
             except TransportError as error:
                 out.lost_sources.setdefault(bucket.source, str(error))
             except ValueError as error:
-                out.lost_sources.setdefault(bucket.source, f"{label} {error}")
+                out.lost_sources.setdefault(bucket.source, f"{message.label(order)} {error}")
             except Mismatch as error:
                 out.mismatch = out.mismatch or str(error)
             else:
@@ -231,34 +266,59 @@ class Exchange:
 
         return finish
 
-    def _land(self, message: _Message, whole: Tensor, told: bool, checked: Sequence[_Move], out: Outcome) -> None:
+    def _land(
+        self, message: _Message, joined: Sequence[_Run], loose: Sequence[_Run], whole: Tensor, told: bool, checked: Sequence[_Move],
+        out: Outcome,
+    ) -> None:  # fmt: skip
+        """`loose`: what came alone, behind the message."""
         assert self._end.targets is not None
-        end = len(whole) - CHECK * len(checked)
-        body = whole[:end]
+        sums, width = CHECK * len(checked), self._dtype.itemsize
+        end = _elements(joined) * width if told else len(whole) - sums
         if told:
-            values = body.view(self._dtype)
+            values = whole[:end].view(self._dtype)
         else:
             begun = time.perf_counter()
             present = torch.empty(message.bucket.elements, dtype=self._dtype, device=self._end.device)
-            _gather(self._end.targets, [(m.destination_name, m.destination) for m in message.moves], present)
-            values = delta.decode(body, present.view(_INTEGERS[self._dtype.itemsize])).view(self._dtype)
+            _gather(self._end.targets, [(run.name, run.part) for run in joined], present)
+            values = delta.decode(whole[:end], present.view(_INTEGERS[width])).view(self._dtype)
             out.delta_seconds += time.perf_counter() - begun
-        place = 0
-        for move in message.moves:
-            count = move.destination.rows * move.destination.columns
-            part = values[place : place + count].view(move.destination.rows, move.destination.columns)
-            self._end.targets.write(move.destination_name, move.destination, part)
-            place += count
-        out.received += end
+        self._put(joined, values)
+        self._put(loose, whole[end + sums :].view(self._dtype) if loose else values)
+        out.received += message.bucket.elements * width if told else end
         out.checked += len(checked)
-        self._compare(checked, whole[end:], message.bucket)
+        self._compare(checked, whole[end : end + sums], message.bucket)
 
-    def _pack(self, message: _Message, buffer: Tensor) -> Tensor:
-        """The bucket's values, in place in `buffer`, as integers of their width."""
+    def _put(self, runs: Sequence[_Run], values: Tensor) -> None:
+        assert self._end.targets is not None
+        place = 0
+        for run in runs:
+            part = values[place : place + run.part.elements]
+            self._end.targets.write(run.name, run.part, part.view(run.part.rows, run.part.columns))
+            place += run.part.elements
+
+    def _pieces(self, runs: Sequence[_Run], buffer: Tensor) -> Iterator[Tensor]:
+        """Of each run the bytes, where they lie or packed into the buffer, when their turn comes."""
+        assert self._end.sources is not None
+        for run in runs:
+            found = self._bytes(self._end.sources.read(*run.sources[0])) if len(run.moves) == 1 else None
+            if found is None:
+                size = run.part.elements * self._dtype.itemsize
+                found, buffer = buffer[:size], buffer[size:]
+                self._pack([run], found)
+            yield found
+
+    def _bytes(self, memory: Tensor | None) -> Tensor | None:
+        """Memory as bytes, if it can be sent from and received into as it is."""
+        if memory is None or memory.dtype != self._dtype or memory.device.type != "cpu" or not memory.is_contiguous():
+            return None
+        return memory.view(-1).view(torch.uint8)
+
+    def _pack(self, runs: Sequence[_Run], buffer: Tensor) -> Tensor:
+        """The values one after the other, in place in `buffer`, as integers of their width."""
         assert self._end.sources is not None
         aligned = buffer.storage_offset() % self._dtype.itemsize == 0
-        values = buffer.view(self._dtype) if aligned else torch.empty(message.bucket.elements, dtype=self._dtype, device=buffer.device)
-        _gather(self._end.sources, [(m.source_name, m.source) for m in message.moves], values)
+        values = buffer.view(self._dtype) if aligned else torch.empty(_elements(runs), dtype=self._dtype, device=buffer.device)
+        _gather(self._end.sources, [place for run in runs for place in run.sources], values)
         return values.view(_INTEGERS[self._dtype.itemsize])
 
     def _encode(self, number: int, values: Tensor, base: int | None, whole: Tensor) -> int:
@@ -291,13 +351,16 @@ def checksum(values: Tensor, dtype: torch.dtype) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
-def _gather(parameters: Readable, parts: Sequence[tuple[str, Part]], out: Tensor) -> None:
+def _gather(parameters: Readable, parts: Sequence[_Place], out: Tensor) -> None:
     """Writes the parts one after the other into `out` [elements], cast to its dtype."""
     place = 0
     for name, part in parts:
-        count = part.rows * part.columns
-        out[place : place + count].view(part.rows, part.columns).copy_(parameters.read(name, part))
-        place += count
+        out[place : place + part.elements].view(part.rows, part.columns).copy_(parameters.read(name, part))
+        place += part.elements
+
+
+def _elements(runs: Sequence[_Run]) -> int:
+    return sum(run.part.elements for run in runs)
 
 
 def _checked(message: _Message, order: Order) -> list[_Move]:
@@ -309,13 +372,13 @@ def _checked(message: _Message, order: Order) -> list[_Move]:
     return message.moves[(order.version + message.number) % min(SAMPLED, len(message.moves)) :: SAMPLED]
 
 
-def _turns(plan: Plan, buckets: Sequence[tuple[int, Bucket]], end: End) -> list[tuple[_Message | None, _Message | None]]:
+def _turns(plan: Plan, buckets: Sequence[tuple[int, Bucket]], end: End, width: int) -> list[tuple[_Message | None, _Message | None]]:
     """(what this rank sends, what it receives) in every round that it has a part in."""
     found: dict[int, list[_Message | None]] = {}
     for number, bucket in buckets:
         for side, mine in enumerate((bucket.source == end.source, bucket.destination == end.destination)):
             if mine:
-                found.setdefault(bucket.turn, [None, None])[side] = _message(plan, number, bucket)
+                found.setdefault(bucket.turn, [None, None])[side] = _message(plan, number, bucket, width)
     return [(found[turn][0], found[turn][1]) for turn in sorted(found)]
 
 
@@ -329,18 +392,37 @@ def _first_turns(plan: Plan, elements: int) -> int:
     return len(plan.buckets)
 
 
-def _message(plan: Plan, number: int, bucket: Bucket) -> _Message:
+def _message(plan: Plan, number: int, bucket: Bucket, width: int) -> _Message:
     s, part = plan.slices, slice(bucket.first, bucket.last)
     columns = (s.source_parameter, s.source_row, s.source_column, s.destination_parameter, s.row, s.column, s.rows, s.columns)
     moves = []
-    for source, source_row, source_column, destination, row, column, rows, width in zip(*(c[part].tolist() for c in columns), strict=True):
+    for source, source_row, source_column, destination, row, column, rows, wide in zip(*(c[part].tolist() for c in columns), strict=True):
         moves.append(
             _Move(
-                s.source_names[source], Part(source_row, source_column, rows, width),
-                s.destination_names[destination], Part(row, column, rows, width),
+                s.source_names[source], Part(source_row, source_column, rows, wide),
+                s.destination_names[destination], Part(row, column, rows, wide),
             )
         )  # fmt: skip
-    return _Message(number, bucket, moves)
+    runs = _runs(moves, LONG // width)
+    return _Message(number, bucket, [move for run in runs for move in run.moves], runs)
+
+
+def _runs(moves: Sequence[_Move], long: int) -> list[_Run]:
+    """Joins slices of fewer than `long` elements that follow each other. A longer one stays by itself: it may lie in one piece in the
+    source too."""
+    runs: list[_Run] = []
+    last: dict[str, int] = {}  # destination parameter -> place in `runs`
+    for move in moves:
+        part, at = move.destination, last.get(move.destination_name)
+        if at is not None and max(part.elements, runs[at].moves[0].destination.elements) < long:
+            whole = runs[at].part
+            if (whole.row + whole.rows, whole.column, whole.columns) == (part.row, part.column, part.columns):
+                runs[at].moves.append(move)
+                runs[at] = runs[at]._replace(part=whole._replace(rows=whole.rows + part.rows))
+                continue
+        last[move.destination_name] = len(runs)
+        runs.append(_Run([move], move.destination_name, part))
+    return runs
 
 
 def _settle(device: torch.device) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,19 +48,27 @@ class PointToPoint:
             self._pool.pop(0)  # too small: buffers grow to the largest message, and do not become more
         return torch.empty(size, dtype=torch.uint8, device=place)
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Moving:
+    @property
+    def takes_pieces(self) -> bool:
+        return self._backend == "gloo"  # on a GPU a copy costs less than starting a message
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Moving:
         works, number = [], next(self._sent[peer])
         if not told:
             length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
             works.append(self._start("send", length, peer, 2 * number))
         works.append(self._start("send", message, peer, 2 * number + 1))
+        works += [self._start("send", piece, peer, 2 * next(self._sent[peer]) + 1) for piece in pieces]
         return _Moving(self, works, message, f"{label} to {peer}")
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Moving:
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Moving:
         number = next(self._came[peer])
         if size is not None:
             message = self.buffer(size, device)
-            return _Moving(self, [self._start("receive", message, peer, 2 * number + 1)], message, f"{label} from {peer}")
+            first, *others = _parts(message, pieces)
+            works = [self._start("receive", first, peer, 2 * number + 1)]
+            works += [self._start("receive", part, peer, 2 * next(self._came[peer]) + 1) for part in others]
+            return _Moving(self, works, message, f"{label} from {peer}", cuts=bool(pieces))
         length = torch.zeros(8, dtype=torch.uint8, device=torch.device("cpu") if self._backend == "gloo" else device)
         first = self._start("receive", length, peer, 2 * number)
         return _Moving(self, [first], length, f"{label} from {peer}", more=(peer, number, device))
@@ -85,43 +94,52 @@ class PointToPoint:
         message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
         return message, self._start("receive", message, peer, 2 * number + 1)
 
-    def finish(self, work: Any, deadline: Deadline) -> str | None:
-        """Waits -> None, or what went wrong."""
-        if isinstance(work, RuntimeError):
-            return str(work).partition("\n")[0]
+    def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
+        """Waits for all -> None, or what went wrong."""
+        for work in works:
+            if isinstance(work, RuntimeError):
+                return _first_line(work)
         failures: list[str] = []
 
         def wait() -> None:
             try:
-                work.wait(self._long)
+                for work in works:
+                    work.wait(self._long)
             except RuntimeError as error:
-                failures.append(str(error).partition("\n")[0])
+                failures.append(_first_line(error))
 
         if self._backend == "nccl":
-            late = deadline.until(lambda seconds: _poll(work, seconds))
-            if late is None and work.exception() is not None:
-                return str(work.exception()).partition("\n")[0]
+            late = deadline.until(lambda seconds: _poll(works, seconds))
+            failures += [_first_line(work.exception()) for work in works if late is None and work.exception() is not None]
         else:
             thread = threading.Thread(target=wait, daemon=True)
             thread.start()
             late = deadline.until(lambda seconds: thread.join(seconds) or not thread.is_alive())
         return late or (failures[0] if failures else None)
 
+    def cut(self, works: Sequence[Any]) -> None:
+        """Ends all connections, by a wait that times out: nothing lands here any more, whoever may send."""
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                if not isinstance(work, RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
+
 
 class _Moving:
     """Implements base.Handle."""
 
     def __init__(
-        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, more: tuple[int, int, torch.device] | None = None
-    ) -> None:
-        self._transport, self._works, self._message, self._what, self._more = transport, works, message, what, more
+        self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, *,
+        more: tuple[int, int, torch.device] | None = None, cuts: bool = False,
+    ) -> None:  # fmt: skip
+        """`more`: what comes is a length, and then a message. `cuts`: the memory is somebody's; after a failure nothing may land there."""
+        self._transport, self._works, self._message, self._what, self._more, self._cuts = transport, works, message, what, more, cuts
 
     def wait(self, deadline: Deadline) -> Tensor:
-        for work in self._works:
-            self._check(self._transport.finish(work, deadline))
+        self._check(self._transport.finish(self._works, deadline))
         if self._more is not None:
             self._message, work = self._transport.rest(self._message, *self._more)
-            self._check(self._transport.finish(work, deadline))
+            self._check(self._transport.finish([work], deadline))
         return self._message
 
     def release(self) -> None:
@@ -129,6 +147,8 @@ class _Moving:
 
     def _check(self, failure: str | None) -> None:
         if failure is not None:
+            if self._cuts:
+                self._transport.cut(self._works)
             raise TransportError(f"{self._what}: {failure}")
 
 
@@ -140,9 +160,26 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) ->
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _poll(work: Any, seconds: float) -> bool:
+def _parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
+    """What comes after each other: the message without its last bytes, and the pieces."""
+    place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
+    out = [message[:place]]
+    for piece in pieces:
+        if isinstance(piece, int):
+            out.append(message[place : place + piece])
+            place += piece
+        else:
+            out.append(piece)
+    return out
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _poll(works: Sequence[Any], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while not work.is_completed():
+    while not all(work.is_completed() for work in works):
         if time.monotonic() > end:
             return False
         time.sleep(POLL_S)

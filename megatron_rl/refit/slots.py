@@ -9,7 +9,7 @@ import fcntl
 import itertools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -166,14 +166,18 @@ class Slots:
         self._slots.append(slot)
         return slot.memory[:size]
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool) -> _Announced:
+    @property
+    def takes_pieces(self) -> bool:
+        return False  # a slot is the way itself: copying into it is the sending
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Announced:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
         slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
         slot.what = f"{label} to {peer}"
         self._board.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
         return _Announced(lambda deadline: self._wait_free(slot, deadline), message)
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device) -> _Awaited:
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Awaited:
         key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
         return _Awaited(self._board, self._medium, key, f"{label} from {peer}", device)
 
