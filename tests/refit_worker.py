@@ -1,30 +1,32 @@
 """Trainer ranks and engine processes for tests of refits: numbered weights, a changed one per version, real transports.
 
-refit_worker.py OUT trainer JSON       under run_ranks; engines inside the ranks, or processes that join by a file with the address
-refit_worker.py OUT engine JSON RANK   an engine process
-refit_worker.py OUT actors JSON        under run_ranks; Megatron models and engines inside the ranks
+`trainer` and `actors` run on ranks (engines inside these, or processes that join by a file with the address), `engine_process` beside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from test_weights import numbered
+from numbered import numbered
 
 from megatron_rl.config import Refit
-from megatron_rl.refit.base import RefitError, Tensors, TransportError
+from megatron_rl.refit import exchange
+from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.exchange import End, Outcome
+from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.refit.wiring import Seat, Seating
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.weights.rectangles import Rect
@@ -103,22 +105,43 @@ class Spoiled(Tensors):
     def write(self, name, part, values) -> None:
         super().write(name, part, values + 1 if name == self._name else values)
 
+    def memory(self, name, part) -> torch.Tensor | None:
+        return None if name == self._name else super().memory(name, part)
+
+
+class Counting(Tensors):
+    """Counts the bytes that are copied into it."""
+
+    bytes = 0
+
+    def write(self, name, part, values) -> None:
+        super().write(name, part, values)
+        self.bytes += part.elements * values.dtype.itemsize
+
 
 class Doomed(Tensors):
-    """Sends its own process a signal at the first write of a certain refit, in the middle of the transfer."""
+    """Sends its own process a signal at the first landing of a certain refit, in the middle of the transfer."""
 
     def __init__(self, tensors: Model, engine: Engine, refit: int, signal_name: str) -> None:
         super().__init__(tensors)
         self._engine, self._refit, self._signal = engine, refit, signal.Signals[signal_name]
 
     def write(self, name, part, values) -> None:
+        self._strike()
+        super().write(name, part, values)
+
+    def memory(self, name, part) -> torch.Tensor | None:
+        self._strike()
+        return super().memory(name, part)
+
+    def _strike(self) -> None:
         if self._engine.refits == self._refit:
             self._refit = -1
             os.kill(os.getpid(), self._signal)
-        super().write(name, part, values)
 
 
 def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+    exchange.LONG = case.get("long") or exchange.LONG
     dist.init_process_group("gloo")
     rank, topology = dist.get_rank(), Topology.from_json(case["topology"])
     parameters = shards(topology, rank, whole_model(topology.sizes, 0))
@@ -187,6 +210,59 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     return {"equal": equal, "figures": figures}
 
 
+def late(out: Path) -> Any:
+    """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything landed."""
+    rank, board, transport = gloo()
+    target = torch.zeros(1 << 16, dtype=torch.uint8)
+    if rank == 1:
+        waiting = transport.receive(0, "a bucket", 8, torch.device("cpu"), pieces=[target])
+        with contextlib.suppress(TransportError):
+            waiting.wait(Deadline.start(0.1, 0.1))
+            raise AssertionError("a message came that nobody sent")
+        board.put("given up", True)
+        board.get("sent", 60)
+        landed = bool(target.any())
+        board.put("seen", True)
+        return landed
+    board.get("given up", 60)
+    found = "sent"
+    try:
+        sending = transport.send(1, "a bucket", torch.ones(8, dtype=torch.uint8), told=True, pieces=[torch.ones_like(target)])
+        sending.wait(Deadline.start(20.0, 20.0))
+    except TransportError as error:
+        found = str(error)
+    board.put("sent", True)
+    board.get("seen", 60)  # the board is gone with this process
+    return found
+
+
+def exchange_over_gloo(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks, trainer and engine: one exchange without what is around it."""
+    exchange.LONG = case["long"]
+    rank, _, transport = gloo()
+    topology = Topology.from_json(case["topology"])
+    plan = topology.plan(Seating([Seat("here", "0", "cpu")], {0: Seat("here", "1", "cpu")}), bucket_mib=0.02)
+    engine = Engine(topology, 0)
+    engine.targets = Counting(engine.tensors)
+    model = whole_model(topology.sizes, 0)
+    end = [End(source=0, sources=Tensors(shards(topology, 0, model))), End(destination=0, targets=engine.targets)][rank]
+    outcome = Outcome()
+    exchange.Exchange(plan, end, lambda source, destination: (transport, 1 - rank), dtype=torch.float32).run(
+        exchange.Order(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
+    )
+    return {
+        "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices), "checked": outcome.checked,
+        "mismatch": outcome.mismatch, "copied": engine.targets.bytes, "holds": engine.holds(0),
+    }  # fmt: skip
+
+
+def gloo() -> tuple[int, Board, PointToPoint]:
+    """This rank of two, a board of both, and gloo between them."""
+    rank = int(os.environ["RANK"])
+    board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0))
+    return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=Refit())
+
+
 def wait_for(directory: Path, names: list[str] | None) -> None:
     end = time.monotonic() + 180
     while names and not all((directory / n).exists() for n in names):
@@ -196,6 +272,7 @@ def wait_for(directory: Path, names: list[str] | None) -> None:
 
 def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
+    exchange.LONG = case.get("long") or exchange.LONG
     wait_for(out.parent, ["board.json"])
     host, port = json.loads((out.parent / "board.json").read_text())
     topology = Topology.from_json(case["topology"])
@@ -220,11 +297,3 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
                 (out.parent / f"holds_{out.stem}_{version}").touch()
                 if version == naps:
                     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-if __name__ == "__main__":
-    target, what, case = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    if what == "engine":
-        engine_process(target, case, int(sys.argv[4]))
-    else:
-        target.write_text(json.dumps({"trainer": trainer, "actors": actors}[what](target, case)))

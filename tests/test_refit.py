@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import refit_worker
 import torch
-from conftest import ROOT, environment
+from forks import answers, start, start_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from tiny_models import make_model
 
 from megatron_rl.refit import delta
@@ -24,7 +24,7 @@ from megatron_rl.refit.topology import Topology
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.sizes import Sizes
 
-WORKER = Path(__file__).parent / "refit_worker.py"
+TIMEOUT_S = 200
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 MOE = Sizes(
@@ -37,9 +37,16 @@ def case(sizes, trainer, engines, dtype="float32", **more):
     return {"topology": topology.to_json(), "settings": {"verify": "full", "message_timeout_s": 3.0, "timeout_s": 30.0}} | more
 
 
-def run(tmp_path, case, **more):
-    world = Topology.from_json(case["topology"]).trainer.world
-    return [answer["answers"] for answer in run_ranks(WORKER, world, tmp_path, "trainer", json.dumps(case), timeout_s=200, **more)]
+def run(tmp_path, case):
+    return finish(start_trainer(tmp_path, case), tmp_path)
+
+
+def finish(ranks, tmp_path):
+    return [answer["answers"] for answer in answers(ranks, tmp_path, TIMEOUT_S)]
+
+
+def start_trainer(tmp_path, case):
+    return start_ranks(refit_worker.trainer, Topology.from_json(case["topology"]).trainer.world, tmp_path, case)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -70,6 +77,16 @@ def test_weights_that_changed_little_are_sent_in_few_bytes():
         delta.decode(out[:100], old)
 
 
+def left_behind():
+    """Shared memory that no living process holds: other runs on this machine may have some too."""
+    found = []
+    for path in Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"):
+        with contextlib.suppress(OSError), path.open() as file:  # gone, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(path)
+    return found
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "disk"])
 def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
@@ -80,14 +97,14 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
             (DENSE, TrainerLayout(tp=2, dp=2), EngineLayout(tp=1, replicas=4, whole=True), "float32"),
         ][: 3 if transport == "shared_memory" else 2]
     ):
-        one = case(sizes, trainer, engines, dtype)
+        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256][i])
         one["settings"] |= {"transport": transport, "directory": str(tmp_path / "disk"), "bucket_mib": 0.004, "delta": i == 1}
-        for answers in run(tmp_path / str(i), one):
-            assert all(a["holds"] and a["version"] == v for v, a in enumerate(answers)), answers
-            assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in answers)
+        for found in run(tmp_path / str(i), one):
+            assert all(a["holds"] and a["version"] == v for v, a in enumerate(found)), found
+            assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in found)
             if i == 1:
-                assert answers[0]["refit/share_of_full"] >= 1 > 0.5 > answers[1]["refit/share_of_full"]
-    assert not list(Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"))
+                assert found[0]["refit/share_of_full"] >= 1 > 0.5 > found[1]["refit/share_of_full"]
+    assert not left_behind()
 
 
 @pytest.mark.multi
@@ -101,9 +118,9 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
     ):
         path = make_model(tmp_path / family, family, **sizes)
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})
-    for answers in run_ranks(WORKER, 4, tmp_path / "ranks", "actors", json.dumps(cases), timeout_s=250):
-        assert [a["equal"] for a in answers] == [[True, True]] * len(cases)
-        assert all(a["figures"]["refit/checked_slices"] > 0 for a in answers)
+    for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, TIMEOUT_S):
+        assert [a["equal"] for a in found] == [[True, True]] * len(cases)
+        assert all(a["figures"]["refit/checked_slices"] > 0 for a in found)
 
 
 @pytest.mark.multi
@@ -116,15 +133,7 @@ def test_weights_that_landed_wrong_stop_the_run_with_their_name(tmp_path):
 
 
 def start_engine(directory, case, rank, name):
-    log = (directory / f"{name}.log").open("w")
-    command = [sys.executable, str(WORKER), str(directory / name), "engine", json.dumps(case), str(rank)]
-    return subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-
-
-def start_trainer(directory, case):
-    code = f"import json, pathlib, test_refit; print(json.dumps(test_refit.run(pathlib.Path({str(directory)!r}), {case!r})))"
-    env = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    return start(directory / f"{name}.log", refit_worker.engine_process, directory / name, case, rank)
 
 
 def held(directory, name):
@@ -132,7 +141,7 @@ def held(directory, name):
 
 
 def appear(path):
-    end = time.monotonic() + 180
+    end = time.monotonic() + TIMEOUT_S
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not come"
         time.sleep(0.02)
@@ -146,7 +155,7 @@ def processes(*started):
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.join()
 
 
 @pytest.mark.multi
@@ -155,13 +164,17 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
     """SIGKILL in the middle of the second refit; a new process under the same rank takes the fourth."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
     one["settings"] |= {"transport": transport, "bucket_mib": 0.01, "delta": True}
-    one |= {"waits": {"0": ["joined_a", "joined_b"], "3": ["joined_c"], "end": ["holds_a_3", "holds_c_3"]}, "doom": {"b": [2, "SIGKILL"]}}
+    one |= {
+        "long": 256,
+        "waits": {"0": ["joined_a", "joined_b"], "3": ["joined_c"], "end": ["holds_a_3", "holds_c_3"]},
+        "doom": {"b": [2, "SIGKILL"]},
+    }
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
-    with processes(a, b, ranks):
+    with processes(a, b, *ranks):
         appear(tmp_path / "done_2")
         with processes(start_engine(tmp_path, one, 1, "c")):
-            answers = json.loads(ranks.communicate(timeout=200)[0])[0]
-    assert [a["refit/failed_engines"] for a in answers] == [0.0, 1.0, 0.0, 0.0], answers
+            found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [0.0, 1.0, 0.0, 0.0], found
     assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
     assert held(tmp_path, "b") == [{"version": 0, "holds": True}]
     assert held(tmp_path, "c") == [{"version": 3, "holds": True}]
@@ -173,14 +186,18 @@ def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
     """It stops in the middle of a transfer; the other engine commits. When it goes on it joins anew and takes a later refit."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
     one["settings"] |= {"transport": transport, "bucket_mib": 0.01}
-    one |= {"waits": {"0": ["joined_a", "joined_b"], "1": ["again_b"], "end": ["holds_a_1", "holds_b_1"]}, "doom": {"b": [1, "SIGSTOP"]}}
+    one |= {
+        "long": 256,
+        "waits": {"0": ["joined_a", "joined_b"], "1": ["again_b"], "end": ["holds_a_1", "holds_b_1"]},
+        "doom": {"b": [1, "SIGSTOP"]},
+    }
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
-    with processes(a, b, ranks):
+    with processes(a, b, *ranks):
         appear(tmp_path / "done_0")
-        b.send_signal(signal.SIGCONT)
-        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
-    assert [a["refit/failed_engines"] for a in answers] == [1.0, 0.0], answers
-    assert answers[0]["refit/seconds"] < 15
+        os.kill(b.pid, signal.SIGCONT)
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [1.0, 0.0], found
+    assert found[0]["refit/seconds"] < 15
     assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(2)]
     assert held(tmp_path, "b") == [{"version": 1, "holds": True}]
 
@@ -191,11 +208,11 @@ def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
     one |= {"waits": {"0": ["joined_a", "joined_b"], "3": ["again_b"], "end": ["holds_a_3", "holds_b_3"]}, "naps": {"b": 0}}
     a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
-    with processes(a, b, ranks):
+    with processes(a, b, *ranks):
         appear(tmp_path / "done_2")
-        b.send_signal(signal.SIGCONT)
-        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
-    assert [a["refit/failed_engines"] for a in answers] == [0.0, 1.0, 0.0, 0.0], answers
+        os.kill(b.pid, signal.SIGCONT)
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [0.0, 1.0, 0.0, 0.0], found
     assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
     assert held(tmp_path, "b") == [{"version": v, "holds": True} for v in (0, 3)]
 
@@ -209,8 +226,24 @@ def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, 
     one |= {"waits": {"0": ["joined_a", "joined_b", "joined_c"], "end": ["holds_b_1", "holds_c_1"]}, "doom": {"a": [1, "SIGSTOP"]}}
     engines = [start_engine(tmp_path, one, rank, name) for rank, name in enumerate("abc")]
     ranks = start_trainer(tmp_path, one)
-    with processes(*engines, ranks):
-        answers = json.loads(ranks.communicate(timeout=200)[0])[0]
-    assert [a["refit/failed_engines"] for a in answers] == [1.0, 0.0], answers
+    with processes(*engines, *ranks):
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [1.0, 0.0], found
     for name in "bc":
         assert held(tmp_path, name) == [{"version": v, "holds": True} for v in range(2)]
+
+
+@pytest.mark.multi
+def test_weights_that_come_too_late_do_not_land_any_more(tmp_path):
+    """A long slice is received into the parameter itself, which the next refit may have written before the late sender goes on."""
+    sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path), tmp_path, TIMEOUT_S)
+    assert sent != "sent" and not landed
+
+
+@pytest.mark.multi
+def test_weights_in_long_slices_are_not_copied_where_they_arrive(tmp_path):
+    one = case(replace(DENSE, tied=False), TrainerLayout(tp=1), EngineLayout(tp=1), long=1024)
+    sent, received = answers(start_ranks(refit_worker.exchange_over_gloo, 2, tmp_path, one), tmp_path, TIMEOUT_S)
+    assert sent["bytes"] == received["bytes"] == sent["planned"]
+    assert received["checked"] == sent["slices"] and received["mismatch"] is None and received["holds"]
+    assert received["copied"] < 0.05 * received["bytes"]

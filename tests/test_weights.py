@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numbered import numbered
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -132,17 +133,6 @@ def cases(draw):
         shared_ffn=8 if FAMILIES[family].shared else 0,
     )
     return sizes, Layout(tp, stages, ep, etp, draw(st.booleans()), draw(st.sampled_from([1, 8])))
-
-
-def numbered(sizes: Sizes) -> dict[str, torch.Tensor]:
-    """A model whose every element is another number."""
-    out, start = {}, 0
-    for name, (rows, columns) in rectangles.hf_shapes(sizes).items():
-        one_dimensional = columns == 1
-        values = torch.arange(start, start + rows * columns, dtype=torch.float64)
-        out[name] = values if one_dimensional else values.view(rows, columns)
-        start += rows * columns
-    return out
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_weights import numbered
+from numbered import numbered
 
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, layouts, models, rectangles, reshard

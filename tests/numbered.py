@@ -1,0 +1,19 @@
+"""A model whose every element is another number: what went to a wrong place shows."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.weights import rectangles
+from megatron_rl.weights.sizes import Sizes
+
+
+def numbered(sizes: Sizes) -> dict[str, torch.Tensor]:
+    """By Hugging Face names, float64."""
+    out, start = {}, 0
+    for name, (rows, columns) in rectangles.hf_shapes(sizes).items():
+        one_dimensional = columns == 1
+        values = torch.arange(start, start + rows * columns, dtype=torch.float64)
+        out[name] = values if one_dimensional else values.view(rows, columns)
+        start += rows * columns
+    return out
