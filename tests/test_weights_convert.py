@@ -21,6 +21,7 @@ from conftest import ROOT, environment, program
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.checkpoint import damage, seal
@@ -85,7 +86,8 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(tmp_path, family, tied):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2", {"tp": 2, "pp": 2}), ("llama", {"tp": 4}), ("qwen2_moe", {"tp": 2, "ep": 2, "dp": 2})]
+    ("family", "layout"),
+    [("qwen2", {"tp": 2, "pp": 2}), ("llama", {"tp": 4}), ("qwen2_moe", {"tp": 2, "ep": 2, "dp": 2}), ("mixtral", {"tp": 2, "etp": 2})],
 )
 def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, layout):
     """Every rank's file holds that rank's pieces; the 59 words are padded as tp wants; there and back it is the same checkpoint."""
@@ -111,6 +113,22 @@ def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, la
     assert files <= set(range(ranks)) and len(files) >= min(ranks, layout.get("tp", 1) * layout.get("pp", 1))
     assert torch.load(tmp_path / "cut/common.pt") == {"optimizer": {"step": 3}}
     assert dict(cut.objects()) == dict(first.objects())
+
+
+@pytest.mark.parametrize(("words", "etp"), [("--tp 2", 2), ("--tp 2 --etp 1", 1), ("--etp 4", 4), ("--ep 2 --etp 2", 2)])
+def test_weights_of_experts_are_cut_by_etp_which_is_tp_if_not_said(tmp_path, words, etp):
+    convert.to_megatron(find(tiny(tmp_path / "model", "qwen3_moe")), tmp_path / "ck")
+    assert conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "cut"), *words.split()]) == 0
+    stored = FileSystemReader(tmp_path / "cut").read_metadata().state_dict_metadata
+    [columns] = {c.sizes[-1] for key, s in stored.items() if "experts" in key and "linear_fc2.weight" in key for c in s.chunks}
+    assert columns == TINY["moe_intermediate_size"] // etp
+    assert all(row["equal"] for row in compare(find(tmp_path / "ck"), find(tmp_path / "cut")))
+
+
+def test_weights_without_experts_are_cut_by_tp_alone(tmp_path):
+    convert.to_megatron(find(tiny(tmp_path / "model", "qwen2")), tmp_path / "ck")
+    assert conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "cut"), "--tp", "2"]) == 0
+    assert conversions.script("reshard", "", [str(tmp_path / "ck"), str(tmp_path / "x"), "--tp", "2", "--etp", "2"]) == 2
 
 
 def test_weights_that_the_optimizer_does_not_belong_to_are_not_cut_anew(tmp_path):

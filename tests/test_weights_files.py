@@ -78,6 +78,10 @@ def nan(tensors):
 BAD = {
     "cut in its data": (cut(SECOND, -100), f"{SECOND} has .* but its tensor .* ends at .*: it was cut"),
     "cut in its header": (cut(SECOND, 200), f"{SECOND} has 200 bytes, its header alone wants"),
+    "git-lfs pointer": (
+        lambda f: (f / SECOND).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"),
+        f"{SECOND} is a git-lfs pointer, not the file itself: run `git lfs pull`",
+    ),
     "empty": (cut(SECOND, 0), f"{SECOND} has 0 bytes"),
     "no safetensors": (lambda f: (f / SECOND).write_bytes((20).to_bytes(8, "little") + b"x" * 200), "header that cannot be read"),
     "too long": (lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes() + b"more"), "4 more than its header says"),

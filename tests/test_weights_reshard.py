@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -179,7 +180,7 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
     where = apart(2, 1)
     with pytest.raises(ValueError, match="rectangles of the engines are not held by the trainer, e.g. "):
         reshard.plan(half, layouts.engines(sizes, EngineLayout()), trainer=where[0], engine=where[1])
-    with pytest.raises(ConfigError, match="num_attention_heads = 28 is not divisible by tp = 8"):
+    with pytest.raises(ConfigError, match="num_attention_heads = 28 is not divisible by 8 ranks"):
         list(layouts.engines(sizes, EngineLayout(tp=8)))
     for sides in ((TrainerLayout(tp=2, ep=2), EngineLayout()), (TrainerLayout(), EngineLayout(tp=2, expert_parallel=True))):
         with pytest.raises(ConfigError, match="has no experts"):
@@ -188,6 +189,20 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
         TrainerLayout(tp=2, dp=2, ep=8)
     with pytest.raises(ConfigError, match="hold 27 layers, the model has 28"):
         list(layouts.trainer(sizes, TrainerLayout(pp=2, stages=(13, 14))))
+
+
+def test_weights_of_experts_are_not_held_to_the_dense_width_that_they_do_not_have():
+    """intermediate_size stands in Qwen3-MoE's config and is no layer's; whole experts are not cut by tp; a shared expert is."""
+    sizes = replace(models.KNOWN["qwen3-30b-a3b"], ffn=6145)
+    make_plan(sizes, TrainerLayout(tp=2), EngineLayout(tp=2))
+    make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2, expert_parallel=True))
+    with pytest.raises(ConfigError, match="engine: moe_intermediate_size = 767 is not divisible by 2 ranks"):
+        make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2))
+    with pytest.raises(ConfigError, match="trainer: moe_intermediate_size = 767 is not divisible by 2 ranks"):
+        make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2, etp=2), EngineLayout())
+    shared = replace(sizes, family="qwen2_moe", shared_ffn=5633)
+    with pytest.raises(ConfigError, match="trainer: shared_expert_intermediate_size = 5633 is not divisible by 2 ranks"):
+        make_plan(shared, TrainerLayout(tp=2), EngineLayout())
 
 
 def test_weights_of_uneven_stages_are_all_held():

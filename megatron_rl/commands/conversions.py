@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "reshard":
         for name, text in (("tp", "tensor parallel ranks"), ("pp", "pipeline stages"), ("ep", "expert parallel ranks")):
             parser.add_argument(f"--{name}", type=_positive, default=1, help=f"{text} of the layout that is going to read it (default: 1)")
+        parser.add_argument("--etp", type=_positive, help="ranks that share an expert (default: as tp, as in a run's layout)")
         return
     parser.add_argument("--dtype", choices=DTYPES, help="cast on the way (default: as stored)")
     parser.add_argument("--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})")
@@ -76,9 +78,12 @@ def _run(command: str, args: argparse.Namespace) -> int:
     from megatron_rl.weights.layouts import TrainerLayout
 
     if command == "reshard":
-        layout = TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, dp=args.ep)
-        for path in recut.reshard(args.source, args.target, layout, role=args.role, model=args.model):
-            print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep})")
+        dense, experts = (
+            TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, etp=etp, dp=math.lcm(args.tp, args.ep * etp) // args.tp)
+            for etp in (args.etp or 1, args.etp or args.tp)
+        )
+        for path in recut.reshard(args.source, args.target, dense, experts=experts, role=args.role, model=args.model):
+            print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{f', etp {args.etp}' if args.etp else ''})")
         return 0
     dtype, size = getattr(torch, args.dtype) if args.dtype else None, int(args.shard_gb * 1e9)
     if command == "to-megatron":

@@ -32,8 +32,12 @@ MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float3
 Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank, piece)
 
 
-def reshard(path: Path, target: Path, layout: TrainerLayout, *, role: str | None = None, model: Path | None = None) -> list[Path]:
-    """One role's directory, or without a `role` the whole checkpoint with every role and the run's state, into `target`.
+def reshard(
+    path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None, role: str | None = None,
+    model: Path | None = None,
+) -> list[Path]:  # fmt: skip
+    """One role's directory, or without a `role` the whole checkpoint with every role and the run's state, into `target`. Models with
+    experts are cut for the layout `experts`, where it is given.
 
     A whole checkpoint must be called step_N, as its source is, for a run to go on from it. Returns what was read. Raises ConfigError.
     """
@@ -41,7 +45,7 @@ def reshard(path: Path, target: Path, layout: TrainerLayout, *, role: str | None
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():
         source = find(path, role=role, model=model)
         with fresh(target, wanted_bytes=_bytes(source)) as folder:
-            _recut(source, layout, folder)
+            _recut(source, layout, experts, folder)
         return [source.path]
     step = step_directory(path)
     names = roles(step)
@@ -53,7 +57,7 @@ def reshard(path: Path, target: Path, layout: TrainerLayout, *, role: str | None
     with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
         for source in sources:
             (folder / source.path.name).mkdir()
-            _recut(source, layout, folder / source.path.name)
+            _recut(source, layout, experts, folder / source.path.name)
         shutil.copy2(step / STATE, folder / STATE)
         seal(folder, int(step.name.removeprefix("step_")))
     return [source.path for source in sources]
@@ -63,8 +67,9 @@ def _bytes(source: Source) -> int:
     return sum(file.stat().st_size for file in source.path.glob("*.distcp"))
 
 
-def _recut(source: Source, layout: TrainerLayout, folder: Path) -> None:
+def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
     checkpoint, sizes = source.checkpoint, source.sizes
+    layout = experts if experts is not None and sizes.experts else dense
     if checkpoint is None:
         raise ConfigError(f"{source.path} is a Hugging Face directory, which has no layout: to-megatron makes a checkpoint of it")
     for what, number, by in (

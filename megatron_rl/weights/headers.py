@@ -10,6 +10,7 @@ from megatron_rl.config import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+LFS = b"version https://git-lfs.github.com/"  # how a pointer begins that stands for a file which git-lfs has not fetched
 
 
 class Stored(NamedTuple):
@@ -50,7 +51,11 @@ def read_file(file: Path) -> dict[str, Stored]:
     """Every tensor of one safetensors file. Raises ConfigError, with the tensor that it hits, for a file that was cut or is none."""
     size = file.stat().st_size
     with file.open("rb") as source:
-        length = int.from_bytes(source.read(8), "little")
+        first = source.read(len(LFS))
+        if first == LFS:
+            raise ConfigError(f"{file} is a git-lfs pointer, not the file itself: run `git lfs pull` in its repository")
+        source.seek(8)
+        length = int.from_bytes(first[:8], "little")
         start = 8 + length
         if size < 8 or start > size:
             raise ConfigError(

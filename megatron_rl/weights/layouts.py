@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_rl.config import ConfigError
 from megatron_rl.weights.rectangles import Rect, Shape, Shard, engine, hf_shapes, megatron, megatron_names
-from megatron_rl.weights.sizes import Sizes
+from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
 class Holding(NamedTuple):
@@ -72,23 +72,28 @@ class EngineLayout:
         return self.tp * self.replicas
 
 
-def check(sizes: Sizes, *, tp: int, what: str) -> None:
-    """Raises ConfigError when heads, feed-forward or key/value heads cannot be shared by `tp` ranks."""
-    sizes_of = {"num_attention_heads": sizes.heads, "intermediate_size": sizes.ffn, "moe_intermediate_size": sizes.expert_ffn}
-    for name, number in sizes_of.items():
-        if number % tp and not (name == "moe_intermediate_size" and what == "trainer"):
-            raise ConfigError(f"{what}: {name} = {number} is not divisible by tp = {tp}")
+def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
+    """Raises ConfigError when `tp` ranks cannot share heads or feed-forward, or `expert_tp` ranks an expert."""
+    family = FAMILIES[sizes.family]
+    parts = [("num_attention_heads", sizes.heads, tp)]
+    if sizes.experts:  # in every layer: the dense width that config.json may hold is no layer's
+        parts += [(family.expert_ffn, sizes.expert_ffn, expert_tp), ("shared_expert_intermediate_size", sizes.shared_ffn, tp)]
+    else:
+        parts.append(("intermediate_size", sizes.ffn, tp))
+    for name, number, ranks in parts:
+        if number % ranks:
+            raise ConfigError(f"{what}: {name} = {number} is not divisible by {ranks} ranks")
     if sizes.kv_heads % tp and tp % sizes.kv_heads:
         raise ConfigError(f"{what}: num_key_value_heads = {sizes.kv_heads} and tp = {tp}: one must divide the other")
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     """What every rank of a trainer holds. Dense parameters and experts apart: their copies lie on different ranks."""
-    check(sizes, tp=layout.tp, what="trainer")
+    check(sizes, tp=layout.tp, expert_tp=layout.etp, what="trainer")
     if not sizes.experts and layout.ep * layout.etp > 1:
         raise ConfigError(f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out")
-    if sizes.experts % layout.ep or sizes.expert_ffn % layout.etp:
-        raise ConfigError(f"trainer: {sizes.experts} experts of {sizes.expert_ffn} do not divide by ep {layout.ep}, etp {layout.etp}")
+    if sizes.experts % layout.ep:
+        raise ConfigError(f"trainer: {sizes.experts} experts do not divide by ep {layout.ep}")
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
         ends = {"first": stage == 0, "last": stage == layout.pp - 1, "fused": layout.fused}
@@ -109,7 +114,7 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
     """What every rank of the engines holds; of `ranks` alone when given (those that live)."""
-    check(sizes, tp=layout.tp, what="engine")
+    check(sizes, tp=layout.tp, expert_tp=1 if layout.expert_parallel else layout.tp, what="engine")
     if layout.expert_parallel and not sizes.experts:
         raise ConfigError(f"engine: expert parallel, and the {sizes.family} model has no experts: leave it out")
     if layout.expert_parallel and sizes.experts % layout.tp:
