@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.chat import fill
 from megatron_rl.config import Gate
+from megatron_rl.engines.base import Sampling
 from megatron_rl.rollout import sample, tokenize
 from megatron_rl.turns import Grade, Players, Recipe
 from megatron_rl.types import Batch, Prompt, Trajectory, pack
@@ -70,9 +71,8 @@ def check_logprobs(
     """
     gaps = {}
     for role, policy in policies.items():
-        batch = pack(world.from_driver(_probe, players, role, texts))
-        trainer = policy.logprobs(batch)[batch.mask]
-        engine = batch.engine_logprobs[batch.mask]
+        batch = pack(world.from_driver(_short_probe, players, role, texts))
+        engine, trainer = both_logprobs(policy, batch)
         gap = float((engine - trainer).abs().mean())
         if not gap <= limit:
             worst = int((engine - trainer).abs().argmax())
@@ -98,13 +98,23 @@ def check(world: World, players: Players, recipe: Recipe, policies: Mapping[str,
     return scores | check_logprobs(world, players, policies, texts=texts, limit=plan.settings.max_logprob_gap)
 
 
-def _probe(players: Players, role: str, texts: Sequence[str]) -> list[Trajectory]:
+def probe(players: Players, role: str, texts: Sequence[str], sampling: Sampling) -> list[Trajectory]:
+    """Completions of `texts` by the role's engine, with advantages of 0. On the driver."""
+    limit = players.max_prompt_tokens[role]
+    prompts = [Prompt(id=str(i), tokens=tokenize(players.tokenizers[role], text)[:limit]) for i, text in enumerate(texts)]
+    return [replace(t, advantages=[0.0] * len(t.tokens)) for t in sample(players.engines[role], prompts, sampling)]
+
+
+def both_logprobs(policy: Scorer, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The engine's and the trainer's log-probs of the sampled tokens, [number of True in `batch.mask`] each. Collective."""
+    return batch.engine_logprobs[batch.mask], policy.logprobs(batch)[batch.mask]
+
+
+def _short_probe(players: Players, role: str, texts: Sequence[str]) -> list[Trajectory]:
     """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other log-probs)."""
     own = players.samplings[role]
     sampling = replace(
         own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0, min_p=0.0,
         n=1, seed=players.seed_for("gate", role),
     )  # fmt: skip
-    limit = players.max_prompt_tokens[role]
-    prompts = [Prompt(id=str(i), tokens=tokenize(players.tokenizers[role], text)[:limit]) for i, text in enumerate(texts)]
-    return [replace(t, advantages=[0.0] * len(t.tokens)) for t in sample(players.engines[role], prompts, sampling)]
+    return probe(players, role, texts, sampling)

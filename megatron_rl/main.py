@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -68,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in HELP.items():
         sub = commands.add_parser(name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW)
         sub.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
+    drift = commands.add_parser("drift", help="whether the engines keep to the trainer: a run at learning rate 0, its log-prob gaps")
+    drift.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of a `train` run")
+    drift.add_argument("--updates", type=_positive, default=5, help="updates, each with a refit behind it (default: 5)")
     check = commands.add_parser("check", help="validate a config without torch and say what its numbers mean")
     check.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c")
     check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 1 or more")
     return int(text)
 
 
@@ -202,7 +206,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, words: list[str]) -> int:
     files, overrides = _split(args.settings)
-    config = config_files.load(SCHEMAS[args.command], files, overrides)
+    config = config_files.load(SCHEMAS["train" if args.command == "drift" else args.command], files, overrides)
     try:
         place = launch.place_from(os.environ)
     except ValueError as error:
@@ -213,6 +217,10 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0)
     if args.command == "train":
         from megatron_rl.commands.train import run
+    elif args.command == "drift":
+        from megatron_rl.commands import drift
+
+        run = functools.partial(drift.run, updates=args.updates)
     elif args.command == "sft":
         from megatron_rl.commands.sft import run
     elif args.command == "generate":

@@ -7,27 +7,24 @@ import dataclasses
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl import config_checks, config_files, loop, plugins
 from megatron_rl.ahead import Ahead, Shelf, schedule
-from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
-from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, sampling_of, save_checkpoint
+from megatron_rl.commands import parts
+from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
 from megatron_rl.commands.engines import Fleet, open_fleet
 from megatron_rl.commands.launch import Place
 from megatron_rl.config import Launch, Sinks, TrainConfig, Use
-from megatron_rl.data import PromptReader, read_problems
-from megatron_rl.engines.base import Engine
+from megatron_rl.data import PromptReader
 from megatron_rl.gate import GatePlan
-from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.metrics import Stopwatch
 from megatron_rl.rewards.pool import Graded, GradePool
-from megatron_rl.rollout import tokenize
 from megatron_rl.run import Interrupts
 from megatron_rl.turns import Grade, Played, Players, Recipe, Turn
 from megatron_rl.types import Prompt
@@ -55,11 +52,11 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
         tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
-        readers, held_out = _prompts(config, recipe, tokenizers)
-        policies = _policies(config, recipe)
+        readers, held_out = parts.prompts(config, recipe, tokenizers)
+        policies = parts.policies(config, recipe)
         progress = _restore(driver, recipe, readers, policies)
         fleet = open_fleet(config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested)
-        players = _players(config, fleet.engines, tokenizers, pool, driver)
+        players = parts.players(config, fleet.engines, tokenizers, _one_at_a_time(pool.grade), driver)
         replay = Path(config.debug.replay) if config.debug.replay else None
         game = _Game(recipe, readers, players, config.run.prompts_per_step, replay)
         ahead = _ahead(config, game, fleet, driver, loop_steps=steps, progress=progress) if world.rank == 0 else None
@@ -67,7 +64,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             stack.callback(ahead.close)
         setup = loop.Setup(
             world=world,
-            roles={name: _role(config, name, policy, fleet.refits.get(name)) for name, policy in policies.items()},
+            roles={name: parts.role(config, name, policy, fleet.refits.get(name)) for name, policy in policies.items()},
             recipe=recipe,
             players=players,
             data=readers,
@@ -133,36 +130,6 @@ class _Game:
             reader.load_state_dict(state["data"][name])
 
 
-def _prompts(config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]) -> tuple[dict[str, PromptReader], list[Prompt]]:
-    """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out prompts."""
-    role = recipe.prompt_role
-    limit = config.roles[role].max_prompt_tokens
-
-    def encode(values: Mapping[str, Any]) -> list[int]:
-        return tokenize(tokenizers[role], recipe.generator_prompt(values))
-
-    def reader(source: Any) -> PromptReader:
-        return PromptReader(read_problems(source), encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=limit)
-
-    held_out: list[Prompt] = []
-    if config.evaluation.prompts is not None and not config.debug.replay:  # a replay has no engine to evaluate with
-        held = config.evaluation.prompts
-        held_out = reader(held).once(config.evaluation.num_prompts)
-    common = reader(config.data)
-    own = {name: reader(settings.data) for name, settings in config.roles.items() if settings.data is not None}
-    return {name: own.get(name, common) for name in config.roles}, held_out
-
-
-def _policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
-    out = {}
-    for name, role in config.roles.items():
-        groups = parallel.create(role.layout, seed=config.run.seed)
-        out[name] = MegatronPolicy(role, groups, trainable=name in recipe.trained, seed=config.run.seed)
-        if role.sleep:  # before the next role is built: both may not fit awake
-            out[name].sleep()
-    return out
-
-
 def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, loop_steps: int, progress: loop.Progress) -> Ahead:
     """On the driver. Turns played under other settings are not taken from the shelf: all that is not of the machine counts."""
     settings = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2))
@@ -174,19 +141,6 @@ def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, lo
     return Ahead(game, turns, max_staleness=config.rollouts.max_staleness, shelf=shelf, idle=fleet.tend)
 
 
-def _players(config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], pool: GradePool, driver: Driver) -> Players:
-    return Players(
-        engines=engines,
-        tokenizers=tokenizers,
-        samplings={name: sampling_of(role.sampling) for name, role in config.roles.items()},
-        max_prompt_tokens={name: role.max_prompt_tokens for name, role in config.roles.items()},
-        grade=_one_at_a_time(pool.grade),
-        watch=driver.watch,
-        seed=config.run.seed,
-        max_failure_share=config.reward.max_failure_share,
-    )
-
-
 def _one_at_a_time(grade: Grade) -> Grade:
     """Rollouts ahead of training and an evaluation may want it at once."""
     lock = threading.Lock()
@@ -196,20 +150,6 @@ def _one_at_a_time(grade: Grade) -> Grade:
             return grade(responses, payloads)
 
     return locked
-
-
-def _role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:
-    role = config.roles[name]
-    late = config.rollouts.max_staleness > 0 and role.loss.tis_cap is None
-    loss = dataclasses.replace(role.loss, tis_cap=config.rollouts.tis_cap) if late else role.loss
-    return loop.Role(
-        policy=policy,
-        loss=PolicyLoss(loss),
-        refit=refit,
-        needs_reference=role.loss.kl_coef > 0,
-        samples_per_optimizer_step=role.samples_per_optimizer_step,
-        sleeps=role.sleep,
-    )
 
 
 def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: PromptReader) -> loop.Plan:
