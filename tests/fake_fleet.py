@@ -35,7 +35,7 @@ def until(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> N
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"{what}: not within {timeout_s} s"
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 def expected(prompt: list[int], sampling: Sampling, index: int, *, first: int = 0, tokens: int | None = None) -> list[list[int]]:
