@@ -9,6 +9,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONPATH := $(CURDIR)
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
+TORCH ?= torch==2.13.0
 SEED ?= 0
 SEEDS ?= 0 1 2
 
@@ -23,7 +24,7 @@ setup: $(STAMP) ## make .venv with everything the project needs
 $(STAMP): setup.py
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) "torch>=2.6"
+	$(PIP) "$(TORCH)"
 	$(PIP) -e ".[dev]"
 	touch $@
 
@@ -70,7 +71,7 @@ test-unit: setup ## the quick loop: no extra ranks, no whole runs
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest
-	.venv-latest/bin/python -m pip install --quiet "torch>=2.6"
+	.venv-latest/bin/python -m pip install --quiet "$(TORCH)"
 	.venv-latest/bin/python -m pip install --quiet -e ".[dev]"
 	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
 	.venv-latest/bin/python -m pytest tests/test_parity.py tests/test_actor.py -q
