@@ -137,13 +137,14 @@ class Scenario:
             self.found[f"during_{mode}"] = plain(self.pool.generate(many, Sampling(max_tokens=150, n=3, seed=version)))
 
         thread = threading.Thread(target=ask)
+        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+        self.world.barrier()  # every rank is ready for the refit, which must find requests under way
         if self.pool is not None:
             for member in self.pool._living():
                 member.server._pause = mode
             thread.start()
-            wait_for("a request under way", lambda: any(m.load for m in self.pool._living()))
-            time.sleep(0.3)
-        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+            wait_for("requests under way", lambda: all(m.load for m in self.pool._living()))
+            time.sleep(0.3)  # for first tokens
         self.refit(version)
         self.keep_weights(f"v{version}")
         if self.pool is not None:

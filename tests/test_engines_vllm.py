@@ -26,7 +26,7 @@ CONFIG = """
 roles: {{generator: {{model: {{path: {base}/model}}, layout: {{tp: 2, pp: 2}}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}}}
 recipe: {{target: megatron_rl.recipes.grpo:Grpo}}
 data: {{path: nowhere.jsonl}}
-engine: {{kind: vllm, python: {python}, replicas: 2}}
+engine: {{kind: vllm, python: {python}, replicas: 2, max_batch: 16}}
 run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
