@@ -37,6 +37,7 @@ class FakeVllm:
 
     def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0, stall_after: int | None = None) -> None:
         self.token, self.version, self.context, self.stall_after = token, "default", 200, stall_after
+        self.passing: list[list[int]] = []  # prompts that do not stall
         self.joined: dict[str, Any] | None = None
         self.seen: list[str] = []  # paths, without /health
         self.running = self.most_running = 0  # requests that generate
@@ -136,7 +137,7 @@ class FakeVllm:
         spans: list[dict[str, Any]] = []
         epoch = self._aborts
         for place in range(params["max_tokens"]):
-            self._change.wait_for(lambda: self._aborts != epoch or self._closed or not (self._paused or self._stalls(place)))  # noqa: B023
+            self._change.wait_for(lambda: self._aborts != epoch or self._closed or not (self._paused or self._stalls(prompt, place)))  # noqa: B023
             if self._aborts != epoch or self._closed:
                 return texts, spans, "abort"
             if not spans or spans[-1]["version"] != self.version:
@@ -145,8 +146,8 @@ class FakeVllm:
                 text.append(token_at(prompt, params["seed"] + j, place))
         return texts, spans, "length"
 
-    def _stalls(self, place: int) -> bool:
-        return self.stall_after is not None and place >= self.stall_after
+    def _stalls(self, prompt: list[int], place: int) -> bool:
+        return self.stall_after is not None and place >= self.stall_after and prompt not in self.passing
 
 
 class _Handler(BaseHTTPRequestHandler):
