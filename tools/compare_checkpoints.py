@@ -34,15 +34,16 @@ def main() -> int:
     except ConfigError as error:
         print(f"compare_checkpoints: {error}", file=sys.stderr)
         return 2
-    table = Table(title=f"{args.first} against {args.second}")
-    for column in ("tensor", "bits", "|a - b| / |a|", "largest"):
-        table.add_column(column, justify="left" if column == "tensor" else "right")
-    for row in sorted(rows, key=lambda row: -row["relative"])[: args.show]:
-        table.add_row(row["name"], "equal" if row["equal"] else "differ", f"{row['relative']:.2e}", f"{row['largest']:.2e}")
-    console = Console(width=max(110, Console().width))
-    console.print(table)
+    differing = [row for row in rows if not row["equal"]]
+    if differing:
+        table = Table(title="tensors that differ")
+        for column in ("tensor", "|a - b| / |a|", "largest"):
+            table.add_column(column, justify="left" if column == "tensor" else "right")
+        for row in sorted(differing, key=lambda row: -row["relative"])[: args.show]:
+            table.add_row(row["name"], f"{row['relative']:.2e}", f"{row['largest']:.2e}")
+        Console(width=max(110, Console().width)).print(table)
     same = all(row["equal"] or (args.tolerance and row["relative"] <= args.tolerance) for row in rows)
-    console.print(f"{sum(row['equal'] for row in rows)} of {len(rows)} tensors are equal to the last bit")
+    print(f"{len(rows) - len(differing)} of {len(rows)} tensors are equal to the last bit")
     return 0 if same else 1
 
 

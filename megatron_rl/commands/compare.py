@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.commands.source import Source
 from megatron_rl.config import ConfigError
 from megatron_rl.weights import copies, hf
+from megatron_rl.weights.rectangles import hf_shapes
 
 
 def compare(first: Source, second: Source) -> list[dict[str, Any]]:
@@ -19,7 +22,10 @@ def compare(first: Source, second: Source) -> list[dict[str, Any]]:
     Raises ConfigError when names or shapes differ.
     """
     rows = []
-    for name, a, b in _pairs(first, second):
+    total = len(first.shapes()) if first.checkpoint is None else len(hf_shapes(first.sizes))
+    screen = Console(stderr=True)
+    steps = track(_pairs(first, second), "tensors", total, console=screen, transient=True, disable=not screen.is_terminal)
+    for name, a, b in steps:
         if a.shape != b.shape:
             raise ConfigError(f"{name} is {tuple(a.shape)} in {first.path} and {tuple(b.shape)} in {second.path}")
         rows.append({"name": name, "equal": torch.equal(a, b), **_gap(a, b)})
