@@ -303,6 +303,22 @@ def test_refits_and_requests_from_two_threads(fleet: Fleet):
     assert all(m.load == m.requests == 0 for m in pool._living())
 
 
+def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
+    """A run that was asked to leave lost its rollouts when all servers took weights; a long refit was said to be a wait, and ended it."""
+    fake = fleet.start()
+    asked = under_way(fleet, fake, wait_s=0.5)
+    fleet.pool.hopeless = lambda: "asked to leave"
+    fake.fail(UPDATE, "hang")
+    fleet.pool.begin_refit(2, ADDRESS, wait_s=60.0)
+    until("an update that takes long", lambda: fake.count(UPDATE) == 2)
+    with pytest.raises(AssertionError, match="no answer"):
+        asked.result(timeout_s=1.0)
+    fleet.pool._members[0].server.hang_up()
+    assert fleet.pool.end_refit() == 0
+    with pytest.raises(EngineError, match="asked to leave"):
+        asked.result()
+
+
 def test_a_first_refit_waits_for_a_first_server(fleet: Fleet):
     pool = fleet.open()
     timer = threading.Timer(0.2, fleet.start)

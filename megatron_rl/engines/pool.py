@@ -89,7 +89,8 @@ class Pool:
         self._closing = threading.Event()
         self._requests = concurrent.futures.ThreadPoolExecutor(settings.replicas * settings.max_requests, f"requests-{role}")
         self._refits = concurrent.futures.ThreadPoolExecutor(settings.replicas, f"refits-{role}")
-        self._updates: dict[_Member, concurrent.futures.Future[bool]] = {}  # between begin_refit and end_refit
+        self._refitting = False  # between begin_refit and end_refit
+        self._updates: dict[_Member, concurrent.futures.Future[bool]] = {}
         self._watcher = threading.Thread(target=self._watch, name=f"roster-{role}", daemon=True)
         self._watcher.start()
 
@@ -134,7 +135,7 @@ class Pool:
         try:
             while call.found:
                 self.tend()
-                if self._serving():
+                if self._serving() or self._refitting:  # servers that take weights are there
                     waiting.over()
                 else:
                     self._wait(waiting)
@@ -165,14 +166,16 @@ class Pool:
             seated = _those(members, self._refits.map(functools.partial(self._seat, address=address), members))
             if seated:
                 with self._change:
-                    self.version = version
+                    self._refitting, self.version = True, version
                     for member in self._members.values() if only is None else seated:
                         member.version = None
             paused = _those(seated, self._refits.map(self._pause, seated))
             if paused or only is not None:
                 break
+            self._refitting = False
             self._wait(waiting)
             self._closing.wait(self._look_s)
+        self._refitting = bool(paused)
         self._updates = {m: self._refits.submit(self._update, m, version, wait_s) for m in paused}
         return sorted(m.listing.replica for m in paused)
 
@@ -180,7 +183,7 @@ class Pool:
         """After the trainer is done: the servers that have the weights serve, the others are out until they take them. -> how many have."""
         for future in self._updates.values():
             future.result()
-        updated, self._updates = self._updates, {}
+        updated, self._updates, self._refitting = self._updates, {}, False
         return sum(m in updated for m in self._serving())
 
     def _seat(self, member: _Member, address: Address) -> bool:
@@ -233,7 +236,7 @@ class Pool:
     def tend(self) -> None:
         """Brings servers that are there without current weights to them, when the owner calls. Not in the middle of a refit, which other
         servers may be the object of."""
-        if self.refresh is None or self.version < 0 or self._updates or threading.get_ident() != self._owner:
+        if self.refresh is None or self.version < 0 or self._refitting or threading.get_ident() != self._owner:
             return
         latest = time.monotonic() - min(AGAIN_S, self._settings.wait_s / 4)
         stale = [m.listing.replica for m in self._living() if m.version is None and m.troubled < latest]
