@@ -146,7 +146,7 @@ def stop_strings_end_with_the_token_that_completed_them(engine: Any, judge: Judg
         return
     some = prompts(judge)
     free = [c.tokens for [c] in engine.generate(some, Sampling(max_tokens=30, seed=5))]
-    text = judge.tokenizer.decode(free[0][2:4], skip_special_tokens=False)
+    text = judge.tokenizer.decode(max(free, key=len)[2:4], skip_special_tokens=False)  # of one that did not end there
     for prompt, [c] in zip(some, engine.generate(some, Sampling(max_tokens=30, seed=5, stop_strings=(text,))), strict=True):
         whole = judge.tokenizer.decode(c.tokens, skip_special_tokens=False)
         before = judge.tokenizer.decode(c.tokens[:-1], skip_special_tokens=False)

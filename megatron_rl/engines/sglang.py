@@ -17,7 +17,7 @@ from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
@@ -221,8 +221,8 @@ class SglangServer:
                     raise ServerLost(f"{self.url} kept the cache of the old weights for {FLUSH_S:.0f} s: {error}") from error
             time.sleep(0.1)
 
-    def _post(self, path: str, body: Any, **options: float) -> None:
-        self._http.call("POST", path, body, **options)
+    def _post(self, path: str, body: Any, *, timeout_s: float = CONTROL_S) -> None:
+        self._http.call("POST", path, body, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

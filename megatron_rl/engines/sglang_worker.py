@@ -5,10 +5,14 @@ python -m megatron_rl.engines.sglang_worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import pkgutil
+import shutil
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -44,6 +48,8 @@ def main() -> None:
     arguments.resolve_once()
     app.add_middleware(Guard)
     _hook(FREEZE, _freeze_gc)
+    if arguments.nnodes == 1:  # its ranks meet in a file: torch's TCP store would listen at every interface and ask nobody for a token
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{_meeting_place()}/ranks"
     try:
         launch_server(arguments, run_scheduler_process_func=run_rank)
     finally:
@@ -106,7 +112,8 @@ class Refits:
         failures = [f for f in _told_all(failure) if f is not None]
         if not failures:
             return True, "done"
-        _log.warning("%s", "; ".join(failures))
+        if updater.tp_rank == 0:
+            _log.warning("an order was not carried out: %s", "; ".join(failures))
         return False, "; ".join(failures)
 
     def _carry_out(self, updater: Any, order: Any) -> None:
@@ -157,6 +164,24 @@ def _hook(target: str, stand_in: Any) -> None:
     HookRegistry.apply_hooks()
     if pkgutil.resolve_name(target) is own:
         raise RuntimeError(f"this SGLang keeps its own {target}: its log says why")
+
+
+def _meeting_place() -> str:
+    """A directory of this process's own. Those of processes that are gone are removed: SGLang ends by SIGKILL, and cleans up nothing."""
+    prefix = f"megatron_rl-{os.getuid()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # somebody else was faster, or it is in use
+            if time.time() - left.stat().st_mtime > UP_S:
+                _lock(left)
+                shutil.rmtree(left)
+    own = tempfile.mkdtemp(prefix=prefix)
+    _lock(own)
+    return own
+
+
+def _lock(directory: str | Path) -> None:
+    """For as long as this process lives. Raises OSError when another has it."""
+    fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _freeze_gc(arguments: Any) -> None:
