@@ -104,4 +104,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	@missed=0; for name in rollout train_step refit import_export convert; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-sglang runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang runs
