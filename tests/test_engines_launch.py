@@ -37,6 +37,7 @@ engine: {{kind: vllm, python: {base}/python, replicas: 3, restarts: 1}}
 run: {{dir: {base}, name: run}}
 """
 WITH = "--with-parent"
+START_S = 300.0  # of a Python process that imports torch, on a machine that does much else
 
 
 def gone(pid: int) -> bool:
@@ -273,7 +274,7 @@ class Serving:
             listings = Roster(self.base / "run/engines").read("generator")
             return [x for x in listings if x.replica == self.replica and x.incarnation != other_than and x.beat > 0]
 
-        until(f"a listing; {self.out.read_text()}", lambda: found() or self.process.poll() is not None, 120)
+        until(f"a listing; {self.out.read_text()}", lambda: found() or self.process.poll() is not None, START_S)
         assert self.process.poll() is None, self.out.read_text()
         self.engines.add(self.engine())
         return found()[0]
@@ -287,7 +288,7 @@ class Serving:
         raise AssertionError(f"no engine: {self.out.read_text()}")
 
     def end(self) -> int:
-        status = self.process.wait(120)
+        status = self.process.wait(START_S)
         for pid in self.engines:
             until("the engine's end", lambda: gone(pid))  # noqa: B023
         assert not (self.base / f"run/engines/generator-{self.replica}.json").exists()
@@ -346,7 +347,7 @@ def test_serve_leaves_when_it_is_told_to(config):
 
 def test_serve_leaves_while_its_server_starts(config):
     with Serving(config, FAKE="silent") as serving:
-        until("the engine's start", lambda: (config.parent / "run/logs/engine_generator_0.log").exists(), 120)
+        until("the engine's start", lambda: (config.parent / "run/logs/engine_generator_0.log").exists(), START_S)
         until("the engine", lambda: "the fake starts" in (config.parent / "run/logs/engine_generator_0.log").read_text())
         serving.engines.add(serving.engine())
         os.kill(serving.process.pid, signal.SIGTERM)
@@ -380,7 +381,7 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     (run / "config.yaml").write_text(config.read_text())
     both = [Supervisor(run, "generator", replica) for replica in (0, 1)]
     assert os.getpgid(both[0]._process.pid) != os.getpgid(0), "Ctrl-C is for the run, which needs its servers until the turn's end"
-    until("both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), 120)
+    until("both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), START_S)
     stay = lambda: False  # noqa: E731
     assert _hopeless(both, stay) is None and _hopeless([], stay) is None and "asked to leave" in (_hopeless(both, lambda: True) or "")
     _leave({"generator": both[:1], "verifier": both[1:]})
