@@ -21,7 +21,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 300) -> list[Any]:
+def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 900) -> list[Any]:
     """Runs `script OUT/rank{r}.json *arguments` on `world` ranks. Returns what each wrote; fails with the failed ranks' output."""
     out.mkdir(parents=True, exist_ok=True)
     port, children = str(free_port()), []

@@ -98,7 +98,7 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     ]  # fmt: skip
     program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
     train, held = (pq.read_table(tmp_path / f"pairs/{name}.parquet").to_pylist() for name in ("train", "validation"))
-    assert (len(train), len(held)) == (48, 16)
+    assert 44 <= len(train) <= 48 and 14 <= len(held) <= 16, "of 32 problems two each; answers that were cut are left out"
     assert not {row["question"] for row in train} & {row["question"] for row in held}
     text = program("eval", *shared, "reward.target=megatron_rl.rewards.last_letter:grade", f"output={tmp_path}/eval.json").stdout
     answer = json.loads((tmp_path / "eval.json").read_text())
