@@ -7,8 +7,8 @@
     delta       direct over gloo, what changed alone, after a step of 1e-6 in float32; full: the same step, everything
 
 `wire_gb` is what all ranks together receive from other ranks. The bound: what the engine ranks need and do not hold themselves.
-`p2p`: messages of the plan's sizes between the plan's pairs as raw buffers over gloo, in the same run; `memcpy`: a copy in one process
-while the others copy too. Best of --rounds, each as long as its slowest rank. With --gigabytes 0.05 it is a quick look.
+`p2p`: messages of the plan's sizes between the plan's pairs as raw buffers over gloo, in turn with the direct ways; `memcpy`: a copy in
+one process while the others copy too. Best of --rounds, each as long as its slowest rank. With --gigabytes 0.05 it is a quick look.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron_rl.refit.wiring import Seat, Seating
 from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
+from megatron_rl.weights.reshard import Plan
 from megatron_rl.weights.sizes import Sizes
 
 RANKS = 4
@@ -115,17 +116,22 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     for way, limit in (("gather", 0), ("bucketed", args.bucket_mib << 20)):
         figures[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
     reference = {n: t.clone() for n, t in engine.tensors.items()}
-    figures |= raw(topology, args)
+    plan, messages = raw(topology, args)
+    runs, sides = {"p2p_s": messages}, []
     for transport in ("gloo", "shared_memory"):
         for tensor in engine.tensors.values():
             tensor.zero_()
         settings = Refit(transport=transport, bucket_mib=args.bucket_mib, verify="off")
         side = TrainerSide(topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine)
         figures["wire_gb"] = side(0)["refit/gigabytes"]
-        figures[f"direct_{transport}_s"] = best(lambda side=side: side(1), args.rounds)
-        side.close()
         if any(not torch.equal(t, engine.tensors[n]) for n, t in reference.items()):
             raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
+        runs[f"direct_{transport}_s"] = lambda side=side: side(1)
+        sides.append(side)
+    figures |= in_turn(runs, args.rounds)
+    for side in sides:
+        side.close()
+    figures |= {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_gb_per_s": plan.sent * 2 / 1e9 / figures["p2p_s"]}
     figures["bound_over_direct_bytes"] = figures["bound_gb"] / figures["wire_gb"]
     figures["gather_over_direct"] = figures["gather_s"] / figures["direct_shared_memory_s"]
     figures["gather_over_direct_gloo"] = figures["gather_s"] / figures["direct_gloo_s"]
@@ -223,8 +229,8 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
     yield waiting
 
 
-def raw(topology: Topology, args: argparse.Namespace) -> dict[str, float]:
-    """The bound, and the time of messages of the plan's sizes between the plan's pairs as raw buffers, over gloo."""
+def raw(topology: Topology, args: argparse.Namespace) -> tuple[Plan, Callable[[], None]]:
+    """The plan, and what sends messages of its sizes between its pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
     dist.all_gather_object(seats, Seat.new(torch.device("cpu")))
     plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
@@ -247,8 +253,7 @@ def raw(topology: Topology, args: argparse.Namespace) -> dict[str, float]:
         for work in pending:
             work.wait()
 
-    seconds = best(run, args.rounds)
-    return {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_s": seconds, "p2p_gb_per_s": plan.sent * 2 / 1e9 / seconds}
+    return plan, run
 
 
 def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
@@ -282,13 +287,19 @@ def memcpy() -> float:
 
 def best(run: Callable[[], Any], rounds: int) -> float:
     """Seconds of the fastest round, each as long as its slowest rank; after one to warm up."""
-    seconds = []
+    return in_turn({"": run}, rounds)[""]
+
+
+def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The same of several, which take turns: the machine's other work then meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        run()
-        seconds.append(slowest(time.perf_counter() - start))
-    return min(seconds[1:])
+        for name, run in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            run()
+            seconds[name].append(slowest(time.perf_counter() - start))
+    return {name: min(times[1:]) for name, times in seconds.items()}
 
 
 def slowest(seconds: float) -> float:
