@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -77,6 +79,16 @@ def anonymous_bytes() -> int:
     """RssAnon of this process (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def cpu_seconds(processes: Iterable[int]) -> float:
+    """Of the processes and all below them."""
+    own = [psutil.Process(process) for process in processes]
+    spent = 0.0
+    for process in [p for root in own for p in (root, *root.children(recursive=True))]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spent += sum(process.cpu_times()[:4])  # those of children that ended count too
+    return spent
 
 
 def machine() -> dict[str, str | int]:

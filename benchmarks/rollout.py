@@ -1,15 +1,21 @@
-"""Tokens per CPU-second of the embedded engine against transformers' `generate`, same model and same tokens, in one run.
+"""Tokens per second of the rollout engines, each against what it is measured by, in one run.
 
-The model is random and ends a sequence with a fixed probability at every token, so that lengths are geometric, cut at
---max-tokens: their mean is about a third of the longest, as in rollouts of reasoning models. Our engine samples them at
-temperature 1 with log-probs of every token. Transformers must then generate exactly the same tokens: a logits processor
-makes each row's next recorded token the argmax of a greedy `generate`, which is cheaper than drawing it, and no log-probs
-are asked of it. Only recorded tokens are counted on either side, not what `generate` pads finished rows with.
+The models are random and end a sequence with a fixed probability at every token, so that lengths are geometric, cut at
+--max-tokens: their mean is about a third of the longest, as in rollouts of reasoning models. One thread, float32; both sides
+are measured in turn, and a ratio is the median of the rounds'.
 
-Transformers gets all prompts at once, left-padded, or cut into the batch size (of --batches) that was its fastest in a
-first round; every prompt is different, so that our prefill shared between samples gains nothing. `equal` repeats the
-comparison with no end of sequence: all rows have one length, and what remains is the speed of a step. One thread, float32;
-both sides are measured in turn, and the ratio is the median of the rounds'. The bar is 3 times, the goal 5.
+--engines embedded,transformers: tokens per CPU-second of the embedded engine against transformers' `generate`, same model and
+same tokens. Our engine samples them at temperature 1 with log-probs of every token. Transformers must then generate exactly
+the same tokens: a logits processor makes each row's next recorded token the argmax of a greedy `generate`, which is cheaper
+than drawing it, and no log-probs are asked of it. Only recorded tokens are counted on either side, not what `generate` pads
+finished rows with. Transformers gets all prompts at once, left-padded, or cut into the batch size (of --batches) that was its
+fastest in a first round; every prompt is different, so that our prefill shared between samples gains nothing. `equal` repeats
+the comparison with no end of sequence: all rows have one length, and what remains is the speed of a step. The bar is 3 times,
+the goal 5.
+
+--engines vllm: tokens per second of our pool over one real vLLM server, one HTTP request per prompt with --samples completions,
+against vLLM's own `LLM.generate` in its own environment, same requests and seeds, log-probs on both sides. The bar is 0.9. The
+model is the small one: vLLM's attention on a CPU wants heads of 32 at least. `ratio_cpu`: of tokens per CPU-second of all processes.
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import common
+import served
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
@@ -37,7 +46,9 @@ PRESETS = {
         vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2
     ),
 }
-BARS = {"mixed/ratio": 3.0}  # of the tiny preset; small is bound by arithmetic, not by overhead
+BARS = {"mixed/ratio": 3.0, "vllm/ratio": 0.9}  # the first of the tiny preset; small is bound by arithmetic, not by overhead
+VLLM_PRESET = "small"
+VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm/bin/python"
 EOS = 1
 
 
@@ -118,18 +129,8 @@ def compare(directory: Path, prompts: list[list[int]], sampling: Sampling, *, ba
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="tiny: 0.16 M parameters; small: 19 M")
-    parser.add_argument("--sequences", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of the longest sequence; end of sequence comes with 3 / this")
-    parser.add_argument("--batches", type=int, nargs="+", default=[256, 128, 64], help="batch sizes that transformers may choose from")
-    parser.add_argument("--rounds", type=int, default=5)
-    common.add_arguments(parser)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    rng = random.Random(0)
-    prompts = [[rng.randrange(2, PRESETS[args.preset]["vocab_size"]) for _ in range(rng.randint(8, 32))] for _ in range(args.sequences)]
+def embedded_figures(args: argparse.Namespace) -> dict[str, float]:
+    prompts = _prompts(args.preset, args.sequences)
     batches = [b for b in args.batches if b <= args.sequences] or [args.sequences]
     figures: dict[str, float] = {}
     for kind, eos_share, tokens in (("mixed", 3 / args.max_tokens, args.max_tokens), ("equal", 1e-9, args.max_tokens // 3)):
@@ -137,7 +138,49 @@ def main() -> None:
             write_model(Path(folder), args.preset, eos_share)
             found = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
         figures |= {f"{kind}/{name}": value for name, value in found.items()}
-    common.finish(figures, BARS if args.preset == "tiny" else {}, args)
+    return figures
+
+
+def vllm_figures(args: argparse.Namespace) -> dict[str, float]:
+    prompts = _prompts(VLLM_PRESET, max(1, args.sequences // args.samples))
+    sampling = Sampling(max_tokens=args.max_tokens, n=args.samples)
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model", VLLM_PRESET, 3 / args.max_tokens)
+        found = served.compare(
+            Path(folder), Path(folder) / "model", prompts, sampling, python=str(args.python), rounds=args.rounds, eos=EOS
+        )  # fmt: skip
+    return {f"vllm/{name}": value for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", help="embedded,transformers (they go together), vllm, or all (default: vllm where --python exists)")
+    parser.add_argument("--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)")
+    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="of embedded; tiny: 0.16 M parameters; small: 19 M")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=4, help="of one prompt, in a request to vLLM")
+    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of the longest sequence; end of sequence comes with 3 / this")
+    parser.add_argument("--batches", type=int, nargs="+", default=[256, 128, 64], help="batch sizes that transformers may choose from")
+    parser.add_argument("--rounds", type=int, default=5)
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    chosen = set(args.engines.split(",")) if args.engines else {"embedded", "transformers", *(["vllm"] if args.python.exists() else [])}
+    if chosen - {"embedded", "transformers", "vllm"} or ("embedded" in chosen) != ("transformers" in chosen):
+        parser.error(f"--engines {args.engines}: give embedded,transformers (they are compared with each other), vllm, or all three")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
+    torch.set_num_threads(1)
+    figures: dict[str, float] = {}
+    if "embedded" in chosen:
+        figures |= embedded_figures(args)
+    if "vllm" in chosen:
+        figures |= vllm_figures(args)
+    bars = {name: bar for name, bar in BARS.items() if name in figures and (name != "mixed/ratio" or args.preset == "tiny")}
+    common.finish(figures, bars, args)
+
+
+def _prompts(preset: str, count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(2, PRESETS[preset]["vocab_size"]) for _ in range(rng.randint(8, 32))] for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""A pool over one real vLLM server against vLLM's own offline rate: the same requests, both sides in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import common
+
+from megatron_rl.config import Vllm
+from megatron_rl.engines import sampler
+from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
+from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.vllm import VllmServer, command
+
+OFFLINE = Path(__file__).parent / "vllm_offline.py"
+ROLE = "model"
+START_S = 600.0
+MAX_BATCH = 256  # sequences under way, on both sides
+SEED_MASK = (1 << 62) - 1  # as the pool cuts its seeds
+
+
+class Untrained(VllmServer):
+    """A server that keeps the weights it was started with: no trainer refits it."""
+
+    def join(self, host: str, port: int, replica: int) -> None: ...
+
+    def pause(self) -> None: ...
+
+    def update(self, version: int, wait_s: float) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+        drawn = super().generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
+        return [replace(completion, versions=[]) for completion in drawn]
+
+
+@contextlib.contextmanager
+def open_pool(directory: Path, model: Path, settings: Vllm, eos: int) -> Iterator[tuple[Pool, int]]:
+    """A pool whose one server is ready, and that server's process."""
+    token_file = directory / "token"
+    token, port = make_token(token_file), free_port(settings.host)
+    assert settings.python is not None
+    words = command(settings, python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False)
+    log = directory / "server.log"
+    process = ServerProcess(words, log, os.environ, imports=directory / "imports")
+    listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
+
+    def connect(found: Listing) -> VllmServer:
+        return Untrained(found.url, token, settings, ends={eos}, refit_timeout_s=60.0)
+
+    roster = Roster(directory / "engines")
+    try:
+        process.wait_until(connect(listing).ready, START_S)
+        with Announcement(roster, listing, alive=lambda: process.ended() is None):
+            pool = Pool(ROLE, settings, roster, connect)
+            pool.begin_refit(0, ("", 0), wait_s=60.0)
+            pool.end_refit()
+            yield pool, process.pid
+            pool.close()
+    finally:
+        process.stop()
+
+
+class Offline:
+    """vLLM's `LLM` in an interpreter of its own."""
+
+    def __init__(self, model: Path, settings: Vllm, log: Path) -> None:
+        assert settings.python is not None
+        words = command(settings, python=settings.python, model=model, dtype="float32", port=0, token_file=log, on_gpu=False)
+        arguments = {
+            "model": str(model), "dtype": "float32", "enforce_eager": True, "max_num_seqs": settings.max_batch,
+            "enable_chunked_prefill": False,
+            "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
+        }  # fmt: skip
+        self._log = log.open("wb")
+        self._process = subprocess.Popen(
+            [settings.python, str(OFFLINE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            env={**os.environ, **words.environment}, start_new_session=True,
+        )  # fmt: skip
+        self.pid = self._process.pid
+        self._ask(arguments)
+
+    def round(self, prompts: list[list[int]], sampling: Sampling, eos: int) -> dict[str, float]:
+        settings = {
+            "n": sampling.n, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "logprobs": 0, "detokenize": False,
+            "stop_token_ids": [eos],
+        }  # fmt: skip
+        seeds = [sampler.stream_key(sampling.seed, i, 0) & SEED_MASK for i in range(len(prompts))]
+        return self._ask({"prompts": prompts, "sampling": settings, "seeds": seeds})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        self._process.wait()
+        self._log.close()
+
+    def _ask(self, what: Any) -> dict[str, float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"vLLM ended with status {self._process.wait()}; the end of its log:\n{tail(Path(self._log.name))}")
+        return json.loads(answer)
+
+
+def compare(
+    directory: Path, model: Path, prompts: list[list[int]], sampling: Sampling, *, python: str, rounds: int, eos: int
+) -> dict[str, float]:  # fmt: skip
+    """Tokens per second and per CPU-second of both, the medians of the rounds' ratios, and which share of the pool's CPU-seconds is spent
+    in this process. `directory`: for logs."""
+    settings = Vllm(python=python, max_batch=MAX_BATCH, wait_s=60.0)
+    offline = Offline(model, settings, directory / "offline.log")
+    found: list[dict[str, float]] = []
+    with contextlib.closing(offline), open_pool(directory, model, settings, eos) as (pool, server):
+        for number in range(rounds + 1):
+            drawn = replace(sampling, seed=number)
+            here, before, start = time.process_time(), common.cpu_seconds([server]), time.perf_counter()
+            groups = pool.generate(prompts, drawn)
+            seconds, here = time.perf_counter() - start, time.process_time() - here
+            spent = common.cpu_seconds([server]) - before + here
+            tokens = sum(len(completion.tokens) for group in groups for completion in group)
+            row = {"pool_tokens_per_s": tokens / seconds, "pool_tokens_per_cpu_s": tokens / spent, "pool_client_share": here / spent}
+            before = common.cpu_seconds([offline.pid])
+            answer = offline.round(prompts, drawn, eos)
+            spent = common.cpu_seconds([offline.pid]) - before
+            row |= {"offline_tokens_per_s": answer["tokens"] / answer["seconds"], "offline_tokens_per_cpu_s": answer["tokens"] / spent}
+            if number:  # the first warms up
+                found.append(row)
+    out = {name: statistics.median(row[name] for row in found) for name in found[0]}
+    for name, per in (("ratio", "tokens_per_s"), ("ratio_cpu", "tokens_per_cpu_s")):
+        out[name] = statistics.median(row[f"pool_{per}"] / row[f"offline_{per}"] for row in found)
+    return out
