@@ -2,8 +2,9 @@
 
 Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their metrics.jsonl: a turn's
 wall time is that between its line and the one before, its phases are those in its line, so the first turn does not count. With
---engines vllm the trainer is one rank, and the servers are started by `megatron-rl serve`, as in a job of their own; on two cores
-or more the trainer is pinned to one and all servers to another.
+--engines vllm the trainer is one rank, and the servers are started by `megatron-rl serve`, as in a job of their own, pinned to cores.
+One turn after the other: no two servers share a core; with two cores the second server has the trainer's, which waits while it works.
+With turns played beside training: the trainer has a core of its own, and the servers share the others.
 
     overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
     tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run, same generator
@@ -118,9 +119,10 @@ def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Na
     with contextlib.ExitStack() as stack:
         children = []
         if engine == "vllm":
-            for role in roles:
+            for number, role in enumerate(roles, 1):
                 command = ["serve", *settings, f"--role={role}"]
-                children.append(stack.enter_context(_started(command, folder / f"serve_{role}.log", cores[1:2] if apart else cores)))
+                own = [cores[number % len(cores)]] if staleness == 0 else cores[1:]
+                children.append(stack.enter_context(_started(command, folder / f"serve_{role}.log", own if apart else cores)))
         trainer = stack.enter_context(_started(["train", *settings], folder / "train.log", cores[:1] if apart else cores))
         children.append(trainer)
         stamps = [*_stamps(folder / arm, trainer, [child.pid for child in children])]

@@ -190,7 +190,7 @@ class Servers:
     expert_parallel: bool = False  # share experts out over these ranks whole, not each expert
     start: bool = True  # the run starts them, on its first rank's host; false: `megatron-rl serve` does, in jobs of their own
     python: str | None = None  # interpreter of the environment that has the engine; null: that of the run
-    host: str = "127.0.0.1"  # address that servers and the refit board listen at: the job's own interface, never 0.0.0.0
+    host: str = "127.0.0.1"  # where servers and the refit board listen: an address, an interface (ib0), or auto: this host's own name
     gpus: tuple[NonNegativeInt, ...] = ()  # of servers that the run starts, tp for each in turn; empty: those that are visible
     max_batch: PositiveInt = 256  # sequences decoded together at one server
     max_model_len: PositiveInt | None = None  # tokens of prompt and completion; null: the model's own
@@ -248,6 +248,7 @@ class Run:
     keep: PositiveInt = 2  # newest checkpoints kept
     resume: Literal["auto", "never", "must"] = "auto"
     save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts are written as Parquet; 0: none
+    hang_after_s: NonNegativeFloat = 7200.0  # without a phase of a turn that ends, all ranks write their stacks and end; 0: never
 
 
 @config
@@ -275,6 +276,18 @@ class Rollouts:
     max_staleness: NonNegativeInt = 0  # turns that may be played before earlier ones are trained on; 0: one after the other
     tis_cap: PositiveFloat = 2.0  # loss.tis_cap of roles that have none, where max_staleness > 0
     mixed: Literal["keep", "rescore", "drop"] = "keep"  # what two versions wrote: every token has its own log-prob; the trainer's; or leave
+
+
+@config
+class Job:
+    """The run on a Slurm cluster, for `megatron-rl submit`; what is the site's own stands in its profile. null: as the profile has it."""
+
+    nodes: PositiveInt = 1  # of the trainer
+    time: str | None = None  # limit of one slice, as sbatch takes it: 04:00:00
+    slices: PositiveInt = 1  # of the trainer's time, one after the other; each goes on from the newest checkpoint
+    warning_s: PositiveInt | None = None  # before the time limit the run is asked to save and leave
+    stalled: PositiveInt = 3  # starts without a new checkpoint, one after the other, that end the chain
+    engine_time: str | None = None  # limit of one server, which starts again after it; null: as `time`
 
 
 @config
@@ -315,6 +328,7 @@ class TrainConfig:
     gate: Gate = field(default_factory=Gate)
     debug: Debug = field(default_factory=Debug)
     sinks: Sinks = field(default_factory=Sinks)
+    job: Job = field(default_factory=Job)
 
 
 @config
@@ -347,6 +361,7 @@ class SftConfig:
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))
     launch: Launch = field(default_factory=Launch)
     sinks: Sinks = field(default_factory=Sinks)
+    job: Job = field(default_factory=Job)
 
 
 @config

@@ -214,7 +214,7 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None and config.launch.nproc > 1:
         return launch.start_ranks(words, config.launch.nproc, os.environ)
-    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0)
+    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
     if args.command == "train":
         from megatron_rl.commands.train import run
     elif args.command == "drift":

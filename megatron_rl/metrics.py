@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -136,7 +137,9 @@ class Tracker:
 class Stopwatch:
     """Wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest and repeat; repeats add up."""
 
-    def __init__(self) -> None:
+    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is to be called whenever something moves; the watch does so when a measured part ends."""
+        self.beat = beat
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -149,6 +152,7 @@ class Stopwatch:
 
     def add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self.beat()
 
     def take(self) -> dict[str, float]:
         """What has been measured since the last call, as {"seconds/rollout": ...}, and start again from zero."""
@@ -194,7 +198,12 @@ class WandB:
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(project=self._project, name=self._run_name, dir=str(self._directory))
+        kept = self._directory / "wandb_id"  # one run there, over all restarts
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=self._project, name=self._run_name, dir=str(self._directory), id=kept.read_text().strip(), resume="allow"
+        )
         self._run.define_metric("turn")
         self._run.define_metric("*", step_metric="turn")
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from megatron_rl.types import Trajectory
 
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
-FREE_KEYS = ("run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.save_rollouts_every", "sinks")
+FREE_KEYS = (
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.save_rollouts_every", "run.hang_after_s", "sinks", "job",
+)  # fmt: skip
 _SCHEMA = pa.schema(
     [
         ("turn", pa.int64()),

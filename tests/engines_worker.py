@@ -208,7 +208,7 @@ class Scenario:
 def main() -> None:
     answer, config_path = Path(sys.argv[1]), Path(sys.argv[2])
     config = config_files.load(TrainConfig, [config_path], [])
-    with open_world(place_from(os.environ)) as world, contextlib.ExitStack() as stack:
+    with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)

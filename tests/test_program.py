@@ -83,10 +83,14 @@ def test_places_of_the_launchers():
     assert place_from({}) is None
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
     assert place_from(torchrun) == Place(3, 8, 1, "a", 5)
-    srun = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "MASTER_ADDR": "b", "MASTER_PORT": "6"}
-    assert place_from(srun) == Place(2, 4, 2, "b", 6)
-    with pytest.raises(ValueError, match="MASTER_ADDR"):
-        place_from({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"})
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}
+    told = place_from(step | {"MASTER_ADDR": "b", "MASTER_PORT": "6"})
+    assert told is not None and (told.rank, told.world_size, told.local_rank, told.address, told.port) == (2, 4, 2, "b", 6)
+    meets = place_from(step | {"SLURM_RESTART_COUNT": "1"})
+    assert meets is not None and meets.port is None and meets.session == "17.1.0"
+    assert place_from({name: value for name, value in step.items() if name != "SLURM_STEP_ID"}) is None  # the batch script itself
+    with pytest.raises(ValueError, match="MASTER_PORT"):
+        place_from(step | {"MASTER_ADDR": "b"})
 
 
 @pytest.mark.slow

@@ -25,7 +25,10 @@ from megatron_rl import config as configs
 from megatron_rl import config_files
 from megatron_rl.chat import fill, load_tokenizer, read_template
 from megatron_rl.checkpoint import STATE, Checkpoints, read_json, write_json
-from megatron_rl.commands.launch import Place
+from megatron_rl.cluster.job import Leave
+from megatron_rl.cluster.meeting import meet
+from megatron_rl.cluster.watchdog import Watchdog
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.commands.target import copy_side_files
 from megatron_rl.console import RunConsole
 from megatron_rl.data import Problem, read_problems
@@ -39,7 +42,7 @@ from megatron_rl.weights import hf
 from megatron_rl.world import TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
-
+MEET = timedelta(minutes=10)  # for all ranks to start
 
 CHUNK = 512  # prompts answered between two moves of the progress bar
 
@@ -69,6 +72,7 @@ class Driver:
     resumed_number: int  # turns done in it
     finished: bool  # all turns were done before, and the end was written
     watch: Stopwatch
+    leave: Leave  # asked on rank 0
     tracker: Tracker | None = None
     console: RunConsole | None = None
 
@@ -94,8 +98,11 @@ class Driver:
 
 
 @contextlib.contextmanager
-def open_world(place: Place) -> Iterator[TorchWorld]:
-    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU."""
+def open_world(place: Place, shared: Path) -> Iterator[TorchWorld]:
+    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU.
+
+    `shared`: a directory that all ranks see, where those meet that no launcher told an address.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
@@ -106,33 +113,46 @@ def open_world(place: Place) -> Iterator[TorchWorld]:
     else:
         torch.set_num_threads(1)
         backend = "gloo"
-    store = dist.HashStore() if place.world_size == 1 else None
-    address = {} if store else {"init_method": f"tcp://{place.address}:{place.port}"}
+    store, address, file = None, {}, shared / f"ranks.{place.session}.json"
+    if place.world_size == 1:
+        store = dist.HashStore()
+    elif place.port is None:
+        store = meet(file, rank=place.rank, world_size=place.world_size, address=place.address, timeout=MEET)
+    else:
+        address = {"init_method": f"tcp://{place.address}:{place.port}"}
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address)
     world = TorchWorld()
+    world.barrier()
+    if place.rank == 0:
+        file.unlink(missing_ok=True)
     yield world
     world.barrier()  # only after a good end: a rank that failed must not wait for the others
     dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def open_driver(config: Any, world: TorchWorld, *, total_turns: int | None) -> Iterator[Driver]:
-    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective."""
+def open_driver(config: Any, world: TorchWorld, place: Place, *, total_turns: int | None) -> Iterator[Driver]:
+    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective. A watchdog is on in the block."""
     with contextlib.ExitStack() as stack:
-        place = Path(config.run.dir) / config.run.name
-        world.from_driver(lambda: stack.enter_context(only_one(place)))
-        path = world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path))
-        with _opened(config, world, RunDirectory(Path(path)), total_turns) as driver:
+        own = run_directory(config)
+        world.from_driver(lambda: stack.enter_context(only_one(own)))
+        path = Path(world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path)))
+        watchdog = Watchdog(path, place.session, world.rank, config.run.hang_after_s)
+        stack.enter_context(watchdog.watching())
+        with _opened(config, world, RunDirectory(path), total_turns, watchdog, place) as driver:
             yield driver
 
 
 @contextlib.contextmanager
-def _opened(config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None) -> Iterator[Driver]:
+def _opened(
+    config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None, watchdog: Watchdog, place: Place
+) -> Iterator[Driver]:  # fmt: skip
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
     newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
     done = newest.number if newest else 0
     finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
-    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, Stopwatch())
+    watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, watch, leave)
     if world.rank != 0:
         yield driver
         return

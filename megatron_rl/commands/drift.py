@@ -18,7 +18,7 @@ from megatron_rl.checkpoint import write_json
 from megatron_rl.commands import parts
 from megatron_rl.commands.common import open_driver, open_world
 from megatron_rl.commands.engines import open_fleet
-from megatron_rl.commands.launch import Place
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import Debug, Role, TrainConfig
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.rollout import plain
@@ -65,8 +65,8 @@ def run(config: TrainConfig, place: Place, *, updates: int) -> int:
     config = still(config)
     recipe: Recipe = plugins.build(config.recipe)
     config_checks.check_recipe(config, recipe)
-    with open_world(place) as world:
-        return _run(config, world, recipe, updates)
+    with open_world(place, run_directory(config)) as world:
+        return _run(config, world, place, recipe, updates)
 
 
 def still(config: TrainConfig) -> TrainConfig:
@@ -153,10 +153,10 @@ class Probes:
         return gate.probe(self._players, name, self._texts, sampling)
 
 
-def _run(config: TrainConfig, world: TorchWorld, recipe: Recipe, updates: int) -> int:
+def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, updates: int) -> int:
     world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
     with contextlib.ExitStack() as stack:
-        driver = stack.enter_context(open_driver(config, world, total_turns=None))
+        driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
         tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
         readers, _ = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_rl.chat import load_tokenizer
+from megatron_rl.cluster.address import own_address
 from megatron_rl.commands.common import Driver
 from megatron_rl.commands.servers import ENGINES, TOKEN, About, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
@@ -59,7 +60,8 @@ def open_fleet(
         return Fleet({}, {})
     if isinstance(config.engine, Embedded):
         return _embedded(config, config.engine, world, tokenizers, policies, driver, stack)
-    return _servers(config, config.engine, world, policies, driver, stack, leave)
+    settings = replace(config.engine, host=own_address(config.engine.host))
+    return _servers(config, settings, world, policies, driver, stack, leave)
 
 
 def _about(config: TrainConfig, role: str) -> About:

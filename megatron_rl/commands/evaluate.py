@@ -10,7 +10,7 @@ from statistics import fmean
 
 from megatron_rl.checkpoint import write_text
 from megatron_rl.commands.common import Answered, answers, open_world
-from megatron_rl.commands.launch import Place
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import EvalConfig
 from megatron_rl.rewards.pool import GradePool, Outcome, check_failures
 
@@ -18,7 +18,7 @@ from megatron_rl.rewards.pool import GradePool, Outcome, check_failures
 def run(config: EvalConfig, place: Place) -> int:
     """Every rank runs it. Prints the figures; returns the exit status."""
     parts = None if config.output is None else Path(f"{config.output}.parts")
-    with open_world(place) as world:
+    with open_world(place, run_directory(config)) as world:
         found = answers(config, world, parts)
         if found is not None:
             _write(config, found)

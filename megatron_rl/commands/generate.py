@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.common import Answered, answers, open_world
-from megatron_rl.commands.launch import Place
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import GenerateConfig
 from megatron_rl.data import write_parquet
 
@@ -19,7 +19,7 @@ from megatron_rl.data import write_parquet
 def run(config: GenerateConfig, place: Place) -> int:
     """Every rank runs it. Rows: prompt, response, and every mapped field of the problem. Returns the exit status."""
     parts = Path(config.output) / "parts"
-    with open_world(place) as world:
+    with open_world(place, run_directory(config)) as world:
         found = answers(config, world, parts)
         if found is not None:
             _write(config, found)

@@ -10,7 +10,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
+
+from megatron_rl.cluster.address import AUTO, own_address
+from megatron_rl.cluster.job import Job, job_from
 
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
 
@@ -22,25 +27,44 @@ class Place:
     rank: int
     world_size: int
     local_rank: int
-    address: str
-    port: int
+    address: str  # of rank 0; of this host where `port` is None
+    port: int | None  # None: rank 0 takes a free one, and writes it to a file that all see
+    job: Job | None = None
+
+    @property
+    def session(self) -> str:
+        """Of this start of the ranks, the same on all of them."""
+        return f"{self.job.name}.{self.job.step}" if self.job is not None and self.port is None else f"port{self.port}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
     """Where torchrun or srun put this process; None when no launcher did.
 
-    srun gives no address: MASTER_ADDR and MASTER_PORT must be exported by the batch script. Raises ValueError when they are not.
+    srun gives no address: ranks meet by a file in the run directory, or by MASTER_ADDR and MASTER_PORT where the batch script exports
+    both. Raises ValueError when torchrun's environment lacks them, or one of them stands alone.
     """
+    job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    elif job is not None and job.step is not None and int(environment.get("SLURM_NTASKS", "1")) > 1:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
     else:
         return None
-    if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
-        raise ValueError("ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before srun")
     rank, world, local = (int(environment.get(n, "0")) for n in names)
-    return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if not given and names[0] != "RANK":
+        interface = environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0]
+        return Place(rank, world, local, own_address(interface), None, job)
+    if len(given) < 2:
+        raise ValueError("ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before")
+    return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+
+
+def run_directory(config: Any) -> Path:
+    """Of a run that has one; else where its output goes."""
+    if hasattr(config, "run"):
+        return Path(config.run.dir) / config.run.name
+    return Path(config.output or ".").parent
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import sys
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.job import job_from
+from megatron_rl.cluster.slices import over
+from megatron_rl.commands.launch import run_directory
 from megatron_rl.commands.servers import ENGINES, TOKEN, command, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 
 POLL_S = 0.5
+OVER_S = 2.0  # between two looks whether the run is over
 HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
 
 
@@ -29,11 +36,12 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
         raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
     if not 0 <= replica < settings.replicas:
         raise ConfigError(f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}")
+    settings = replace(settings, host=own_address(settings.host))
     python = settings.python or sys.executable
     if shutil.which(python) is None:
         raise ConfigError(f"engine.python = {python}: there is no such program; `make engines` makes .venv-vllm/bin/python")
     server = _Serving(config, settings, role, replica, python, environment)
-    stop = _asked_to_leave(with_parent)
+    stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
     for start in range(settings.restarts + 1):
         if start:
             print(f"{role}-{replica} ended; starting it again ({start} of {settings.restarts})", file=sys.stderr, flush=True)
@@ -56,12 +64,13 @@ class _Serving:
         self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str, environment: Mapping[str, str]
     ) -> None:  # fmt: skip
         self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
-        directory = (Path(config.run.dir) / config.run.name).resolve()  # the log's name is read elsewhere
+        directory = run_directory(config).resolve()  # the log's name is read elsewhere
         self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
         self._imports = directory / ENGINES / "imports"
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
         self._model = _directory_of(config, role)
         self._environment = {**environment, **_gpus(config, settings, role, replica)}
+        self._job = job_from(environment)
 
     def serve(self, stop: threading.Event) -> None:
         """From its start to its end, or until `stop`, or until it has not answered for long. Raises StartError."""
@@ -72,7 +81,10 @@ class _Serving:
             token_file=self._token_file, on_gpu=_has_gpu(self._environment),
         )  # fmt: skip
         url = f"http://{settings.host}:{port}"
-        listing = Listing(role=self._role, replica=self._replica, url=url, incarnation=uuid.uuid4().hex, log=str(self.log))
+        job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
+        listing = Listing(
+            role=self._role, replica=self._replica, url=url, incarnation=uuid.uuid4().hex, log=str(self.log), node=node, job=job
+        )
         client = connect(settings, token, self._config.refit.timeout_s)(listing)
         process = ServerProcess(words, self.log, self._environment, imports=self._imports)
         try:
@@ -117,8 +129,9 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
 
 
-def _asked_to_leave(with_parent: bool) -> threading.Event:
-    """Set by SIGTERM, SIGINT or SIGHUP, and at the end of standard input when that is a pipe from the run that started this."""
+def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
+    """Set by SIGTERM, SIGINT or SIGHUP, when the run is over, and at the end of standard input when that is a pipe from the run that
+    started this."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
@@ -128,6 +141,10 @@ def _asked_to_leave(with_parent: bool) -> threading.Event:
             pass
         stop.set()
 
-    if with_parent:
-        threading.Thread(target=watch, daemon=True).start()
+    def look() -> None:
+        while not stop.wait(OVER_S):
+            if over():
+                stop.set()
+
+    threading.Thread(target=watch if with_parent else look, daemon=True).start()
     return stop

@@ -10,7 +10,7 @@ from megatron_rl import config as configs
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
-from megatron_rl.commands.launch import Place
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import ConfigError, SftConfig
 from megatron_rl.data import read_pairs
 from megatron_rl.megatron import parallel
@@ -23,7 +23,7 @@ from megatron_rl.world import TorchWorld
 
 def run(config: SftConfig, place: Place) -> int:
     """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
-    with open_world(place) as world:
+    with open_world(place, run_directory(config)) as world:
         return _run(config, place, world)
 
 
@@ -45,7 +45,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         micro_batch_tokens=config.micro_batch_tokens,
     )
     policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
-    with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, total_turns=steps) as driver:
+    with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, place, total_turns=steps) as driver:
         if driver.finished:
             return 0
         driver.say(
@@ -77,7 +77,7 @@ def _train(
             with driver.watch("validate"):
                 metrics["validation_loss"] = policy.loss(pack(validation), loss)
         driver.log(step, "sft", metrics, turn=step)
-        leave = world.broadcast(interrupts.requested)
+        leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
         if leave or last or (config.run.save_every and (step + 1) % config.run.save_every == 0):
             save_checkpoint(world, driver.checkpoints, step + 1, {"model": policy}, {"step": step + 1})

@@ -18,7 +18,7 @@ from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands import parts
 from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
 from megatron_rl.commands.engines import Fleet, open_fleet
-from megatron_rl.commands.launch import Place
+from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import Launch, Sinks, TrainConfig, Use
 from megatron_rl.data import PromptReader
 from megatron_rl.gate import GatePlan
@@ -36,7 +36,7 @@ def run(config: TrainConfig, place: Place) -> int:
     recipe: Recipe = plugins.build(config.recipe)
     plugins.build(Use(target=config.reward.target, args=config.reward.args))  # the workers build their own: here for its error
     config_checks.check_recipe(config, recipe)
-    with open_world(place) as world:
+    with open_world(place, run_directory(config)) as world:
         return _run(config, place, world, recipe)
 
 
@@ -45,7 +45,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
     turns = sum(len(recipe.turns(s)) for s in range(steps))
     with contextlib.ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
-        driver = stack.enter_context(open_driver(config, world, total_turns=turns))
+        driver = stack.enter_context(open_driver(config, world, place, total_turns=turns))
         if driver.finished:
             return 0
         pool = stack.enter_context(GradePool(config.reward))
@@ -55,7 +55,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         readers, held_out = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
         progress = _restore(driver, recipe, readers, policies)
-        fleet = open_fleet(config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested)
+        fleet = open_fleet(config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested or driver.leave.asked())
         players = parts.players(config, fleet.engines, tokenizers, _one_at_a_time(pool.grade), driver)
         replay = Path(config.debug.replay) if config.debug.replay else None
         game = _Game(recipe, readers, players, config.run.prompts_per_step, replay)
@@ -137,7 +137,7 @@ def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, lo
     shelf = Shelf(driver.directory.path / "ahead", fingerprint)
     turns = schedule(game.recipe.turns, loop_steps, progress.state_dict())
     if config.rollouts.max_staleness > 0:
-        game = dataclasses.replace(game, own_watch=Stopwatch())
+        game = dataclasses.replace(game, own_watch=Stopwatch(driver.watch.beat))
     return Ahead(game, turns, max_staleness=config.rollouts.max_staleness, shelf=shelf, idle=fleet.tend)
 
 
@@ -192,7 +192,9 @@ def _hooks(
     every = config.run.save_rollouts_every
 
     def save(number: int) -> None:
+        start = time.monotonic()
         save_checkpoint(world, driver.checkpoints, number, trained, saved.state())
+        driver.leave.saved(time.monotonic() - start)
 
     def keep(turn: Turn, trajectories: Any) -> None:
         if every and turn.number % every == 0:
@@ -201,7 +203,9 @@ def _hooks(
                 turn.number, turn.role, trajectories, lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
             )  # fmt: skip
 
-    return loop.Hooks(log=driver.log, save=save, keep_rollouts=keep, should_stop=lambda: interrupts.requested)
+    return loop.Hooks(
+        log=driver.log, save=save, keep_rollouts=keep, should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave())
+    )
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class Listing:
     url: str
     incarnation: str  # of one start: a server that comes back has another, and no weights that count
     log: str
+    node: str = ""  # of a Slurm job
+    job: str = ""
     beat: int = 0  # goes up while it lives; clocks of different hosts are never compared
 
     def __post_init__(self) -> None:

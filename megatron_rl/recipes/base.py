@@ -58,6 +58,7 @@ def solve(
 def grade(players: Players, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Solution]:
     """[B] solutions and their texts -> graded."""
     graded = players.grade(texts, [t.payload for t in trajectories])
+    players.watch.beat()
     out = []
     for trajectory, text, result in zip(trajectories, texts, graded, strict=True):
         correct = result.score > RIGHT if result.outcome is Outcome.SCORE else None

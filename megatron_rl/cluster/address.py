@@ -1,0 +1,46 @@
+"""Where this host can be reached by the others of a job."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from megatron_rl.config import ConfigError
+
+AUTO = "auto"
+_NOWHERE = ("192.0.2.1", 9)  # no packet goes there: only the route is asked for
+
+
+def own_address(host: str) -> str:
+    """`host`: an address of this machine, the name of one of its interfaces (ib0), or "auto": that which its own name has, else that of
+    its default route. Raises ConfigError."""
+    interfaces = {name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()}
+    if host == AUTO:
+        own = _resolved(socket.gethostname())
+        return own if own is not None and not own.startswith("127.") else _routed() or own or "127.0.0.1"
+    if host in interfaces:
+        if not interfaces[host]:
+            raise ConfigError(f"interface {host} has no IPv4 address")
+        return interfaces[host][0]
+    address = _resolved(host)
+    if address is None:
+        known = ", ".join(f"{name} ({addresses[0]})" for name, addresses in interfaces.items() if addresses)
+        raise ConfigError(f"{host} is neither an address nor an interface of {socket.gethostname()}; it has {known}")
+    return address
+
+
+def _resolved(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return None
+
+
+def _routed() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_NOWHERE)
+        except OSError:
+            return None
+        return probe.getsockname()[0]

@@ -1,0 +1,36 @@
+"""How the ranks of a job find each other: rank 0 listens at a port that is free and leaves its address in a directory that all see."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_rl.checkpoint import read_json, write_json
+
+POLL_S = 0.2
+
+
+class MeetingError(RuntimeError):
+    """Rank 0 did not come; the message says where it was looked for."""
+
+
+def meet(file: Path, *, rank: int, world_size: int, address: str, timeout: timedelta) -> dist.TCPStore:
+    """On every rank -> the store that a process group starts from. `file` is of this start of the ranks alone."""
+    if rank == 0:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        store = dist.TCPStore(address, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        write_json(file, {"address": address, "port": store.port})
+        return store
+    end = time.monotonic() + timeout.total_seconds()
+    while file.name not in (os.listdir(file.parent) if file.parent.exists() else ()):  # listing looks past what NFS remembers
+        if time.monotonic() > end:
+            raise MeetingError(
+                f"rank 0 did not write {file} within {timeout.total_seconds():.0f} s: is this directory on a shared file system?"
+            )
+        time.sleep(POLL_S)
+    found = read_json(file)
+    return dist.TCPStore(found["address"], found["port"], world_size, is_master=False, timeout=timeout)

@@ -1,0 +1,124 @@
+"""The starts and ends of a run's trainer, in RUN/slices.jsonl: from them comes what its job does next."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_rl.checkpoint import Checkpoints
+from megatron_rl.cluster.job import STOP, Job
+from megatron_rl.run import RunDirectory
+
+FILE = "slices.jsonl"
+LEFT, CONFIG = 130, 2  # exit statuses of `megatron-rl train`: asked to leave, wrong config
+HUNG = 86  # of a rank that ended itself because nothing moved
+SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
+
+
+class Next(StrEnum):
+    """What the batch script does now."""
+
+    GO = "go"  # start the ranks
+    DONE = "done"  # the target is reached: cancel what waits
+    STOPPED = "stopped"  # somebody asked for it, or trying again cannot help: cancel what waits
+    SLICE = "slice"  # left in time: the next element goes on
+    AGAIN = "again"  # a fault: the same element once more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One start of the trainer. `turns` are those in a complete checkpoint."""
+
+    job: str
+    restart: int
+    nodes: str
+    began: float  # seconds since the epoch
+    turns_before: int
+    ended: float | None = None
+    turns_after: int | None = None
+    status: int | None = None
+    cause: str | None = None
+
+
+def read(directory: Path) -> list[Slice]:
+    """In order; those that ended without a word have SILENT as their cause, but for the last, which may still run."""
+    path, found = directory / FILE, dict[tuple[str, int], Slice]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            one = Slice(**json.loads(line))
+        except (ValueError, TypeError):
+            continue  # half a line, of a node that died while it wrote
+        found[one.job, one.restart] = one
+    slices = [*found.values()]
+    out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
+    return out + slices[-1:]
+
+
+def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, str]:
+    """Notes a start -> (what to do, why). `stalled`: so many starts one after the other without a new checkpoint are enough."""
+    if finished(directory):
+        return Next.DONE, f"{directory} is finished"
+    if (directory / STOP).exists():
+        return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
+    turns = turns_done(directory)
+    new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
+    before = read(directory)[-stalled:]
+    if len(before) == stalled and all(s.turns_before == turns for s in before):
+        causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
+        return Next.STOPPED, f"{stalled} starts made no progress beyond {turns} turns (job.stalled): {causes}"
+    _append(directory, new)
+    return Next.GO, f"{turns} turns are done"
+
+
+def end(directory: Path, job: Job, status: int) -> tuple[Next, str]:
+    """Notes an end -> (what to do, why)."""
+    turns, own = turns_done(directory), [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
+    cause = _cause(status, turns)
+    if own:
+        _append(directory, Slice(**asdict(own[-1]) | {"ended": time.time(), "turns_after": turns, "status": status, "cause": cause}))
+    if status == 0 or finished(directory):
+        return Next.DONE, cause
+    if status == CONFIG or (directory / STOP).exists():
+        return Next.STOPPED, cause
+    return (Next.SLICE if status == LEFT else Next.AGAIN), cause
+
+
+def over(directory: Path) -> bool:
+    """Whether nothing of this run is to go on: finished, or stopped by somebody."""
+    return finished(directory) or (directory / STOP).exists()
+
+
+def finished(directory: Path) -> bool:
+    return bool(RunDirectory(directory).read_summary().get("finished"))
+
+
+def turns_done(directory: Path) -> int:
+    newest = Checkpoints(RunDirectory(directory).checkpoints).newest()
+    return newest.number if newest else 0
+
+
+def _silent(one: Slice, after: Slice) -> Slice:
+    return Slice(**asdict(one) | {"turns_after": after.turns_before, "cause": SILENT})
+
+
+def _cause(status: int, turns: int) -> str:
+    known = {
+        0: "all turns are done",
+        CONFIG: "the config or the command line is wrong: see the log",
+        HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
+        LEFT: f"left in time, saved after {turns} turns",
+    }
+    killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
+    return known.get(status, killed)
+
+
+def _append(directory: Path, one: Slice) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(one)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,66 @@
+"""Ends a run in which nothing moves any more, after the stacks of all its ranks are written down."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.cluster.slices import HUNG
+
+POLL_S = 2.0
+GRACE_S = 10.0  # for all ranks to write their stacks
+
+
+class Watchdog:
+    """One on every rank. The driver's counts: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting."""
+
+    def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
+        """`session`: of this start of the ranks, the same on all. `after_s`: without a beat; 0: never."""
+        self._file = directory / f"hang.{session}"
+        self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
+        self._rank, self._after_s = rank, after_s
+        self._last, self._done, self._began = time.monotonic(), threading.Event(), time.time()
+
+    def beat(self) -> None:
+        self._last = time.monotonic()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        if self._after_s == 0:
+            yield
+            return
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._done.set()
+            thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(POLL_S, self._after_s / 4)):
+            if self._rank == 0 and time.monotonic() - self._last > self._after_s:
+                self._file.touch()
+            if self._told():
+                self._end()
+
+    def _told(self) -> bool:
+        """A file that is older than this process is of another one."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._file.stat().st_mtime >= self._began
+        return False
+
+    def _end(self) -> None:
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks.open("w") as file:
+            faulthandler.dump_traceback(file)
+        if self._rank == 0:
+            text = f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): the stacks of all ranks are in {self._stacks.parent}\n"
+            os.write(2, text.encode())
+        time.sleep(min(GRACE_S, self._after_s))
+        os._exit(HUNG)
