@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl import config as configs
 from megatron_rl import config_checks, config_files
-from megatron_rl.commands import conversions, launch
+from megatron_rl.commands import cluster, conversions, launch
 
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _serve(args)
         if args.command == "convert":
             return conversions.run(args.form, args)
+        if args.command in cluster.NAMES:
+            return cluster.run(args, _load)
         return _run(args, words)
     except configs.ConfigError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
@@ -69,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in HELP.items():
         sub = commands.add_parser(name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW)
         sub.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
+        if name == "eval":
+            sub.add_argument("--skip-done", action="store_true", help="do nothing where `output` is there already")
     drift = commands.add_parser("drift", help="whether the engines keep to the trainer: a run at learning rate 0, its log-prob gaps")
     drift.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of a `train` run")
     drift.add_argument("--updates", type=_positive, default=5, help="updates, each with a refit behind it (default: 5)")
@@ -86,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--role", required=True, help="whose model")
     serve.add_argument("--replica", type=int, default=0, help="which of engine.replicas (default: 0)")
     serve.add_argument("--with-parent", action="store_true", help="leave at the end of standard input, a pipe from whoever started this")
+    cluster.add_parsers(commands)
     report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
     report.add_argument("run", type=Path, help="a run directory")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
@@ -140,10 +145,15 @@ def _split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
     return files, [s for s in settings if "=" in s]
 
 
+def _load(settings: Sequence[str], schema: str | None = None) -> tuple[str, Any]:
+    """-> the command that the files are for, and the config."""
+    files, overrides = _split(settings)
+    schema = schema or _guess_schema(files)
+    return schema, config_files.load(SCHEMAS[schema], files, overrides)
+
+
 def _check(args: argparse.Namespace) -> int:
-    files, overrides = _split(args.settings)
-    schema = args.schema or _guess_schema(files)
-    config = config_files.load(SCHEMAS[schema], files, overrides)
+    schema, config = _load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks)
     lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *config_checks.absent_files(config)]
@@ -211,6 +221,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
         place = launch.place_from(os.environ)
     except ValueError as error:
         raise configs.ConfigError(str(error)) from error
+    if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
+        print(f"{config.output} is there: nothing to do")
+        return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None and config.launch.nproc > 1:
         return launch.start_ranks(words, config.launch.nproc, os.environ)

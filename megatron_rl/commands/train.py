@@ -48,6 +48,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         driver = stack.enter_context(open_driver(config, world, place, total_turns=turns))
         if driver.finished:
             return 0
+        driver.summary({"planned": turns})
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)

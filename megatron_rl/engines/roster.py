@@ -47,12 +47,16 @@ class Roster:
         self.directory = directory
 
     def read(self, role: str) -> list[Listing]:
-        """Of a role, by replica. Files that are not listings are left out: one may be of another version of this program."""
+        """Of a role, by replica."""
+        return sorted((listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica)
+
+    def all(self, start: str = "") -> list[Listing]:
+        """Those whose file's name starts so. Files that are not listings are left out: one may be of another version of this program."""
         found = []
-        for path in sorted(self.directory.glob(f"{role}-*.json")):
+        for path in sorted(self.directory.glob(f"{start}*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError):
                 found.append(Listing(**json.loads(path.read_text())))
-        return sorted((listing for listing in found if listing.role == role), key=lambda listing: listing.replica)
+        return found
 
     def has(self, listing: Listing) -> bool:
         """Whether there is a file of that name, readable or not."""

@@ -1,0 +1,93 @@
+"""Batch scripts: the templates of slurm/, with their #SBATCH lines and their settings written for one run and one site."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.cluster.profile import SHIPPED, Profile
+from megatron_rl.config import ConfigError
+
+SETTINGS, END = "# --- settings", "# --- end of settings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What one script asks for."""
+
+    template: str  # train, engines, roles, sweep, eval
+    name: str  # of the job, before -TEMPLATE
+    nodes: int = 1
+    ranks: int  # of a node
+    gpus: int  # of a node
+    time: str
+    array: str | None  # as --array takes it
+    warning_s: int | None = None
+    exclusive: bool = False
+    logs: Path  # directory of the batch scripts' own output
+
+
+def script(shape: Shape, profile: Profile, values: Mapping[str, str | int | Sequence[str]], directory: Path) -> str:
+    """The template with its header and settings replaced. `values`: of the settings, by name; lists become bash arrays. `directory`: that
+    the job starts in, from which relative paths of the config count. Raises ConfigError for a setting that the template does not have."""
+    lines = (SHIPPED / f"{shape.template}.sbatch").read_text(encoding="utf-8").splitlines()
+    body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
+    first, last = (next(i for i, line in enumerate(body) if line.startswith(mark)) for mark in (SETTINGS, END))
+    known = {line.partition("=")[0] for line in body[first + 1 : last]}
+    if unknown := values.keys() - known:
+        raise ConfigError(f"slurm/{shape.template}.sbatch has no setting {', '.join(sorted(unknown))}")
+    exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
+    own = [f"{name}={_bash(value)}" for name, value in values.items()]
+    settings = ["# --- settings, written by megatron-rl submit", *exported, *own]
+    return "\n".join([lines[0], *header(shape, profile, directory), *body[:first], *settings, *body[last:]]) + "\n"
+
+
+def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
+    """The #SBATCH lines. Only what the site or the run asks for: what is not said is the cluster's default."""
+    gpus = f"{profile.gpu_type}:{shape.gpus}" if profile.gpu_type else str(shape.gpus)
+    output = shape.logs / f"{shape.template}-{'%A_%a' if shape.array else '%j'}.out"
+    words = {
+        "job-name": f"{shape.name}-{shape.template}",
+        "partition": profile.partition,
+        "account": profile.account,
+        "qos": profile.qos,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.ranks,
+        "gpus-per-node": gpus if shape.gpus else None,
+        "cpus-per-task": profile.cpus_per_rank,
+        "mem": profile.memory,
+        "constraint": profile.constraint,
+        "time": shape.time,
+        "array": shape.array,
+        "signal": None if shape.warning_s is None else f"B:USR1@{shape.warning_s}",
+        "chdir": directory,
+        "output": output,
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in words.items() if value is not None]
+    lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if shape.exclusive else [])]
+    return lines + [f"#SBATCH {word}" for word in profile.sbatch]
+
+
+def common_settings(profile: Profile, root: Path) -> dict[str, str | Sequence[str]]:
+    """Settings that all templates have."""
+    srun, words = [*profile.srun], []
+    if profile.container is not None and profile.container.runtime == "pyxis":
+        srun.append(f"--container-image={profile.container.image}")
+        srun += [f"--container-mounts={','.join(profile.container.mounts)}"] if profile.container.mounts else []
+    elif profile.container is not None:
+        words = ["apptainer", "exec", *(["--nv"] if profile.gpus_per_node else [])]
+        words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
+    python = profile.python if "/" not in profile.python or Path(profile.python).is_absolute() else str(root / profile.python)
+    setup = "; ".join(profile.setup)
+    return {"ROOT": str(root), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
+
+
+def _bash(value: str | int | Sequence[str]) -> str:
+    return _quoted(value) if isinstance(value, str | int) else f"({' '.join(map(_quoted, value))})"
+
+
+def _quoted(value: str | int) -> str:
+    return shlex.quote(str(value))

@@ -1,0 +1,72 @@
+"""Slurm's own commands, as far as a run needs them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.config import ConfigError
+
+ANSWER_S = 60.0
+_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # id, name, state, nodes, time left, reason, start
+
+
+class SlurmError(RuntimeError):
+    """A command of Slurm's that failed; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A line of squeue."""
+
+    id: str  # 17_3 of an array; 17_[4-7] for those that have not begun
+    name: str
+    state: str
+    nodes: str
+    left: str
+    reason: str
+    start: str
+
+
+def present() -> bool:
+    return shutil.which("sbatch") is not None
+
+
+def submit(script: Path, *, after: str | None = None) -> str:
+    """-> the job's id. `after`: a job, or an element of an array, that must have begun."""
+    if not present():
+        raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run")
+    words = ["sbatch", "--parsable", *([f"--dependency=after:{after}", "--kill-on-invalid-dep=yes"] if after else []), str(script)]
+    return run(words).strip().partition(";")[0]
+
+
+def queue(jobs: Sequence[str]) -> list[Queued]:
+    """Those of the jobs that wait or run."""
+    if not jobs or not present():
+        return []
+    try:
+        text = run(["squeue", "--noheader", f"--jobs={','.join(jobs)}", f"--format={'|'.join(_FIELDS)}"])
+    except SlurmError as error:
+        if "Invalid job id" in str(error):  # all of them ended long ago
+            return []
+        raise
+    return [Queued(*line.split("|")) for line in text.splitlines() if line.count("|") == len(_FIELDS) - 1]
+
+
+def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
+    if jobs and present():
+        run(["scancel", *(["--state=PENDING"] if pending else []), *jobs])
+
+
+def run(words: Sequence[str]) -> str:
+    """Raises SlurmError."""
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{words[0]} did not answer within {ANSWER_S:.0f} s: is slurmctld there?") from None
+    if done.returncode:
+        raise SlurmError(f"{' '.join(words)}: {done.stderr.strip() or f'status {done.returncode}'}")
+    return done.stdout

@@ -1,0 +1,197 @@
+"""`megatron-rl status`, `stop` and `logs`: a run as its directory and Slurm's queue show it, from any host that sees both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cluster import slices, slurm
+from megatron_rl.cluster.job import STOP
+from megatron_rl.cluster.slices import Slice
+from megatron_rl.commands.servers import ENGINES
+from megatron_rl.commands.submit import jobs_of, read_sweep
+from megatron_rl.config import ConfigError
+from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.metrics import Row, read_metrics
+from megatron_rl.run import RunDirectory
+
+RECENT = 10  # turns that rates are taken from
+LOOK_S = 2.5  # between two looks at the roster: a server that lives renews its file every second
+TAIL = 20  # lines of a log
+FOLLOW_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What is known of a run."""
+
+    directory: Path
+    turns: int  # in the metrics
+    planned: int | None
+    saved: int  # turns in the newest complete checkpoint
+    seconds_per_turn: float | None
+    last: Mapping[str, Row]  # the newest line of each scope
+    slices: Sequence[Slice]
+    engines: Sequence[tuple[Listing, bool]]  # and whether it lives
+    jobs: Sequence[slurm.Queued]
+    word: str  # finished, stopped, running, waiting, not running
+
+    @property
+    def remaining_s(self) -> float | None:
+        if self.planned is None or self.seconds_per_turn is None:
+            return None
+        return (self.planned - self.turns) * self.seconds_per_turn
+
+
+def read(directory: Path, *, look_s: float = LOOK_S) -> Status:
+    """Raises ConfigError for what is no run directory. Takes `look_s` where there are servers."""
+    own = RunDirectory(directory)
+    if not (own.config.exists() or (directory / "jobs").exists()):
+        raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
+    rows = [row for row in read_metrics(directory) if row.scope != "gate"]
+    turns = [row for row in rows if row.scope != "eval"]
+    summary, jobs = own.read_summary(), slurm.queue(jobs_of(directory))
+    recent = [sum(row.time.values()) for row in turns[-RECENT:]]
+    return Status(
+        directory=directory,
+        turns=max((row.turn + 1 for row in turns), default=0),
+        planned=summary.get("planned"),
+        saved=slices.turns_done(directory),
+        seconds_per_turn=median(recent) if recent else None,
+        last={row.scope: row for row in rows},
+        slices=slices.read(directory),
+        engines=_engines(directory, look_s),
+        jobs=jobs,
+        word=_word(directory, jobs),
+    )
+
+
+def show(status: Status, console: Console) -> None:
+    """Tables of it."""
+    planned = "" if status.planned is None else f" of {status.planned}"
+    console.print(f"[bold]{status.directory}[/]: {status.word}; {status.turns}{planned} turns, {status.saved} saved{_rates(status)}")
+    if status.jobs:
+        rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.left) for j in status.jobs]
+        console.print(_table("jobs", ("job", "name", "state", "nodes, or why it waits", "time left"), rows))
+    if status.engines:
+        rows = [(e.name, "lives" if lives else "[red]silent[/]", e.node, e.job, e.url, e.incarnation[:8]) for e, lives in status.engines]
+        console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
+    if status.slices:
+        console.print(_table("starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice, status.slices)]))
+    for scope, row in status.last.items():
+        figures = {name: value for name, value in row.metrics.items() if name in ("staleness", "version_lag", "skipped", "loss")}
+        chosen = figures | {n: v for n, v in row.metrics.items() if "accuracy" in n or n.startswith("reward/mean")}
+        if chosen:
+            console.print(f"{scope} at turn {row.turn}: " + ", ".join(f"{name} {value:.4g}" for name, value in chosen.items()))
+
+
+def stop(directory: Path, *, now: bool) -> str:
+    """Asks the run to save and leave after its turn, and takes back what waits; `now`: ends its jobs. -> what to tell."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no run directory")
+    (directory / STOP).touch()
+    jobs = jobs_of(directory)
+    slurm.cancel(jobs, pending=not now)
+    if now:
+        return f"{directory}: its jobs are cancelled; the newest checkpoint has {slices.turns_done(directory)} turns"
+    return f"{directory}: it saves and leaves after the turn at hand; `megatron-rl submit` of the same config goes on (--now: at once)"
+
+
+def log_files(directory: Path) -> list[Path]:
+    """Oldest first by their last line."""
+    found = [path for path in (directory / "logs").glob("*") if path.is_file() and path.suffix in (".out", ".log", ".txt")]
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
+    for path in log_files(directory):
+        if pattern in path.name:
+            yield f"==> {path} <=="
+            yield from path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+
+
+def follow(directory: Path, pattern: str) -> Iterator[str]:
+    """New lines of all logs, as they come, until the run is over."""
+    places = {path: path.stat().st_size for path in log_files(directory)}
+    while True:
+        for path in log_files(directory):
+            if pattern in path.name:
+                with path.open("r", encoding="utf-8", errors="replace") as file:
+                    file.seek(places.get(path, 0))
+                    yield from (f"{path.stem}: {line.rstrip()}" for line in file)
+                    places[path] = file.tell()
+        if slices.over(directory):
+            return
+        time.sleep(FOLLOW_S)
+
+
+def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None:
+    """(run, what differs, its status) of a sweep; None for another directory."""
+    points = read_sweep(directory)
+    if points is None:
+        return None
+    out = []
+    for point in points:
+        own = directory / point["run"]
+        changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
+        out.append((point["run"], changes, read(own, look_s=0) if RunDirectory(own).config.exists() else None))
+    return out
+
+
+def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
+    def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
+        if found is None:
+            return run, changes, "not begun", ""
+        return run, changes, found.word, f"{found.turns}" + (f" of {found.planned}" if found.planned else "")
+
+    console.print(_table("sweep", ("run", "settings", "", "turns"), [cells(*run) for run in runs]))
+
+
+def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
+    roster = Roster(directory / ENGINES)
+    before = {(listing.name, listing.incarnation): listing.beat for listing in roster.all()}
+    if not before:
+        return []
+    time.sleep(look_s)
+    return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
+
+
+def _word(directory: Path, jobs: Sequence[slurm.Queued]) -> str:
+    if slices.finished(directory):
+        return "finished"
+    if any(job.state == "RUNNING" for job in jobs):
+        return "running"
+    if jobs:
+        return "waiting for nodes"
+    return "stopped" if (directory / STOP).exists() else "no job of it waits or runs"
+
+
+def _rates(status: Status) -> str:
+    if status.seconds_per_turn is None or status.word == "finished":
+        return ""
+    left = status.remaining_s
+    return f"; {status.seconds_per_turn:.1f} s a turn" + ("" if left is None else f", {_hours(left)} to go")
+
+
+def _slice(one: Slice) -> tuple[str, ...]:
+    began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+    turns = f"{one.turns_before} to {'?' if one.turns_after is None else one.turns_after}"
+    return one.job, str(one.restart), one.nodes, began, turns, one.cause or "it runs, or has just ended"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    table = Table(*head, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

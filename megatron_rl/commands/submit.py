@@ -1,0 +1,178 @@
+"""`megatron-rl submit`: writes the batch scripts of a run, a sweep or an evaluation, and gives them to Slurm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl import config_checks, config_files
+from megatron_rl.checkpoint import read_json, write_text
+from megatron_rl.cluster import slurm
+from megatron_rl.cluster.job import STOP
+from megatron_rl.cluster.profile import SHIPPED, Profile
+from megatron_rl.cluster.render import Shape, common_settings, script
+from megatron_rl.commands.launch import run_directory
+from megatron_rl.config import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
+
+JOBS, IDS, SUBMITTED = "jobs", "engines", "submitted.jsonl"  # in the run directory; `engines`: what slurm/job.sh cancels at the end
+SWEEP = "sweep.json"
+ENGINE_WARNING_S = 60
+MAX_ELEMENTS = 1000  # MaxArraySize is 1001 by default
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written and submitted: scripts in order; `after`: it starts when that script's first element has begun."""
+
+    directory: Path  # of the run, the sweep or the evaluation
+    files: Mapping[str, str]  # below directory/jobs
+    scripts: Sequence[str]
+    after: Mapping[str, str]
+
+
+def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool) -> Plan:
+    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. Raises
+    ConfigError."""
+    config = for_site(config, profile)
+    job, directory = config.job, run_directory(config).absolute()
+    own = Shape(
+        template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
+        time=job.time or profile.time, array=f"0-{job.slices - 1}%1" if job.slices > 1 else "0",
+        warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
+    )  # fmt: skip
+    shared = {**common_settings(profile, SHIPPED.parent), "CONFIG": str(directory / JOBS / "config.yaml")}
+    settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command}
+    files = {"config.yaml": config_files.dump(config)}
+    if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
+        if as_roles:
+            raise ConfigError("--shape roles: the config has no servers, so the trainer is the only role; leave --shape out")
+        return Plan(directory, files | {"train.sbatch": script(own, profile, settings, Path.cwd())}, ["train.sbatch"], {})
+    servers = {"ROLES": [*config.roles], "REPLICAS": str(config.engine.replicas)}
+    count = len(config.roles) * config.engine.replicas
+    if as_roles:
+        if job.nodes > 1 or job.slices > 1:
+            raise ConfigError("--shape roles is one array whose elements are alike: set job.nodes=1 and job.slices=1, or leave --shape out")
+        whole = replace(own, template="roles", array=f"0-{count}")
+        files["roles.sbatch"] = script(whole, profile, settings | servers, Path.cwd())
+        return Plan(directory, files, ["roles.sbatch"], {})
+    engines = replace(
+        own, template="engines", nodes=1, ranks=1, gpus=config.engine.tp if profile.gpus_per_node else 0, exclusive=False,
+        time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
+    )  # fmt: skip
+    files["train.sbatch"] = script(own, profile, settings, Path.cwd())
+    files["engines.sbatch"] = script(engines, profile, shared | servers, Path.cwd())
+    return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
+
+
+def for_site(config: TrainConfig | SftConfig, profile: Profile) -> Any:
+    """With what the profile decides: where servers listen, which interpreter has them, and that jobs of their own start them. Checked for
+    the ranks that it will have."""
+    if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
+        root, python = SHIPPED.parent, config.engine.python or profile.engine_python
+        own = str(root / python) if "/" in python and not Path(python).is_absolute() else python
+        config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=own))
+    config_checks.check(config, config.job.nodes * profile.ranks_per_node)
+    return config
+
+
+def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str) -> Plan:
+    """`points`: (what differs, the whole config of that run)."""
+    directory = run_directory(config).absolute()
+    files, found = dict[str, str](), []
+    for index, (changes, own) in enumerate(points):
+        own = for_site(replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile)
+        if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
+            raise ConfigError(f"a sweep starts runs with embedded engines; engine.kind = {own.engine.kind!r} wants a submission for each")
+        files[f"{index:03d}.yaml"] = config_files.dump(own)
+        found.append({"run": own.run.name, "changes": dict(changes)})
+    files[f"../{SWEEP}"] = json.dumps(found, indent=1) + "\n"
+    job = config.job
+    shape = Shape(
+        template="sweep", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
+        time=job.time or profile.time, array=f"0-{len(points) - 1}", warning_s=job.warning_s or profile.warning_s,
+        exclusive=profile.exclusive, logs=directory / "logs",
+    )  # fmt: skip
+    settings = {
+        **common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s), "COMMAND": command
+    }  # fmt: skip
+    files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
+    return Plan(directory, files, ["sweep.sbatch"], {})
+
+
+def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Plan:
+    """One element for each config; all have an output."""
+    directory = directory.absolute()
+    for config in configs:
+        config_checks.check(config, profile.ranks_per_node)
+    files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
+    shape = Shape(
+        template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node, time=profile.time,
+        array=f"0-{len(configs) - 1}", logs=directory / "logs",
+    )  # fmt: skip
+    settings = {**common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS)}
+    files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
+    return Plan(directory, files, ["eval.sbatch"], {})
+
+
+def grid(path: Path) -> list[dict[str, Any]]:
+    """The points of a sweep file: a mapping of setting -> values gives all combinations, a list of mappings these. Raises ConfigError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--sweep {path}: {error}") from error
+    if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
+        points = [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
+    elif isinstance(found, list) and found and all(isinstance(point, Mapping) for point in found):
+        points = [dict(point) for point in found]
+    else:
+        raise ConfigError(f"--sweep {path}: give a mapping of settings to lists of values (all combinations run), or a list of mappings")
+    if len(points) > MAX_ELEMENTS:
+        raise ConfigError(f"--sweep {path}: {len(points)} runs; an array has room for {MAX_ELEMENTS}")
+    return points
+
+
+def write(plan: Plan) -> None:
+    """The files, and the places that the jobs write to."""
+    for place in (plan.directory / JOBS, plan.directory / "logs"):
+        place.mkdir(parents=True, exist_ok=True)
+    for name, text in plan.files.items():
+        write_text((plan.directory / JOBS / name).resolve(), text)
+
+
+def send(plan: Plan) -> dict[str, str]:
+    """-> the jobs' ids by script. Raises ConfigError where a job of this directory still waits or runs."""
+    if busy := slurm.queue(jobs_of(plan.directory)):
+        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
+        raise ConfigError(f"{plan.directory} has jobs already: {listed}; megatron-rl stop {plan.directory} ends them")
+    (plan.directory / STOP).unlink(missing_ok=True)
+    (plan.directory / JOBS / IDS).unlink(missing_ok=True)
+    ids: dict[str, str] = {}
+    for name in plan.scripts:
+        first = plan.after.get(name)
+        ids[name] = slurm.submit(plan.directory / JOBS / name, after=f"{ids[first]}_0" if first else None)
+        with (plan.directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"script": name, "job": ids[name], "time": time.time()}) + "\n")
+        if name == "engines.sbatch":
+            write_text(plan.directory / JOBS / IDS, ids[name] + "\n")
+    return ids
+
+
+def jobs_of(directory: Path) -> list[str]:
+    """All that were ever submitted for this directory."""
+    path = directory / JOBS / SUBMITTED
+    if not path.exists():
+        return []
+    return [json.loads(line)["job"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
+    """[{"run", "changes"}] of a sweep's directory; None for another one."""
+    path = directory / SWEEP
+    return read_json(path) if path.exists() else None

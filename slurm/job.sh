@@ -1,0 +1,100 @@
+# What the batch scripts share. Sourced by them; expects their settings: CONFIG PYTHON SETUP CONTAINER SRUN.
+# shellcheck shell=bash
+
+# Job 17, element 3 of an array: 17_3, as scontrol and scancel take it.
+JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+JOB=${JOB:-$SLURM_JOB_ID}
+RESTART=${SLURM_RESTART_COUNT:-0}
+NAME=${SLURM_JOB_NAME##*-}-$JOB-r$RESTART
+
+trap : USR1 # a warning that comes too early must not end this script
+
+say() { echo "$(date '+%F %T') $NAME: $*"; }
+
+setup() {
+    # Module lines may use variables that are not set.
+    set +u
+    eval "${SETUP:-}"
+    set -u
+    # When this job ends, in seconds since the epoch, for the run's own clock.
+    MEGATRON_RL_JOB_END=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null || true)
+    export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1
+    say "on $SLURM_JOB_NODELIST, until ${MEGATRON_RL_JOB_END:+$(date -d "@$MEGATRON_RL_JOB_END" '+%F %T')}"
+}
+
+# The program once, on this node: in the container where there is one.
+rl() {
+    if [ ${#CONTAINER[@]} -gt 0 ] || [ ${#SRUN[@]} -gt 0 ]; then
+        srun --nodes=1 --ntasks=1 --overlap --gres=none "${SRUN[@]}" "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@"
+    else
+        "$PYTHON" -m megatron_rl.main "$@"
+    fi
+}
+
+# The program on every task of the job, in the background of this shell, which otherwise would not see signals until it ends. Sets STATUS.
+# One task that fails ends all: without --kill-on-bad-exit the others would wait for it.
+step() {
+    local options=()
+    while [ "$1" != -- ]; do options+=("$1"); shift; done
+    shift
+    srun --kill-on-bad-exit=1 "${options[@]}" "${SRUN[@]}" "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@" &
+    local child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+    STATUS=0
+    wait "$child" || STATUS=$?
+}
+
+# This element once more. Slurm ends this script when it takes it back.
+again() {
+    say "requeued"
+    scontrol requeue "$JOB"
+    sleep 300
+}
+
+# The elements of this array that have not begun, and the run's engines, are not needed any more.
+end_chain() {
+    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
+    [ ! -f "$RUN_DIR/jobs/engines" ] || xargs --no-run-if-empty scancel <"$RUN_DIR/jobs/engines" || true
+}
+
+# One slice of the trainer: from the newest checkpoint to the end of the run, or of the time.
+train() {
+    local command=$1 what
+    RUN_DIR=$(rl slice where "$CONFIG")
+    mkdir -p "$RUN_DIR/logs"
+    what=$(rl slice begin "$CONFIG")
+    say "$what"
+    if [ "${what%%:*}" != go ]; then
+        end_chain
+        return
+    fi
+    # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves, and leaves with status 130.
+    trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART"' USR1
+    step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
+    what=$(rl slice end "$CONFIG" --status "$STATUS")
+    say "$what"
+    rm -f "$RUN_DIR/leave.$JOB.$RESTART"
+    case ${what%%:*} in
+        done) end_chain ;;
+        stopped) end_chain; exit 1 ;;
+        slice) [ -n "${SLURM_ARRAY_TASK_MAX:-}" ] && [ "$SLURM_ARRAY_TASK_ID" -lt "$SLURM_ARRAY_TASK_MAX" ] || again ;;
+        again) again ;;
+    esac
+}
+
+# One server of the run's rollouts: $1 is its number among all of them. It comes back after its time limit, and after a fault.
+engine() {
+    local role=${ROLES[$(($1 / REPLICAS))]} replica=$(($1 % REPLICAS)) what
+    RUN_DIR=$(rl slice where "$CONFIG")
+    mkdir -p "$RUN_DIR/logs"
+    local warned=
+    trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+    step --nodes=1 --ntasks=1 --output="$RUN_DIR/logs/$NAME.out" -- serve "$CONFIG" --role="$role" --replica="$replica"
+    what=$(rl slice over "$CONFIG")
+    say "$role-$replica left with status $STATUS; the run: $what"
+    [ "$what" = over ] && exit 0
+    if [ -z "$warned" ] && [ "$RESTART" -ge "${MAX_RESTARTS:-20}" ]; then
+        exit 1
+    fi
+    again
+}
