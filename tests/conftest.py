@@ -1,14 +1,16 @@
-"""Fixtures of several tests: last-letter models that can play, made once by the program itself."""
+"""Fixtures of several tests: last-letter models that can play, made once by the program itself, and a Slurm cluster."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "examples/last_letter")]
@@ -61,6 +63,15 @@ def last_letter(tmp_path_factory) -> Path:
         rows = [json.loads(line)["metrics"]["loss"] for line in (base / name / "metrics.jsonl").read_text().splitlines()]
         assert rows[-1] < 0.5 * rows[0]
     return base
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory) -> Iterator[Cluster]:
+    """Four nodes with eight GPUs each that exist by name only. A test that crashes nodes or leaves jobs calls `reset` at its end."""
+    if missing := missing_commands():
+        pytest.skip(f"no Slurm: {', '.join(missing)} not found; `make slurm` installs it, or says why it cannot")
+    with Cluster(tmp_path_factory.mktemp("slurm") / "mini") as cluster:
+        yield cluster
 
 
 def tango_settings(base: Path, out: Path, name: str) -> list[str]:
