@@ -77,7 +77,7 @@ train() {
     case ${what%%:*} in
         done) end_chain ;;
         stopped) end_chain; exit 1 ;;
-        slice) [ -n "${SLURM_ARRAY_TASK_MAX:-}" ] && [ "$SLURM_ARRAY_TASK_ID" -lt "$SLURM_ARRAY_TASK_MAX" ] || again ;;
+        slice) [ "${SLURM_ARRAY_TASK_ID:-0}" -lt "${SLURM_ARRAY_TASK_MAX:-0}" ] || again ;;
         again) again ;;
     esac
 }
