@@ -101,6 +101,14 @@ def read_keys(files: Sequence[Path]) -> set[str]:
     return {key for file in files for source in _read(Path(file), ()) for key in source.tree}
 
 
+def read_yaml(path: Path) -> Any:
+    """Any YAML file, with numbers and texts as configs have them. Raises ConfigError."""
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
 def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
     """The file's bases, then the file."""
     path = file.resolve()

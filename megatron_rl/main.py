@@ -19,6 +19,7 @@ from megatron_rl import config as configs
 from megatron_rl import config_checks, config_files
 from megatron_rl.commands import cluster, conversions, launch
 
+LEFT = 130  # of a run that was asked to save and leave
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--with-parent", action="store_true", help="leave at the end of standard input, a pipe from whoever started this")
     cluster.add_parsers(commands)
     report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
-    report.add_argument("run", type=Path, help="a run directory")
+    report.add_argument("run", type=Path, help="a run directory, or a sweep's")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
     return parser
 
@@ -193,9 +194,14 @@ def _guess_schema(files: Sequence[Path]) -> str:
 
 def _report(args: argparse.Namespace) -> int:
     from megatron_rl.report import write_figure, write_report
+    from megatron_rl.report_sweep import write_sweep_report
+    from megatron_rl.run import SWEEP
 
     if not args.run.is_dir():
         raise configs.ConfigError(f"no run directory {args.run}")
+    if (args.run / SWEEP).exists():
+        print(write_sweep_report(args.run))
+        return 0
     print(write_report(args.run))
     if args.png:
         print(write_figure(args.run, args.png))
@@ -243,7 +249,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     from megatron_rl import errors
 
     try:
-        return run(config, place)
+        status = run(config, place)
+        return 0 if status == LEFT and place.port is None else status  # srun ends the other ranks for any status but 0
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""

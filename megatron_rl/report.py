@@ -59,28 +59,32 @@ def write_report(run_dir: Path) -> Path:
     title = directory.path.resolve().name
     sections = [
         ("Before and after", _gains(summary, rows)),
-        ("Held-out evaluation", _grid(figures.line_svg(chart) for chart in figures.evaluation_charts(rows))),
-        ("Training curves", _grid(figures.line_svg(chart) for chart in figures.charts(rows))),
+        ("Held-out evaluation", grid(figures.line_svg(chart) for chart in figures.evaluation_charts(rows))),
+        ("Training curves", grid(figures.line_svg(chart) for chart in figures.charts(rows))),
         ("Verdicts against the truth", _confusions(rows)),
         ("Where the time went", _time(rows)),
         ("Refits", _refits(directory.refits)),
-        ("First turns and last turns", _grid(_histograms(rollouts))),
+        ("First turns and last turns", grid(_histograms(rollouts))),
         ("Sample rollouts", _samples(rollouts)),
         ("Summary", _key_values(_flatten(summary))),
         ("Config", _config(config_text)),
     ]
+    path = directory.path / "report.html"
+    path.write_text(page(title, _subtitle(rows), sections, head=_facts(config_text)), encoding="utf-8")
+    return path
+
+
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, head: str = "") -> str:
+    """(heading, HTML) -> a page that loads nothing from anywhere; empty sections are left out."""
     shown = [(heading, body) for heading, body in sections if body]
     links = "".join(f'<a href="#{_anchor(heading)}">{escape(heading)}</a>' for heading, _ in shown)
     body = "\n".join(f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>\n{text}\n</section>' for heading, text in shown)
-    page = (
+    return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n<style>{_CSS}</style>\n'
-        f"</head>\n<body>\n<header><h1>{escape(title)}</h1>\n<p>{_subtitle(rows)}</p>\n{_facts(config_text)}\n<nav>{links}</nav>\n</header>\n"
+        f"</head>\n<body>\n<header><h1>{escape(title)}</h1>\n<p>{subtitle}</p>\n{head}\n<nav>{links}</nav>\n</header>\n"
         f"<main>\n{body or '<p>Nothing has been logged yet.</p>'}\n</main>\n</body>\n</html>\n"
     )
-    path = directory.path / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
 
 
 def write_figure(run_dir: Path, png_path: Path) -> Path:
@@ -155,7 +159,7 @@ def _subtitle(rows: Sequence[Row]) -> str:
 def _facts(config_text: str) -> str:
     flat = _flatten(yaml.safe_load(config_text) or {}) if config_text else {}
     chosen = [(key, flat[key]) for pattern in FACTS for key in flat if re.fullmatch(pattern, key)]
-    items = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(_show(value))}</dd></div>" for key, value in chosen if value is not None)
+    items = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(show(value))}</dd></div>" for key, value in chosen if value is not None)
     return f'<dl class="facts">{items}</dl>' if items else ""
 
 
@@ -171,10 +175,10 @@ def _gains(summary: Mapping[str, Any], rows: Sequence[Row]) -> str:
     for name, (start, end) in gains.items():
         change = "up" if end > start else "down" if end < start else "same"
         lines.append(
-            f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{_show(start)}</td><td>{_show(end)}</td>'
+            f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{show(start)}</td><td>{show(end)}</td>'
             f'<td class="{change}">{end - start:+.4g}</td></tr>'
         )
-    return _table(("", "before", "after", "change"), "".join(lines))
+    return table(("", "before", "after", "change"), "".join(lines))
 
 
 def _confusions(rows: Sequence[Row]) -> str:
@@ -184,7 +188,7 @@ def _confusions(rows: Sequence[Row]) -> str:
         count = max(1, int(WINDOW * len(having)))
         parts = [("first turns", having[:count]), ("last turns", having[-count:])] if len(having) > 1 else [("", having)]
         blocks += [_confusion_table(f"{scope} {when}".strip(), cells) for when, part in parts if (cells := confusion(part))]
-    return _grid(blocks)
+    return grid(blocks)
 
 
 def _confusion_table(title: str, cells: Mapping[str, float]) -> str:
@@ -203,7 +207,7 @@ def _confusion_table(title: str, cells: Mapping[str, float]) -> str:
         f'<tr><th scope="row">wrong</th>{cell("fp", negative)}{cell("tn", negative)}</tr>'
     )
     note = f"harmonic mean of the two class accuracies: {f1:.3f}"
-    return f'<figure class="confusion"><h3>{escape(title)}</h3>{_table(("truth", "says right", "says wrong"), body)}<p>{note}</p></figure>'
+    return f'<figure class="confusion"><h3>{escape(title)}</h3>{table(("truth", "says right", "says wrong"), body)}<p>{note}</p></figure>'
 
 
 def _time(rows: Sequence[Row]) -> str:
@@ -220,7 +224,7 @@ def _time(rows: Sequence[Row]) -> str:
         for scope, by_phase in seconds.items()
         for phase, value in sorted(by_phase.items(), key=lambda item: -item[1])
     )
-    return _grid([*figures.time_svgs(rows, seconds), _table(("role", "phase", "seconds", "share"), lines)])
+    return grid([*figures.time_svgs(rows, seconds), table(("role", "phase", "seconds", "share"), lines)])
 
 
 def _refits(path: Path) -> str:
@@ -237,7 +241,7 @@ def _refits(path: Path) -> str:
         + "</tr>"
         for role, found in by_role.items()
     )
-    return _table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
+    return table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
 
 
 def _histograms(rollouts: Mapping[str, _Rollouts]) -> Iterable[str]:
@@ -327,17 +331,19 @@ def _config(text: str) -> str:
 
 
 def _key_values(flat: Mapping[str, Any]) -> str:
-    lines = "".join(f'<tr><th scope="row">{escape(key)}</th><td>{escape(_show(value))}</td></tr>' for key, value in flat.items())
-    return f"<details><summary>summary.json</summary>{_table(('', ''), lines)}</details>" if lines else ""
+    lines = "".join(f'<tr><th scope="row">{escape(key)}</th><td>{escape(show(value))}</td></tr>' for key, value in flat.items())
+    return f"<details><summary>summary.json</summary>{table(('', ''), lines)}</details>" if lines else ""
 
 
-def _table(head: Sequence[str], lines: str) -> str:
+def table(head: Sequence[str], lines: str) -> str:
+    """`lines`: rows as HTML."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     row = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
     return f'<div class="scroll"><table>{row}<tbody>{lines}</tbody></table></div>'
 
 
-def _grid(blocks: Iterable[str]) -> str:
+def grid(blocks: Iterable[str]) -> str:
+    """Cards beside each other."""
     inner = "\n".join(f'<div class="card">{block}</div>' for block in blocks)
     return f'<div class="grid">{inner}</div>' if inner else ""
 
@@ -352,7 +358,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """As text, with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.save_rollouts_every", "run.hang_after_s", "sinks", "job",
 )  # fmt: skip
+SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
 _SCHEMA = pa.schema(
     [
         ("turn", pa.int64()),

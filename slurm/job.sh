@@ -6,6 +6,8 @@ JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}
 RESTART=${SLURM_RESTART_COUNT:-0}
 NAME=${SLURM_JOB_NAME##*-}-$JOB-r$RESTART
+# Whether the elements of this array go on from each other.
+CHAIN=${SLURM_ARRAY_JOB_ID:+1}
 
 trap : USR1 # a warning that comes too early must not end this script
 
@@ -17,7 +19,7 @@ setup() {
     eval "${SETUP:-}"
     set -u
     # When this job ends, in seconds since the epoch, for the run's own clock.
-    MEGATRON_RL_JOB_END=$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s 2>/dev/null || true)
+    MEGATRON_RL_JOB_END=$(date -d "$(squeue --noheader --jobs="$JOB" --format=%e)" +%s 2>/dev/null || true)
     export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1
     say "on $SLURM_JOB_NODELIST, until ${MEGATRON_RL_JOB_END:+$(date -d "@$MEGATRON_RL_JOB_END" '+%F %T')}"
 }
@@ -51,9 +53,14 @@ again() {
     sleep 300
 }
 
+# Whether another element of a chain is going on from here. One that was queued again may come after all others.
+waiting_elements() {
+    [ -n "$CHAIN" ] && squeue --noheader --array --states=PENDING --jobs="$SLURM_ARRAY_JOB_ID" --format=%i | grep -q .
+}
+
 # The elements of this array that have not begun, and the run's engines, are not needed any more.
 end_chain() {
-    [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
+    [ -z "$CHAIN" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
     [ ! -f "$RUN_DIR/jobs/engines" ] || xargs --no-run-if-empty scancel <"$RUN_DIR/jobs/engines" || true
 }
 
@@ -68,7 +75,7 @@ train() {
         end_chain
         return
     fi
-    # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves, and leaves with status 130.
+    # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves and leaves.
     trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART"' USR1
     step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
     what=$(rl slice end "$CONFIG" --status "$STATUS")
@@ -77,7 +84,7 @@ train() {
     case ${what%%:*} in
         done) end_chain ;;
         stopped) end_chain; exit 1 ;;
-        slice) [ "${SLURM_ARRAY_TASK_ID:-0}" -lt "${SLURM_ARRAY_TASK_MAX:-0}" ] || again ;;
+        slice) waiting_elements || again ;;
         again) again ;;
     esac
 }

@@ -12,7 +12,7 @@ LAYERS = [
     ["types", "config", "config_files", "config_checks", "data_settings"],
     ["algorithms", "rewards", "weights", "chat", "engines.base", "refit.base"],
     ["rollout", "batching", "data", "sft_data", "metrics", "world", "plugins", "turns", "last_letter"],
-    ["loop", "ahead", "evaluate", "checkpoint", "run", "gate", "report", "report_figures", "console"],
+    ["loop", "ahead", "evaluate", "checkpoint", "run", "gate", "report", "report_figures", "report_sweep", "console"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["main", "commands", "errors"],
 ]

@@ -14,7 +14,7 @@ from megatron_rl.cluster.job import STOP, Job
 from megatron_rl.run import RunDirectory
 
 FILE = "slices.jsonl"
-LEFT, CONFIG = 130, 2  # exit statuses of `megatron-rl train`: asked to leave, wrong config
+CONFIG = 2  # exit status of `megatron-rl train`: wrong config
 HUNG = 86  # of a rank that ended itself because nothing moved
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
@@ -75,16 +75,16 @@ def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, st
 
 
 def end(directory: Path, job: Job, status: int) -> tuple[Next, str]:
-    """Notes an end -> (what to do, why)."""
+    """Notes an end -> (what to do, why). `status`: of srun; ranks that were asked to leave, and saved, end with 0 too."""
     turns, own = turns_done(directory), [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
-    cause = _cause(status, turns)
+    cause = _cause(status, turns, finished(directory))
     if own:
         _append(directory, Slice(**asdict(own[-1]) | {"ended": time.time(), "turns_after": turns, "status": status, "cause": cause}))
-    if status == 0 or finished(directory):
+    if finished(directory):
         return Next.DONE, cause
     if status == CONFIG or (directory / STOP).exists():
         return Next.STOPPED, cause
-    return (Next.SLICE if status == LEFT else Next.AGAIN), cause
+    return (Next.AGAIN if status else Next.SLICE), cause
 
 
 def over(directory: Path) -> bool:
@@ -105,12 +105,11 @@ def _silent(one: Slice, after: Slice) -> Slice:
     return Slice(**asdict(one) | {"turns_after": after.turns_before, "cause": SILENT})
 
 
-def _cause(status: int, turns: int) -> str:
+def _cause(status: int, turns: int, finished: bool) -> str:
     known = {
-        0: "all turns are done",
+        0: "all turns are done" if finished else f"left in time, saved after {turns} turns",
         CONFIG: "the config or the command line is wrong: see the log",
         HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
-        LEFT: f"left in time, saved after {turns} turns",
     }
     killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
     return known.get(status, killed)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl import config_checks, config_files
 from megatron_rl.checkpoint import read_json, write_text
 from megatron_rl.cluster import slurm
@@ -20,9 +18,9 @@ from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.render import Shape, common_settings, script
 from megatron_rl.commands.launch import run_directory
 from megatron_rl.config import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
+from megatron_rl.run import SWEEP
 
 JOBS, IDS, SUBMITTED = "jobs", "engines", "submitted.jsonl"  # in the run directory; `engines`: what slurm/job.sh cancels at the end
-SWEEP = "sweep.json"
 ENGINE_WARNING_S = 60
 MAX_ELEMENTS = 1000  # MaxArraySize is 1001 by default
 
@@ -123,10 +121,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
 
 def grid(path: Path) -> list[dict[str, Any]]:
     """The points of a sweep file: a mapping of setting -> values gives all combinations, a list of mappings these. Raises ConfigError."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--sweep {path}: {error}") from error
+    found = config_files.read_yaml(path)
     if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
         points = [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
     elif isinstance(found, list) and found and all(isinstance(point, Mapping) for point in found):

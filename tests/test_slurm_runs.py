@@ -1,0 +1,211 @@
+"""Runs on a real Slurm cluster: a chain of slices that outlives killed ranks, crashed nodes and its time limit, a sweep, an evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, environment, program, tango_settings
+from slurm_cluster import Cluster
+
+from megatron_rl.cluster import slices
+from megatron_rl.metrics import read_metrics
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+RESTART_S = 120.0  # from a fault to the next checkpoint, on a busy machine
+PROFILE = f"""
+time: "00:30:00"
+warning_s: 120
+ranks_per_node: 1
+gpus_per_node: 0
+cpus_per_rank: 1
+environment: {{OMP_NUM_THREADS: "1"}}
+python: {sys.executable}
+"""
+
+
+@pytest.fixture
+def site(slurm, tmp_path):
+    """The cluster, with a profile for it."""
+    path = tmp_path / "site.yaml"
+    path.write_text(PROFILE)
+    yield slurm, path
+    slurm.reset()
+
+
+def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
+    """-> the jobs' numbers."""
+    cluster, profile = site
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", "submit", *words, f"--profile={profile}"],
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"job (\d+)$", done.stdout, re.MULTILINE)
+
+
+def said(cluster: Cluster, *words: str) -> str:
+    """What a command of the program prints on the cluster."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", *words],
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+
+
+def running(cluster: Cluster, job: str) -> str:
+    """The element that runs, of a chain."""
+    (element,) = [element for element, state in cluster.states(job).items() if state == "RUNNING"]
+    return element
+
+
+def logs(run: Path) -> str:
+    return "\n".join(f"==> {path}\n{path.read_text()[-3000:]}" for path in sorted((run / "logs").glob("*.out")))
+
+
+def figures(run: Path) -> list[tuple[int, str, dict[str, float]]]:
+    """All that a run measured but for times."""
+    return [(row.turn, row.scope, dict(row.metrics)) for row in read_metrics(run)]
+
+
+def goes_on(run: Path, starts: int, turns: int) -> None:
+    """Until the run has started so often and saved so much."""
+    wait(f"start {starts} and {turns} turns of {run}", lambda: slices.turns_done(run) >= turns and len(slices.read(run)) >= starts)
+
+
+def wait(what: str, condition: Callable[[], bool]) -> None:
+    """Looks now and then: the runs need the processor."""
+    end = time.monotonic() + RESTART_S
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {RESTART_S} s"
+        time.sleep(0.2)
+
+
+def rank_process(number: int, run: Path) -> psutil.Process:
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        is_train = words[1:4] == ["-m", "megatron_rl.main", "train"] and str(run / "jobs/config.yaml") in words
+        if is_train and process.environ().get("SLURM_PROCID") == str(number):
+            return process
+    raise AssertionError(f"no rank {number} of {run}")
+
+
+def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(site, last_letter, tmp_path):
+    """Three slices, two ranks on two nodes: a rank killed, the job requeued, a node crashed, and twice Slurm's warning."""
+    cluster, _ = site
+    run = tmp_path / "chain"
+    (job,) = submit(
+        site, *tango_settings(last_letter, tmp_path, "chain"), "recipe.args.generator_updates=31", "job.nodes=2", "job.slices=3"
+    )
+    goes_on(run, 1, 1)
+    rank_process(1, run).kill()
+    goes_on(run, 2, 5)
+    cluster.run("scontrol", "requeue", running(cluster, job))
+    goes_on(run, 3, 9)
+    node = cluster.field(running(cluster, job), "BatchHost")
+    cluster.crash_node(node)
+    cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
+    goes_on(run, 4, 13)
+    cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))  # as --signal does before the time limit
+    assert "running" in said(cluster, "status", str(run))
+    goes_on(run, 5, 17)
+    cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))
+    wait("the run's end", lambda: slices.finished(run))
+    cluster.wait(job, timeout_s=60)
+
+    causes = [one.cause or "" for one in slices.read(run)]
+    assert len(causes) == 6, logs(run)
+    assert "status" in causes[0] or "signal" in causes[0]
+    assert causes[1] == causes[2] == slices.SILENT
+    assert "left in time" in causes[3] and "left in time" in causes[4]
+    assert causes[5] == "all turns are done"
+    shown = said(cluster, "status", str(run))
+    assert "finished" in shown and "left in time" in shown and "42 of 42 turns" in shown
+
+    program("train", *tango_settings(last_letter, tmp_path, "quiet"), "recipe.args.generator_updates=31")
+    assert figures(run) == figures(tmp_path / "quiet")
+
+
+def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path):
+    """A config whose data is not there fails at every start, and a wrong one is not tried again."""
+    cluster, _ = site
+    (job,) = submit(site, *tango_settings(last_letter, tmp_path, "stuck"), "reward.target=answers_nothing:grade", "job.slices=8")
+    states = cluster.wait(job, timeout_s=120)
+    assert states.pop(f"{job}_0") == "FAILED" and set(states.values()) == {"CANCELLED"}, states
+    (only,) = slices.read(tmp_path / "stuck")
+    assert only.status == 2 and "the config or the command line is wrong" in (only.cause or "")
+
+
+def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_letter, tmp_path):
+    cluster, _ = site
+    settings, run = tango_settings(last_letter, tmp_path, "stopped"), tmp_path / "stopped"
+    (job,) = submit(site, *settings, "job.slices=4")
+    goes_on(run, 1, 1)
+    assert "leaves after the turn" in said(cluster, "stop", str(run))
+    cluster.wait(job, timeout_s=60)
+    assert len(slices.read(run)) == 1 and not slices.finished(run)
+    (again,) = submit(site, *settings, "job.slices=4")
+    cluster.wait(again, timeout_s=120)
+    assert slices.finished(run), logs(run)
+    assert slices.read(run)[1].turns_before >= 1
+
+
+def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_path):
+    cluster, _ = site
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("optimizer.lr: [1e-3, 3e-3]\nrun.seed: [0, 1]\n")
+    (job,) = submit(
+        site, "examples/last_letter/sft.yaml", f"model.path={last_letter}/task/model", f"data.train={last_letter}/task/generator_sft.jsonl",
+        "data.shuffle=true", "steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}", "--sweep", str(grid),
+    )  # fmt: skip
+    states = cluster.wait(job, timeout_s=180)
+    assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "grid")
+    points = json.loads((tmp_path / "grid/sweep.json").read_text())
+    assert [point["changes"] for point in points] == [{"optimizer.lr": r, "run.seed": s} for r in (1e-3, 3e-3) for s in (0, 1)]
+    losses = [read_metrics(tmp_path / "grid" / point["run"])[-1].metrics["loss"] for point in points]
+    assert len(set(losses)) == 4
+    assert "finished" in said(cluster, "status", str(tmp_path / "grid"))
+    page = Path(said(cluster, "report", str(tmp_path / "grid")).strip()).read_text()
+    assert "4 of 4 runs are finished" in page and "Means over seeds" in page and all(f"{loss:.4g}" in page for loss in losses)
+
+
+def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
+    cluster, _ = site
+    for name in ("words", "letters"):
+        (tmp_path / f"{name}.yaml").write_text(
+            f"model: {{path: x}}\ndata: {{path: {last_letter}/task/test.jsonl, settings: last_letter, limit: 8}}\n"
+            f"template: {ROOT}/examples/last_letter/prompts/generator.txt\n"
+            "reward: {target: 'megatron_rl.rewards.last_letter:grade'}\nsampling: {max_tokens: 40, temperature: 0.0}\n"
+        )
+    words = [str(tmp_path / "words.yaml"), str(tmp_path / "letters.yaml"), f"--out={tmp_path}/eval"]
+    models = ["--checkpoints", f"{last_letter}/generator/model", f"{last_letter}/task/model"]
+    done = tmp_path / "eval" / f"{last_letter.name}_generator.words.json"
+    done.parent.mkdir()
+    done.write_text("{}")
+    (job,) = submit(site, *words, *models)
+    states = cluster.wait(job, timeout_s=180)
+    assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "eval")
+    results = sorted((tmp_path / "eval").glob("*.json"))
+    assert len(results) == 4 and done.read_text() == "{}"
+    assert all("accuracy" in json.loads(path.read_text())["figures"] for path in results if path != done)
+
+
+def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tmp_path):
+    """A reward that never answers, and no limit on its time: what the watchdog is for."""
+    (tmp_path / "slow_reward.py").write_text("import time\n\ndef grade(response, payload):\n    time.sleep(3600)\n    return 0.0\n")
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", "train", *tango_settings(last_letter, tmp_path, "hung"),
+         "reward.target=slow_reward:grade", "reward.timeout_s=3600", "run.hang_after_s=4", "gate.enabled=false"],
+        cwd=ROOT, env=environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == slices.HUNG, done.stdout + done.stderr
+    assert "run.hang_after_s" in done.stderr and time.monotonic() - start < 180
+    stacks = sorted((tmp_path / "hung/logs").glob("stacks_*"))
+    assert len(stacks) == 2 and "grade" in stacks[0].read_text()
