@@ -162,7 +162,8 @@ def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_p
     grid.write_text("optimizer.lr: [1e-3, 3e-3]\nrun.seed: [0, 1]\n")
     (job,) = submit(
         site, "examples/last_letter/sft.yaml", f"model.path={last_letter}/task/model", f"data.train={last_letter}/task/generator_sft.jsonl",
-        "data.shuffle=true", "steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}", "--sweep", str(grid),
+        "data.shuffle=true", "steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}",
+        "--sweep", str(grid),
     )  # fmt: skip
     states = cluster.wait(job, timeout_s=180)
     assert set(states.values()) == {"COMPLETED"}, logs(tmp_path / "grid")
