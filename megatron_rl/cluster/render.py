@@ -56,8 +56,8 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
         "nodes": shape.nodes,
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
-        "cpus-per-task": profile.cpus_per_rank,
-        "mem": profile.memory,
+        "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
+        "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,  # a part of a node takes the default of its share
         "constraint": profile.constraint,
         "time": shape.time,
         "array": shape.array,
