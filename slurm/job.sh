@@ -75,6 +75,13 @@ train() {
         end_chain
         return
     fi
+    # Every node looks at itself first: a lost GPU or a read-only file system shows here, and not as a hang of all ranks.
+    step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 -- \
+        doctor "$CONFIG" ${PROFILE:+--profile="$PROFILE"} --quick
+    if [ "$STATUS" -ne 0 ]; then
+        say "$(rl slice end "$CONFIG" --status "$STATUS")"
+        again
+    fi
     # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves and leaves.
     trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART"' USR1
     step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"

@@ -135,7 +135,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
             f"{file}: roles.c.model: missing; it has no default, so give it in a file or as roles.c.model=...",
             f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, refit, rollouts, "
-            "gate, debug, sinks",
+            "gate, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
         ]

@@ -356,7 +356,7 @@ def test_serve_leaves_while_its_server_starts(config):
 
 def test_serve_fails_with_the_last_words_of_a_server_that_does_not_start(config, monkeypatch, capsys):
     monkeypatch.setenv("FAKE", "dies")
-    monkeypatch.setattr(serve, "_asked_to_leave", lambda with_parent: threading.Event())
+    monkeypatch.setattr(serve, "_asked_to_leave", lambda with_parent, over: threading.Event())
     assert main.main(["serve", str(config), "--role=generator"]) == 1
     error = capsys.readouterr().err
     assert error.count("ended with status 3 while it started") == 2 and "line 39" in error and "starting it again (1 of 1)" in error
@@ -365,7 +365,7 @@ def test_serve_fails_with_the_last_words_of_a_server_that_does_not_start(config,
 def test_serve_ends_a_server_that_lives_and_does_not_answer(config, monkeypatch, capsys):
     """It was left to itself, lost for the run, for as long as its process lived."""
     monkeypatch.setenv("FAKE", "sick")
-    monkeypatch.setattr(serve, "_asked_to_leave", lambda with_parent: threading.Event())
+    monkeypatch.setattr(serve, "_asked_to_leave", lambda with_parent, over: threading.Event())
     words = ["serve", str(config), "--role=generator", "engine.restarts=0", "engine.lost_after_s=0.2"]
     assert main.main(words) == 1
     error = capsys.readouterr().err

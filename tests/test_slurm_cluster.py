@@ -40,10 +40,12 @@ echo saved
 
 # a cluster with a job, until its end comes from outside
 OWNER = """
+import signal
 import sys
 from pathlib import Path
 from slurm_cluster import Cluster
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 with Cluster(Path(sys.argv[1]), nodes=1) as cluster:
     cluster.wait(cluster.submit("srun sleep 600"), "RUNNING")
     print("running", flush=True)

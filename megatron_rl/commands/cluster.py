@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl import config_files
 from megatron_rl.config import ConfigError, EvalConfig, SftConfig, TrainConfig
 
-NAMES = ("submit", "status", "stop", "logs", "slice")
+NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
 Load = Callable[[Sequence[str]], tuple[str, Any]]  # words -> (command that they are for, config)
 
 
@@ -36,6 +36,10 @@ def add_parsers(commands: Any) -> None:
     )
     submit.add_argument("--checkpoints", nargs="+", metavar="MODEL", help="evaluate each of these model directories by each config given")
     submit.add_argument("--out", type=Path, default=Path("runs/eval"), help="of --checkpoints: where results go (default: runs/eval)")
+    doctor = commands.add_parser("doctor", help="look at what a run needs of this host: versions, GPUs, network, files, memory, Slurm")
+    doctor.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=c", help="of the run; without it, of any run")
+    doctor.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file")
+    doctor.add_argument("--quick", action="store_true", help="what every node of a job looks at as it starts; prints what is wrong alone")
     status = commands.add_parser("status", help="a run's jobs, engines, turns, rates, starts and what ended them")
     status.add_argument("run", type=Path, help="a run directory, or a sweep's")
     stop = commands.add_parser("stop", help="let a run save and leave, and take back its jobs")
@@ -66,7 +70,9 @@ def run(args: argparse.Namespace, load: Load) -> int:
     from megatron_rl.cluster.slurm import SlurmError
 
     try:
-        return {"submit": _submit, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}[args.command](args, load)
+        return {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}[args.command](
+            args, load
+        )
     except SlurmError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
         return 1
@@ -117,6 +123,20 @@ def _evaluations(args: argparse.Namespace) -> list[EvalConfig]:
 
 def _overrides(point: Mapping[str, Any]) -> list[str]:
     return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
+
+
+def _doctor(args: argparse.Namespace, load: Load) -> int:
+    """Returns 1 when something is wrong."""
+    from rich.console import Console
+
+    from megatron_rl.cluster import profile
+    from megatron_rl.commands import doctor
+
+    site = profile.read(args.profile) if args.profile else None
+    config = load(args.settings)[1] if args.settings else None
+    checks = doctor.examine(config, site, quick=args.quick, environment=os.environ)
+    doctor.show(checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ)
+    return 1 if any(check.verdict == "wrong" for check in checks) else 0
 
 
 def _status(args: argparse.Namespace, load: Load) -> int:

@@ -20,7 +20,12 @@ from megatron_rl.commands.launch import run_directory
 from megatron_rl.config import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.run import SWEEP
 
-JOBS, IDS, SUBMITTED = "jobs", "engines", "submitted.jsonl"  # in the run directory; `engines`: what slurm/job.sh cancels at the end
+JOBS, IDS, SITE, SUBMITTED = (
+    "jobs",
+    "engines",
+    "site.yaml",
+    "submitted.jsonl",
+)  # in the run directory; `engines`: what slurm/job.sh cancels at the end
 ENGINE_WARNING_S = 60
 MAX_ELEMENTS = 1000  # MaxArraySize is 1001 by default
 
@@ -46,8 +51,8 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
         warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
     shared = {**common_settings(profile, SHIPPED.parent), "CONFIG": str(directory / JOBS / "config.yaml")}
-    settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command}
-    files = {"config.yaml": config_files.dump(config)}
+    settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
+    files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
         if as_roles:
             raise ConfigError("--shape roles: the config has no servers, so the trainer is the only role; leave --shape out")
@@ -90,6 +95,7 @@ def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[s
             raise ConfigError(f"a sweep starts runs with embedded engines; engine.kind = {own.engine.kind!r} wants a submission for each")
         files[f"{index:03d}.yaml"] = config_files.dump(own)
         found.append({"run": own.run.name, "changes": dict(changes)})
+    files[SITE] = config_files.dump(profile)
     files[f"../{SWEEP}"] = json.dumps(found, indent=1) + "\n"
     job = config.job
     shape = Shape(
@@ -98,7 +104,8 @@ def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[s
         exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
     settings = {
-        **common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s), "COMMAND": command
+        **common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s),
+        "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
     }  # fmt: skip
     files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
     return Plan(directory, files, ["sweep.sbatch"], {})
