@@ -50,6 +50,8 @@ class Profile:
 
 def read(name: str) -> Profile:
     """`name`: of a profile that is shipped, or a YAML file. Raises ConfigError."""
+    if not SHIPPED.is_dir():
+        raise ConfigError(f"{SHIPPED} is not there: install megatron_rl from a checkout, with pip install -e")
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in (SHIPPED / "profiles").glob("*.yaml")))
