@@ -14,6 +14,16 @@ from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "examples/last_letter")]
+PROFILE = f"""
+time: "00:30:00"
+warning_s: 120
+ranks_per_node: 1
+gpus_per_node: 0
+cpus_per_rank: 1
+exclusive: true
+environment: {{OMP_NUM_THREADS: "1"}}
+python: {sys.executable}
+"""
 torch.set_num_threads(1)  # tiny tensors: a thread pool only adds waiting
 
 
@@ -72,6 +82,15 @@ def slurm(tmp_path_factory) -> Iterator[Cluster]:
         pytest.skip(f"no Slurm: {', '.join(missing)} not found; `make slurm` installs it, or says why it cannot")
     with Cluster(tmp_path_factory.mktemp("slurm") / "mini") as cluster:
         yield cluster
+
+
+@pytest.fixture
+def site(slurm, tmp_path):
+    """The cluster, with a profile for it."""
+    path = tmp_path / "site.yaml"
+    path.write_text(PROFILE)
+    yield slurm, path
+    slurm.reset()
 
 
 def tango_settings(base: Path, out: Path, name: str) -> list[str]:
