@@ -17,11 +17,12 @@ GRACE_S = 10.0  # for all ranks to write their stacks
 
 
 class Watchdog:
-    """One on every rank. The driver's counts: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting."""
+    """One on every rank. The driver's counts: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. The others
+    see in a file that the driver itself still runs."""
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
         """`session`: of this start of the ranks, the same on all. `after_s`: without a beat; 0: never."""
-        self._file = directory / f"hang.{session}"
+        self._file, self._alive = directory / f"hang.{session}", directory / f"alive.{session}"
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done, self._began = time.monotonic(), threading.Event(), time.time()
@@ -41,13 +42,26 @@ class Watchdog:
         finally:
             self._done.set()
             thread.join()
+            if self._rank == 0:
+                self._alive.unlink(missing_ok=True)
 
     def _watch(self) -> None:
+        seen = None
         while not self._done.wait(min(POLL_S, self._after_s / 4)):
-            if self._rank == 0 and time.monotonic() - self._last > self._after_s:
+            if self._rank == 0:
+                self._alive.touch()
+            elif (now := self._driver_was_there()) != seen:
+                seen = now
+                self.beat()
+            if time.monotonic() - self._last > self._after_s:
                 self._file.touch()
             if self._told():
                 self._end()
+
+    def _driver_was_there(self) -> float | None:
+        with contextlib.suppress(FileNotFoundError):
+            return self._alive.stat().st_mtime
+        return None
 
     def _told(self) -> bool:
         """A file that is older than this process is of another one."""
@@ -59,8 +73,7 @@ class Watchdog:
         self._stacks.parent.mkdir(parents=True, exist_ok=True)
         with self._stacks.open("w") as file:
             faulthandler.dump_traceback(file)
-        if self._rank == 0:
-            text = f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): the stacks of all ranks are in {self._stacks.parent}\n"
-            os.write(2, text.encode())
+        text = f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): the stacks of rank {self._rank} are in {self._stacks}\n"
+        os.write(2, text.encode())
         time.sleep(min(GRACE_S, self._after_s))
         os._exit(HUNG)

@@ -1,0 +1,181 @@
+"""Faults in one long run on a real Slurm cluster of four nodes on this machine: from each to the next progress.
+
+A Tango run on the last-letter models, two ranks on two nodes, embedded engines, a checkpoint after every step. --faults of these kinds,
+drawn by --seed, each after a few turns without one:
+
+    rank       SIGKILL to a rank                      hang      SIGSTOP to a rank: it neither works nor ends
+    node       SIGKILL to all of a node, slurmd too   save      SIGKILL to a rank while a checkpoint is written
+    requeue    scontrol requeue                       warning   SIGUSR1 to the batch script, as before the time limit
+
+`KIND/seconds`: from the fault until a turn is done that was not done before, mean; what Slurm needs to notice a dead node (SlurmdTimeout,
+10 s here, and its own rounds) and what run.hang_after_s says (10 s here) are in it. `turns_lost`: done again, mean over all faults.
+`prompts_lost`: prompts of turns that are missing, doubled or without all their answers at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+import common
+import psutil
+from rich.progress import track
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples/last_letter"
+sys.path[:0] = [str(ROOT / "tests"), str(EXAMPLE)]
+from slurm_cluster import Cluster, missing_commands  # noqa: E402
+
+from megatron_rl.cluster import slices  # noqa: E402
+from megatron_rl.metrics import read_metrics  # noqa: E402
+from megatron_rl.run import read_rollouts, rollout_files  # noqa: E402
+
+KINDS = ("rank", "hang", "node", "save", "requeue", "warning")
+PROMPTS, SAMPLES, HANG_S, GIVE_UP_S, LOOK_S = 8, 5, 10, 300.0, 0.1
+SITE = f"""
+time: "04:00:00"
+warning_s: 120
+ranks_per_node: 1
+gpus_per_node: 0
+cpus_per_rank: 1
+exclusive: true
+environment: {{OMP_NUM_THREADS: "1"}}
+python: {sys.executable}
+"""
+
+
+class Watched:
+    """The run, as its directory shows it."""
+
+    def __init__(self, cluster: Cluster, run: Path, job: str) -> None:
+        self.cluster, self.run, self.job = cluster, run, job
+
+    def last_turn(self) -> int:
+        return max((row.turn for row in read_metrics(self.run) if row.scope != "eval"), default=-1)
+
+    def element(self) -> str:
+        """Of the chain, that which runs."""
+        self.until("a running element", lambda: "RUNNING" in self.cluster.states(self.job).values())
+        return next(element for element, state in self.cluster.states(self.job).items() if state == "RUNNING")
+
+    def ranks(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            with contextlib.suppress(psutil.Error):
+                if words[1:4] == ["-m", "megatron_rl.main", "train"] and process.environ().get("SLURM_STEP_ID"):
+                    found.append(process)
+        return [process for process in found if not any(parent in found for parent in process.parents())]
+
+    def until(self, what: str, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + GIVE_UP_S
+        while not condition():
+            if time.monotonic() > end:
+                raise RuntimeError(f"{what}: not within {GIVE_UP_S:.0f} s; see {self.run}/logs")
+            time.sleep(LOOK_S)
+
+
+def strike(kind: str, watched: Watched, rng: random.Random) -> str | None:
+    """-> a node that is to be brought back."""
+    cluster = watched.cluster
+    if kind == "save":
+        watched.until("a checkpoint under way", lambda: any((watched.run / "checkpoints").glob(".step_*.tmp")))
+    if kind in ("rank", "hang", "save"):
+        watched.until("two ranks", lambda: len(watched.ranks()) == 2)
+        os.kill(rng.choice(watched.ranks()).pid, signal.SIGSTOP if kind == "hang" else signal.SIGKILL)
+    elif kind == "node":
+        nodes = cluster.run("scontrol", "show", "hostnames", cluster.field(watched.element(), "NodeList")).split()
+        node = rng.choice(nodes)
+        cluster.crash_node(node)
+        return node
+    elif kind == "requeue":
+        cluster.run("scontrol", "requeue", watched.element())
+    else:
+        cluster.run("scancel", "--batch", "--signal=USR1", watched.element())
+    return None
+
+
+def prompts_lost(run: Path, turns: int) -> float:
+    """Of turns that are not there exactly once, or whose prompts have not all their answers."""
+    seen = Counter(row.turn for row in read_metrics(run) if row.scope not in ("eval", "gate"))
+    lost = sum(PROMPTS for turn in range(turns) if seen[turn] != 1)
+    for path in rollout_files(run):
+        groups = Counter(row["group"] for row in read_rollouts(path))
+        lost += PROMPTS - sum(count == SAMPLES for count in groups.values())
+    return float(lost + PROMPTS * (turns - len(rollout_files(run))))
+
+
+def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
+    site = folder / "site.yaml"
+    site.write_text(SITE)
+    words = [
+        str(EXAMPLE / "tango.yaml"), f"roles.generator.model.path={models}/generator/model",
+        f"roles.verifier.model.path={models}/verifier/model", f"data.path={models}/task/train.jsonl", "evaluation.prompts=null",
+        f"run.prompts_per_step={PROMPTS}", "run.save_every=1", f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}",
+        "recipe.args.generator_updates=3000", "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
+    ]  # fmt: skip
+    said = subprocess.run(
+        [sys.executable, "-m", "megatron_rl.main", "submit", *words], cwd=ROOT, env=cluster.environment(), check=True, text=True,
+        stdout=subprocess.PIPE,
+    ).stdout  # fmt: skip
+    return Watched(cluster, folder / name, said.splitlines()[0].rpartition(" ")[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", type=Path, default=ROOT / "runs/last_letter_2_heads/a", help="made when there are none")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    if missing := missing_commands():
+        parser.error(f"no Slurm: {', '.join(missing)} not found; `make slurm` installs it, or says why it cannot")
+    import run
+
+    with contextlib.chdir(ROOT):
+        run.prepare(args.models, args.models.name, run.Stages(), heads=2)
+    rng = random.Random(args.seed)
+    kinds = [KINDS[i % len(KINDS)] for i in range(args.faults)]
+    rng.shuffle(kinds)
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    again: list[int] = []
+    with tempfile.TemporaryDirectory() as name, Cluster(Path(name) / "slurm", gpus=0) as cluster:
+        watched = submit(cluster, Path(name), args.models, "long")
+        for kind in track(kinds, description="faults"):
+            start = watched.last_turn()
+            calm = rng.randint(3, 8)
+            watched.until("turns without a fault", lambda start=start, calm=calm: watched.last_turn() >= start + calm)
+            node = strike(kind, watched, rng)
+            struck, done, starts = time.monotonic(), watched.last_turn(), len(slices.read(watched.run))
+            watched.until(f"another start after {kind}", lambda starts=starts: len(slices.read(watched.run)) > starts)
+            again.append(max(0, done + 1 - slices.read(watched.run)[-1].turns_before))
+            watched.until(f"progress after {kind}", lambda done=done: watched.last_turn() > done)
+            seconds[kind].append(time.monotonic() - struck)
+            if node is not None:
+                cluster.start_node(node)
+        (watched.run / "stop").touch()
+        watched.until("the end", lambda: set(cluster.states(watched.job).values()) <= {"COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL"})
+        turns = watched.last_turn() + 1
+        figures = {f"{kind}/seconds": fmean(values) for kind, values in seconds.items() if values}
+        figures |= {
+            "faults": float(len(kinds)),
+            "turns": float(turns),
+            "turns_lost": fmean(again),
+            "prompts_lost": prompts_lost(watched.run, turns),
+        }
+    common.finish(figures, {}, args, limits={"prompts_lost": 0})
+
+
+if __name__ == "__main__":
+    main()
