@@ -35,7 +35,7 @@ from rich.progress import track
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/last_letter"
 sys.path[:0] = [str(ROOT / "tests"), str(EXAMPLE)]
-from slurm_cluster import Cluster, missing_commands  # noqa: E402
+from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 
 from megatron_rl.cluster import slices  # noqa: E402
 from megatron_rl.metrics import read_metrics  # noqa: E402
@@ -99,11 +99,19 @@ def strike(kind: str, watched: Watched, rng: random.Random) -> str | None:
         node = rng.choice(nodes)
         cluster.crash_node(node)
         return node
-    elif kind == "requeue":
-        cluster.run("scontrol", "requeue", watched.element())
     else:
-        cluster.run("scancel", "--batch", "--signal=USR1", watched.element())
+        words = ["scontrol", "requeue"] if kind == "requeue" else ["scancel", "--batch", "--signal=USR1"]
+        watched.until(kind, lambda: told(cluster, [*words, watched.element()]))
     return None
+
+
+def told(cluster: Cluster, words: list[str]) -> bool:
+    """False where the element has just ended."""
+    try:
+        cluster.run(*words)
+    except SlurmError:
+        return False
+    return True
 
 
 def prompts_lost(run: Path, turns: int) -> float:

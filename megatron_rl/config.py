@@ -188,6 +188,8 @@ class Servers:
     replicas: PositiveInt = 1
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # share experts out over these ranks whole, not each expert
+    urls: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by role: servers that run already and share no directory with the run
+    token_file: str | None = None  # the token that servers at `urls` want; null: that in the run directory
     start: bool = True  # the run starts them, on its first rank's host; false: `megatron-rl serve` does, in jobs of their own
     python: str | None = None  # interpreter of the environment that has the engine; null: that of the run
     host: str = "127.0.0.1"  # where servers and the refit board listen: an address, an interface (ib0), or auto: this host's own name

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, Embedded, Layout, PromptSet, Role, SftConfig, TrainConfig
+from megatron_rl.config import ConfigError, Embedded, Layout, PromptSet, Role, Servers, SftConfig, Sglang, TrainConfig
 from megatron_rl.data_settings import resolve
 
 _DATA_FILES = (".jsonl", ".json", ".parquet")
@@ -34,6 +34,8 @@ def check(config: Any, ranks: int) -> None:
                 f"rollouts.max_staleness = {config.rollouts.max_staleness} with engine.kind = 'embedded': that engine shares the trainer's "
                 "processes and cannot work beside them; set it to 0, or engine.kind to vllm or sglang"
             )
+        if isinstance(config.engine, Servers):
+            problems += _server_problems(config, config.engine)
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
@@ -48,6 +50,26 @@ def check(config: Any, ranks: int) -> None:
             problems.append(f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing")
     if problems:
         raise ConfigError("\n  ".join(problems))
+
+
+def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
+    problems = []
+    if settings.urls:
+        counts = {name: len(settings.urls.get(name, ())) for name in config.roles}
+        if set(settings.urls) != set(config.roles) or set(counts.values()) != {settings.replicas}:
+            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(config.roles)}"
+            problems.append(f"engine.urls has { ({name: len(urls) for name, urls in settings.urls.items()}) }: give {wanted}")
+        if settings.start:
+            problems.append("engine.urls with engine.start = true: servers that run already are not started; set engine.start=false")
+    if isinstance(settings, Sglang):
+        for name, role in config.roles.items():
+            drawn = role.sampling
+            if drawn.temperature > 0 and (drawn.top_p < 1 or drawn.min_p > 0) and not drawn.top_k:
+                problems.append(
+                    f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = 'sglang': it tells "
+                    "the log-probs of what it draws then only under a top_k; set sampling.top_k, or leave truncation off"
+                )
+    return problems
 
 
 def absent_files(config: Any) -> list[str]:

@@ -87,6 +87,15 @@ class Fleet:
         self.announce(url, replica)
         return process
 
+    def start_process_at(self, port: str) -> subprocess.Popen[bytes]:
+        """One at the port of another that has ended; nobody announces it."""
+        environment = os.environ | {TOKEN_FILE: str(self.directory / "token"), "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, str(ROOT / "tests/fake_vllm.py"), "--host=127.0.0.1", f"--port={port}"]
+        process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
     def announce(self, url: str, replica: int = 0, *, beats: bool = True) -> Listing:
         """As a supervisor does, until the fleet ends."""
         log = self.directory / f"engine_{replica}.log"

@@ -18,7 +18,8 @@ from megatron_rl.chat import load_tokenizer
 from megatron_rl.cluster.address import own_address
 from megatron_rl.commands.common import Driver
 from megatron_rl.commands.servers import ENGINES, TOKEN, About, connect
-from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.config import Embedded, Servers, TrainConfig
+from megatron_rl.engines.addresses import Addresses
 from megatron_rl.engines.base import Engine, EngineError
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.launch import make_token, tail
@@ -106,19 +107,17 @@ def _servers(
         for name in policies:
             started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
     for name, policy in policies.items():
-        if policy.arch.experts:
-            raise ConfigError(
-                f"roles.{name}.model has experts: their weights do not come to {settings.kind} servers rightly yet (docs/support.md); "
-                "use a dense model"
-            )
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
         side = TrainerSide(topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host)
         stack.callback(side.close)
         pool = None
         if world.rank == 0:
-            client = connect(settings, make_token(directory / TOKEN), config.refit.timeout_s, _about(config, name))
+            token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
+            client = connect(settings, token, config.refit.timeout_s, _about(config, name))
             pool = Pool(name, settings, Roster(directory), client)
+            if settings.urls:
+                stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)
             pool.hopeless = functools.partial(_hopeless, started[name], leave)
             stack.callback(pool.close)
             engines[name] = pool

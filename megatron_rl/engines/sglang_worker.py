@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.weights.layouts import engine_parameters
+from megatron_rl.weights.layouts import differences, engine_parameters
 
 # The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
@@ -135,7 +134,7 @@ class Refits:
         rank = replica * tp + updater.tp_rank
         side = EngineSide(Board.join(host, port), rank, landing, next(model.parameters()).device)
         wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
-        wrong = list(_differences(wanted, landing.parameters))
+        wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if side.topology.engines.tp != tp:
             wrong.insert(0, f"it has {tp} ranks and the trainer counts on {side.topology.engines.tp}")
         if wrong:
@@ -224,16 +223,6 @@ def _plain(layer: nn.Module) -> bool:
 
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-
-
-def _differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Tensor]) -> Iterator[str]:
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
-            yield f"{name} is not in the engine"
-        elif name not in wanted:
-            yield f"{name} is not in the trainer's model"
-        elif found[name].numel() != wanted[name][0] * wanted[name][1]:
-            yield f"{name} is {list(found[name].shape)} in the engine and {list(wanted[name])} in the trainer's layout"
 
 
 if __name__ == "__main__":

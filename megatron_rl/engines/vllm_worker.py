@@ -19,9 +19,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.weights.layouts import engine_parameters
+from megatron_rl.weights.layouts import differences, engine_parameters
 
 BACKEND = "megatron_rl"
+ROUTED = ".routed_experts"  # vLLM has the experts of a layer one module deeper than their layout names them
 _log = logging.getLogger(__name__)
 
 
@@ -89,6 +90,8 @@ class Landing:
                 parameter.weight_loader = default_weight_loader  # what came is this rank's own part already
                 layerwise.make_online_process_loader(layer, name)(parameter, staged)
         layerwise.finalize_layerwise_reload(self._model, self._model_config)
+        for layer, _ in self._layers:
+            _pack_experts(layer)
         for parameter, loader in originals:
             parameter.weight_loader = loader
 
@@ -107,7 +110,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         side = EngineSide(Board.join(init_info.host, init_info.port), rank, landing, self.device)
         wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
-        wrong = [line for line in _differences(wanted, landing.parameters) if line]
+        wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if wrong:
             side.close()
             raise ValueError("the trainer's weights do not fit this engine: " + "; ".join(wrong[:5]))
@@ -144,23 +147,20 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if name == "lm_head" and tied:
             yield layer, embedding.removesuffix("weight")
         else:
-            yield layer, f"{name}." if name else ""
+            yield layer, f"{name.replace(ROUTED, '')}." if name else ""
+
+
+def _pack_experts(layer: nn.Module) -> None:
+    """On a CPU vLLM packs experts for its kernels when a model is loaded, and not again when it is reloaded (0.32)."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _plain(layer: nn.Module) -> bool:
     """Whether vLLM uses the layer's parameters as they were loaded, off the CPU."""
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-
-
-def _differences(wanted: dict[str, tuple[int, int]], found: dict[str, Tensor]) -> Iterator[str]:
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
-            yield f"{name} is not in the engine"
-        elif name not in wanted:
-            yield f"{name} is not in the trainer's model"
-        elif found[name].numel() != wanted[name][0] * wanted[name][1]:
-            yield f"{name} is {list(found[name].shape)} in the engine and {list(wanted[name])} in the trainer's layout"
 
 
 class Extension:

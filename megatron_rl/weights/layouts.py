@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,3 +136,14 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
 
 def _rects(sizes: Sizes, names: Sequence[str], shard: Shard, vocab_multiple: int) -> list[tuple[str, Rect]]:
     return [(name, rect) for name in names for rect in megatron(sizes, name, shard, vocab_multiple=vocab_multiple)[1]]
+
+
+def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """How the shapes of an engine's parameters differ from those that a layout wants; as many elements is enough."""
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is not in the engine"
+        elif name not in wanted:
+            yield f"{name} is not in the trainer's model"
+        elif math.prod(found[name]) != math.prod(wanted[name]):
+            yield f"{name} is {list(found[name])} in the engine and {list(wanted[name])} in the trainer's layout"
