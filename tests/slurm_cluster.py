@@ -296,6 +296,8 @@ def processes(conf: Path, node: str | None = None) -> list[psutil.Process]:
                 belongs = environment.get("SLURM_CONF") == str(conf) and node in (None, environment.get("SLURMD_NODENAME"))
             if belongs:
                 (slurms if is_slurms else others).append(process)
+                if not is_slurms:
+                    others += process.children(recursive=True)  # some write a title over their environment
     return slurms + others
 
 

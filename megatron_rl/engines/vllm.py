@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Vllm
+from megatron_rl.config import ConfigError, Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.guard import TOKEN_FILE
@@ -21,7 +21,11 @@ MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 
 
 def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
-    """The server's command line and environment. `python`: interpreter of an environment that has vLLM."""
+    """The server's command line and environment. `python`: interpreter of an environment that has vLLM. Raises ConfigError."""
+    if settings.expert_parallel and not on_gpu:
+        raise ConfigError(
+            "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; set it to false, tp cuts experts too"
+        )
     words = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
         "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
