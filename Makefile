@@ -14,7 +14,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines engines-cpu slurm demo demo-vllm demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
+.PHONY: help setup engines engines-cpu slurm demo demo-vllm demo-sglang demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -50,6 +50,14 @@ demo: setup ## co-train a generator and a verifier (Tango) on the last-letter ta
 
 demo-vllm: setup engines ## some updates of the demo with two real vLLM servers
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm --out runs/demo_vllm
+
+demo-sglang: setup engines-sglang ## the same with two real SGLang servers on STUBBED kernels: no measure of its speed
+	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
+		--out runs/demo_sglang_stubbed_kernels
+
+demo-sglang: setup engines-sglang ## the same with two real SGLang servers on STUBBED kernels: no measure of its speed
+	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
+		--out runs/demo_sglang_stubbed_kernels
 
 demo-seeds: setup ## the demo on three seeds, and its bars
 	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check

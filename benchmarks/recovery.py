@@ -106,10 +106,10 @@ def strike(kind: str, watched: Watched, rng: random.Random) -> str | None:
 
 
 def told(cluster: Cluster, words: list[str]) -> bool:
-    """False where the element has just ended."""
+    """False where the element has just ended: then scancel fails, or tries on for ever."""
     try:
-        cluster.run(*words)
-    except SlurmError:
+        cluster.run(*words, timeout_s=10)
+    except (SlurmError, subprocess.TimeoutExpired):
         return False
     return True
 

@@ -27,8 +27,13 @@ HERE = Path(__file__).parent
 ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
 SFT_SEED = 1
 POOL = 512  # sampled solutions the verifier's SFT judges
-ENGINES = {"embedded": [], "vllm": ["engine.kind=vllm", "engine.python=.venv-vllm/bin/python"]}
-HEADS = {"embedded": 4, "vllm": 2}  # vLLM's attention on a CPU wants heads of 32 at least
+ENGINES = {
+    "embedded": [],
+    "vllm": ["engine.kind=vllm", "engine.python=.venv-vllm/bin/python"],
+    "sglang": ["engine.kind=sglang", "engine.python=.venv-sglang/bin/python", "engine.kv_cache_gib=0.25"],
+}
+HEADS = {"embedded": 4, "vllm": 2, "sglang": 2}  # vLLM's attention on a CPU wants heads of 32 at least
+STUBBED = "engine: SGLang's real server on STUBBED kernels, torch's operations in their place; this says nothing about its speed"
 console = Console(soft_wrap=True)
 
 
@@ -167,14 +172,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--updates", type=int, help="generator updates (default: the regime's)")
     parser.add_argument("--warmup", type=int, help="updates of the verifier before the first of the generator (default: the regime's)")
-    parser.add_argument("--engine", choices=ENGINES, default="embedded", help="vllm: two real servers (make engines)")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="embedded", help="vllm: two real servers (make engines); sglang: two on stubbed kernels"
+    )
     parser.add_argument("--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)")
     options = parser.parse_args()
     heads = HEADS[options.engine]
+    if options.engine == "sglang":
+        console.print(STUBBED)
     stages, base = Stages(), Path("runs/last_letter" if heads == 4 else f"runs/last_letter_{heads}_heads") / options.regime
     prepare(base, options.regime, stages, heads=heads)
     reinforce(base, options, stages)
     finish(options, stages)
+    if options.engine == "sglang":
+        console.print(STUBBED)
 
 
 if __name__ == "__main__":
