@@ -8,6 +8,8 @@ RESTART=${SLURM_RESTART_COUNT:-0}
 NAME=${SLURM_JOB_NAME##*-}-$JOB-r$RESTART
 # Whether the elements of this array go on from each other.
 CHAIN=${SLURM_ARRAY_JOB_ID:+1}
+# Elements of this array that are engines: none, but for roles.sbatch.
+ENGINES=
 
 trap : USR1 # a warning that comes too early must not end this script
 
@@ -18,8 +20,13 @@ setup() {
     set +u
     eval "${SETUP:-}"
     set -u
-    # When this job ends, in seconds since the epoch, for the run's own clock.
-    MEGATRON_RL_JOB_END=$(date -d "$(squeue --noheader --jobs="$JOB" --format=%e)" +%s 2>/dev/null || true)
+    # When this job ends, in seconds since the epoch, for the run's own clock. Without an answer there is none: of nothing, date makes midnight.
+    local end
+    end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$JOB" --format=%e || true)
+    MEGATRON_RL_JOB_END=
+    [ -z "$end" ] || MEGATRON_RL_JOB_END=$(date -d "$end" +%s 2>/dev/null || true)
+    # Since Slurm 22.05 srun does not take it from the job by itself.
+    [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1
     say "on $SLURM_JOB_NODELIST, until ${MEGATRON_RL_JOB_END:+$(date -d "@$MEGATRON_RL_JOB_END" '+%F %T')}"
 }
@@ -46,21 +53,43 @@ step() {
     wait "$child" || STATUS=$?
 }
 
-# This element once more. Slurm ends this script when it takes it back.
+# This element once more. Slurm ends this script when it takes it back. slurmctld may be busy, or away for some minutes.
 again() {
-    say "requeued"
-    scontrol requeue "$JOB"
-    sleep 300
+    local try
+    say "queued again"
+    for try in 1 2 3 4 5 6; do
+        if scontrol requeue "$JOB"; then
+            sleep 300
+            exit 0
+        fi
+        say "could not be queued again (try $try)"
+        sleep "${RETRY_S:-60}"
+    done
+    exit 1
 }
 
 # Whether another element of a chain is going on from here. One that was queued again may come after all others.
 waiting_elements() {
-    [ -n "$CHAIN" ] && squeue --noheader --array --states=PENDING --jobs="$SLURM_ARRAY_JOB_ID" --format=%i | grep -q .
+    [ -n "$CHAIN" ] && [ -n "$(squeue --noheader --array --states=PENDING --jobs="$SLURM_ARRAY_JOB_ID" --format=%i)" ]
+}
+
+# Whether the trainer still waits or runs, for its engines: somebody may have cancelled it, or its last slice was killed. It does where nobody
+# said which job it is, and where Slurm does not answer.
+trainer_lives() {
+    local trainer=${TRAINER:-} said
+    [ -n "$trainer" ] || trainer=$(cat "$RUN_DIR/jobs/trainer" 2>/dev/null || true)
+    [ -n "$trainer" ] || return 0
+    if said=$(squeue --noheader --jobs="$trainer" --format=%i 2>&1); then
+        [ -n "$said" ]
+    else
+        [[ $said != *"Invalid job id"* ]]
+    fi
 }
 
 # The elements of this array that have not begun, and the run's engines, are not needed any more.
 end_chain() {
     [ -z "$CHAIN" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
+    [ -z "${ENGINES:-}" ] || scancel "$ENGINES" || true
     [ ! -f "$RUN_DIR/jobs/engines" ] || xargs --no-run-if-empty scancel <"$RUN_DIR/jobs/engines" || true
 }
 
@@ -78,13 +107,11 @@ train() {
     # Every node looks at itself first: a lost GPU or a read-only file system shows here, and not as a hang of all ranks.
     step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 -- \
         doctor "$CONFIG" ${PROFILE:+--profile="$PROFILE"} --quick
-    if [ "$STATUS" -ne 0 ]; then
-        say "$(rl slice end "$CONFIG" --status "$STATUS")"
-        again
+    if [ "$STATUS" -eq 0 ]; then
+        # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves and leaves.
+        trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART" || true' USR1
+        step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
     fi
-    # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves and leaves.
-    trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART"' USR1
-    step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
     what=$(rl slice end "$CONFIG" --status "$STATUS")
     say "$what"
     rm -f "$RUN_DIR/leave.$JOB.$RESTART"
@@ -101,12 +128,19 @@ engine() {
     local role=${ROLES[$(($1 / REPLICAS))]} replica=$(($1 % REPLICAS)) what
     RUN_DIR=$(rl slice where "$CONFIG")
     mkdir -p "$RUN_DIR/logs"
+    if ! trainer_lives; then
+        say "the trainer neither waits nor runs: nothing to serve"
+        exit 0
+    fi
     local warned=
-    trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+    # Not by SLURM_JOB_ID, which for one element of an array is the number of them all.
+    trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$JOB" || true' USR1
     step --nodes=1 --ntasks=1 --output="$RUN_DIR/logs/$NAME.out" -- serve "$CONFIG" --role="$role" --replica="$replica"
     what=$(rl slice over "$CONFIG")
     say "$role-$replica left with status $STATUS; the run: $what"
-    [ "$what" = over ] && exit 0
+    if [ "$what" = over ] || ! trainer_lives; then
+        exit 0
+    fi
     if [ -z "$warned" ] && [ "$RESTART" -ge "${MAX_RESTARTS:-20}" ]; then
         exit 1
     fi

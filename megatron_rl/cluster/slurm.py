@@ -35,10 +35,14 @@ def present() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def submit(script: Path, *, after: str | None = None) -> str:
-    """-> the job's id. `after`: a job, or an element of an array, that must have begun."""
+def require() -> None:
+    """Raises ConfigError where there is no Slurm."""
     if not present():
         raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run")
+
+
+def submit(script: Path, *, after: str | None = None) -> str:
+    """-> the job's id. `after`: a job, or an element of an array, that must have begun."""
     words = ["sbatch", "--parsable", *([f"--dependency=after:{after}", "--kill-on-invalid-dep=yes"] if after else []), str(script)]
     return run(words).strip().partition(";")[0]
 
@@ -57,8 +61,13 @@ def queue(jobs: Sequence[str]) -> list[Queued]:
 
 
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
-    if jobs and present():
-        run(["scancel", *(["--state=PENDING"] if pending else []), *jobs])
+    """Those of the jobs that wait or run; `pending`: that wait. One that Slurm has forgotten, or that began meanwhile, is no error."""
+    for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
+        try:
+            run(["scancel", *(["--state=PENDING"] if pending else []), job])
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
 
 
 def run(words: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -20,13 +21,9 @@ from megatron_rl.commands.launch import run_directory
 from megatron_rl.config import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.run import SWEEP
 
-JOBS, IDS, SITE, SUBMITTED = (
-    "jobs",
-    "engines",
-    "site.yaml",
-    "submitted.jsonl",
-)  # in the run directory; `engines`: what slurm/job.sh cancels at the end
-ENGINE_WARNING_S = 60
+JOBS, SITE, SUBMITTED = "jobs", "site.yaml", "submitted.jsonl"  # in the run directory
+TRAINER, ENGINES = "trainer", "engines"  # a job's number each, for slurm/job.sh: the trainer cancels engines, which do not outlive it
+ENGINE_WARNING_S = 120  # a server may take 30 s to end, and the warning comes up to 30 s late
 MAX_ELEMENTS = 1000  # MaxArraySize is 1001 by default
 
 
@@ -70,7 +67,7 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
         time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
     )  # fmt: skip
     files["train.sbatch"] = script(own, profile, settings, Path.cwd())
-    files["engines.sbatch"] = script(engines, profile, shared | servers, Path.cwd())
+    files["engines.sbatch"] = script(engines, profile, shared | servers | {"TRAINER": ""}, Path.cwd())
     return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
 
 
@@ -141,7 +138,12 @@ def grid(path: Path) -> list[dict[str, Any]]:
 
 
 def write(plan: Plan) -> None:
-    """The files, and the places that the jobs write to."""
+    """The files, and the places that the jobs write to. Raises ConfigError where a job of this directory still waits or runs: its next
+    start would read them."""
+    slurm.require()
+    if busy := slurm.queue(jobs_of(plan.directory)):
+        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
+        raise ConfigError(f"{plan.directory} has jobs already: {listed}; megatron-rl stop {plan.directory} ends them")
     for place in (plan.directory / JOBS, plan.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
     for name, text in plan.files.items():
@@ -149,20 +151,23 @@ def write(plan: Plan) -> None:
 
 
 def send(plan: Plan) -> dict[str, str]:
-    """-> the jobs' ids by script. Raises ConfigError where a job of this directory still waits or runs."""
-    if busy := slurm.queue(jobs_of(plan.directory)):
-        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
-        raise ConfigError(f"{plan.directory} has jobs already: {listed}; megatron-rl stop {plan.directory} ends them")
-    (plan.directory / STOP).unlink(missing_ok=True)
-    (plan.directory / JOBS / IDS).unlink(missing_ok=True)
+    """What is written -> the jobs' ids by script. All of them or none. Raises SlurmError."""
+    for directory in runs_of(plan.directory):
+        (directory / STOP).unlink(missing_ok=True)
+    for name in (TRAINER, ENGINES):
+        (plan.directory / JOBS / name).unlink(missing_ok=True)
     ids: dict[str, str] = {}
     for name in plan.scripts:
         first = plan.after.get(name)
-        ids[name] = slurm.submit(plan.directory / JOBS / name, after=f"{ids[first]}_0" if first else None)
+        try:
+            ids[name] = slurm.submit(plan.directory / JOBS / name, after=f"{ids[first]}_0" if first else None)
+        except slurm.SlurmError:
+            slurm.cancel([*ids.values()])
+            raise
         with (plan.directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"script": name, "job": ids[name], "time": time.time()}) + "\n")
-        if name == "engines.sbatch":
-            write_text(plan.directory / JOBS / IDS, ids[name] + "\n")
+        if "engines.sbatch" in plan.scripts:
+            write_text(plan.directory / JOBS / (ENGINES if name == "engines.sbatch" else TRAINER), ids[name] + "\n")
     return ids
 
 
@@ -171,7 +176,17 @@ def jobs_of(directory: Path) -> list[str]:
     path = directory / JOBS / SUBMITTED
     if not path.exists():
         return []
-    return [json.loads(line)["job"] for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, of a disk that was full
+            found.append(json.loads(line)["job"])
+    return found
+
+
+def runs_of(directory: Path) -> list[Path]:
+    """Those of a sweep; else the directory itself."""
+    points = read_sweep(directory)
+    return [directory] if points is None else [directory / point["run"] for point in points]
 
 
 def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
