@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,7 @@ def plans(monkeypatch) -> dict[str, str]:
 
 
 def replace_container(site: profile.Profile, container: profile.Container) -> profile.Profile:
-    import dataclasses
-
-    return dataclasses.replace(site, container=container)
+    return replace(site, container=container)
 
 
 def test_scripts_are_rendered_as_the_golden_files_have_them(monkeypatch):
@@ -224,6 +223,15 @@ def test_slices_note_what_ended_them_and_decide_what_comes(tmp_path):
     assert slices.end(tmp_path, job(4), 0)[0] is Next.STOPPED and begin(5)[0] is Next.STOPPED
     write_json(tmp_path / "summary.json", {"finished": True})
     assert begin(5)[0] is Next.DONE and slices.end(tmp_path, job(5), 0)[0] is Next.DONE
+
+
+def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
+    """Starts of an earlier submission do not count: what ended them has been mended."""
+    for restart in range(3):
+        assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is Next.GO
+    assert slices.begin(tmp_path, replace(JOB, restart=3), "n1", 3)[0] is Next.STOPPED
+    assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is Next.STOPPED
+    assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is Next.GO
 
 
 def test_half_a_line_of_slices_is_left_out(tmp_path):

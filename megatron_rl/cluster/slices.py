@@ -59,14 +59,15 @@ def read(directory: Path) -> list[Slice]:
 
 
 def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, str]:
-    """Notes a start -> (what to do, why). `stalled`: so many starts one after the other without a new checkpoint are enough."""
+    """Notes a start -> (what to do, why). `stalled`: so many starts of one submission, one after the other, without a new checkpoint are
+    enough. Who submits again has mended something."""
     if finished(directory):
         return Next.DONE, f"{directory} is finished"
     if (directory / STOP).exists():
         return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
-    before = read(directory)[-stalled:]
+    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id)][-stalled:]
     if len(before) == stalled and all(s.turns_before == turns for s in before):
         causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
         return Next.STOPPED, f"{stalled} starts made no progress beyond {turns} turns (job.stalled): {causes}"
@@ -99,6 +100,11 @@ def finished(directory: Path) -> bool:
 def turns_done(directory: Path) -> int:
     newest = Checkpoints(RunDirectory(directory).checkpoints).newest()
     return newest.number if newest else 0
+
+
+def _submission(job: str) -> str:
+    """17 of 17_3."""
+    return job.partition("_")[0]
 
 
 def _silent(one: Slice, after: Slice) -> Slice:
