@@ -139,11 +139,12 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _split(settings: Sequence[str]) -> tuple[list[Path], list[str]]:
-    files = [Path(s) for s in settings if "=" not in s]
+    overrides = [s for s in settings if "=" in s and not os.path.isfile(s)]  # runs/lr=1e-3/config.yaml is a file
+    files = [Path(s) for s in settings if s not in overrides]
     missing = [str(f) for f in files if not f.exists()]
     if missing:
         raise configs.ConfigError(f"no such config file: {', '.join(missing)} (an override has the form a.b=c)")
-    return files, [s for s in settings if "=" in s]
+    return files, overrides
 
 
 def _load(settings: Sequence[str], schema: str | None = None) -> tuple[str, Any]:
@@ -250,7 +251,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
 
     try:
         status = run(config, place)
-        return 0 if status == LEFT and place.port is None else status  # srun ends the other ranks for any status but 0
+        in_step = place.job is not None and place.job.step is not None
+        return 0 if status == LEFT and in_step else status  # srun ends the other ranks for any status but 0, and slurm/job.sh sees a fault
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""

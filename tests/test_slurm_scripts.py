@@ -140,6 +140,86 @@ def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert main(["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}"]) == 2
     assert "login node" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """Commands of Slurm's that answer what `answers` says, and a list of what they were asked."""
+    commands, log = tmp_path / "slurm", tmp_path / "asked"
+    commands.mkdir()
+    log.touch()
+
+    def answers(**bodies: str) -> None:
+        for name, body in bodies.items():
+            (commands / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{log}\n{body}\n')
+            (commands / name).chmod(0o755)
+
+    answers(sbatch="echo 17", squeue="", scancel="")
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
+    return answers, lambda: log.read_text().splitlines()
+
+
+SERVED = ["job.nodes=4", "engine.kind=vllm"]
+
+
+def test_a_second_submission_leaves_the_config_of_the_first_alone(tmp_path, capsys, fake_slurm):
+    """The next slice of the first would start with it."""
+    answers, _ = fake_slurm
+    words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
+    assert main(words) == 0
+    before = (tmp_path / "a/jobs/config.yaml").read_text()
+    answers(squeue="echo '17_[1-3]|a-train|PENDING||1:00:00|Resources|N/A'")
+    assert main([*words, "run.seed=7"]) == 2
+    assert "has jobs already: 17_[1-3] (pending)" in capsys.readouterr().err
+    assert (tmp_path / "a/jobs/config.yaml").read_text() == before
+
+
+def test_a_trainer_whose_engines_are_refused_is_taken_back(tmp_path, capsys, fake_slurm):
+    answers, asked = fake_slurm
+    answers(sbatch='case "$*" in *engines.sbatch*) echo "Invalid account" >&2; exit 1;; *) echo 17;; esac')
+    answers(squeue="echo '17_0|a-train|PENDING||1:00:00|Resources|N/A'")
+    assert main(["submit", str(TANGO), *SERVED, f"run.dir={tmp_path}", "run.name=a"]) == 1
+    assert "Invalid account" in capsys.readouterr().err and asked()[-1] == "scancel 17"
+
+
+def test_engines_learn_which_job_the_trainer_is(tmp_path, fake_slurm):
+    answers, asked = fake_slurm
+    answers(sbatch='case "$*" in *engines.sbatch*) echo 18;; *) echo 17;; esac')
+    assert main(["submit", str(TANGO), *SERVED, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert [(tmp_path / "a/jobs" / name).read_text() for name in ("trainer", "engines")] == ["17\n", "18\n"]
+    assert any("--dependency=after:17_0" in line for line in asked())
+
+
+def test_evaluations_without_a_config_are_refused(capsys):
+    assert main(["submit", "seed=1", "--profile=cpu", "--checkpoints", "m"]) == 2
+    assert "at least one config" in capsys.readouterr().err
+
+
+def test_a_run_whose_name_looks_like_an_override_reads_its_config(tmp_path, capsys):
+    config = tmp_path / "lr=3e-4" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text(TANGO.read_text())
+    assert main(["slice", "where", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("/")
+
+
+def test_paths_with_spaces_stay_one_word(tmp_path):
+    shape = Shape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path / "my logs")
+    text = script(shape, profile.read("cpu"), common_settings(profile.read("cpu"), ROOT), tmp_path / "here now")
+    assert f"#SBATCH --chdir='{tmp_path}/here now'\n" in text and f"#SBATCH --output='{tmp_path}/my logs/train-%j.out'\n" in text
+
+
+def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
+    """Also where the step is one rank: the chain would take 130 for a fault."""
+    monkeypatch.setattr("megatron_rl.commands.train.run", lambda config, place: 130)
+    words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(words) == 130
+    for name, value in {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 0
 
 
 def test_two_evaluations_never_write_one_file(tmp_path, capsys):

@@ -66,7 +66,7 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
         "output": output,
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in words.items() if value is not None]
+    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in words.items() if value is not None]
     lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if shape.exclusive else [])]
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -108,6 +109,8 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
 def _evaluations(args: argparse.Namespace) -> list[EvalConfig]:
     """Each config for each checkpoint, with an output of its own."""
     files, overrides = [Path(s) for s in args.settings if "=" not in s], [s for s in args.settings if "=" in s]
+    if not files:
+        raise ConfigError("--checkpoints: give at least one config of `eval`, before the options")
     out = []
     for path in args.checkpoints:
         model = Path(path)
@@ -165,8 +168,9 @@ def _logs(args: argparse.Namespace, load: Load) -> int:
 
     for line in status.tails(args.run, args.of, args.lines):
         print(line)
-    for line in status.follow(args.run, args.of) if args.follow else ():
-        print(line, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # how --follow ends
+        for line in status.follow(args.run, args.of) if args.follow else ():
+            print(line, flush=True)
     return 0
 
 
