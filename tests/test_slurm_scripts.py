@@ -191,6 +191,15 @@ def test_engines_learn_which_job_the_trainer_is(tmp_path, fake_slurm):
     assert any("--dependency=after:17_0" in line for line in asked())
 
 
+def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm):
+    words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
+    (tmp_path / "a").mkdir()
+    write_json(tmp_path / "a/summary.json", {"finished": True})
+    assert main(words) == 2 and "is finished" in capsys.readouterr().err
+    assert main([*words, "run.resume=must", "run.steps=900"]) == 0
+    assert not slices.finished(tmp_path / "a")
+
+
 def test_evaluations_without_a_config_are_refused(capsys):
     assert main(["submit", "seed=1", "--profile=cpu", "--checkpoints", "m"]) == 2
     assert "at least one config" in capsys.readouterr().err
@@ -249,7 +258,10 @@ def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
     """Turns of 100 s and a save of 20 s: with a margin of 1.2 and 60 s to spare it needs 204 s."""
     clock, said = Clock(), list[str]()
     job = Job(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
+    clock.now = 0.0  # it loads its models and waits for engines
     leave = Leave(tmp_path, job, said.append, clock)
+    clock.now = 1000.0
+    leave.begin()
     leave.saved(20.0)
     for now, wanted in ((1100.0, False), (1200.0, False), (1245.0, False), (1247.0, True)):
         clock.now = now
@@ -259,7 +271,8 @@ def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
 
 
 def test_files_ask_a_run_to_leave(tmp_path):
-    leave = Leave(tmp_path, JOB, lambda text: None)
+    said = list[str]()
+    leave = Leave(tmp_path, JOB, said.append)
     assert not leave() and not leave.asked()
     leave_file(tmp_path, Job(id="17_2", restart=0, node="", step=None, end=None, warning_s=None)).touch()  # of an earlier start
     assert not leave()
@@ -268,6 +281,7 @@ def test_files_ask_a_run_to_leave(tmp_path):
     leave_file(tmp_path, JOB).unlink()
     (tmp_path / "stop").touch()
     assert leave()
+    assert "time limit" in said[0] and f"{tmp_path}/stop (remove it" in said[1]
 
 
 def saved(run: Path, turns: int) -> None:

@@ -57,6 +57,10 @@ class Leave:
         self._last, self._longest_turn, self._longest_save = clock(), 0.0, 0.0
         self._warned = False
 
+    def begin(self) -> None:
+        """Before the first turn: loading models and waiting for engines, which may be queued for an hour, is no part of one."""
+        self._last = self._clock()
+
     def asked(self) -> bool:
         """By a file. Cheap: also for a loop that waits."""
         return (self._directory / STOP).exists() or (self._job is not None and leave_file(self._directory, self._job).exists())
@@ -67,7 +71,8 @@ class Leave:
         if self._job is not None:
             self._compare(self._job)
         if self.asked():
-            self._say("asked to save and leave")
+            stopped = (self._directory / STOP).exists()
+            self._say(f"stopped by {self._directory / STOP} (remove it to go on)" if stopped else "the time limit is near: leaving now")
             return True
         end = None if self._job is None else self._job.end
         if end is None or now + self._needed() + SPARE_S < end:

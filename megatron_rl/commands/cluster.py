@@ -84,6 +84,7 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
     from megatron_rl.commands import submit
 
     site = profile.read(args.profile)
+    config = None
     if args.checkpoints:
         plan = submit.plan_eval(_evaluations(args), site, args.out)
     else:
@@ -100,6 +101,8 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
             print(f"# ---- {plan.directory}/{submit.JOBS}/{name}\n{plan.files[name]}")
         return 0
     submit.write(plan)
+    if config is not None and not args.sweep:
+        submit.reopen(config)
     for name, job in submit.send(plan).items():
         print(f"submitted {plan.directory}/{submit.JOBS}/{name}: job {job}")
     print(f"megatron-rl status {plan.directory}\nmegatron-rl stop {plan.directory}")

@@ -69,6 +69,7 @@ def _train(
     """All steps from the resumed one on. False when a signal asked to leave (after saving)."""
     samples, validation, steps, done = plan
     loss = CompletionLoss()
+    driver.leave.begin()
     for step in range(done, steps):
         chosen = _samples_of(samples, step, config)
         with driver.watch("train"):

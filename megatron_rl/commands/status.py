@@ -16,7 +16,7 @@ from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
 from megatron_rl.cluster.slices import Slice
 from megatron_rl.commands.servers import ENGINES
-from megatron_rl.commands.submit import jobs_of, read_sweep
+from megatron_rl.commands.submit import jobs_of, read_sweep, runs_of
 from megatron_rl.config import ConfigError
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.metrics import Row, read_metrics
@@ -50,14 +50,15 @@ class Status:
         return (self.planned - self.turns) * self.seconds_per_turn
 
 
-def read(directory: Path, *, look_s: float = LOOK_S) -> Status:
-    """Raises ConfigError for what is no run directory. Takes `look_s` where there are servers."""
+def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued] | None = None) -> Status:
+    """Raises ConfigError for what is no run directory. Takes `look_s` where there are servers. `jobs`: its own, of a run in a sweep."""
     own = RunDirectory(directory)
     if not (own.config.exists() or (directory / "jobs").exists()):
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
     rows = [row for row in read_metrics(directory) if row.scope != "gate"]
     turns = [row for row in rows if row.scope != "eval"]
-    summary, jobs = own.read_summary(), slurm.queue(jobs_of(directory))
+    summary = own.read_summary()
+    jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
     recent = [sum(row.time.values()) for row in turns[-RECENT:]]
     return Status(
         directory=directory,
@@ -96,16 +97,20 @@ def stop(directory: Path, *, now: bool) -> str:
     """Asks the run to save and leave after its turn, and takes back what waits; `now`: ends its jobs. -> what to tell."""
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
-    (directory / STOP).touch()
-    jobs = jobs_of(directory)
-    slurm.cancel(jobs, pending=not now)
+    for run in runs_of(directory):
+        run.mkdir(exist_ok=True)  # of a sweep, where one may begin at this moment
+        (run / STOP).touch()
+    slurm.cancel(jobs_of(directory), pending=not now)
     if now:
-        return f"{directory}: its jobs are cancelled; the newest checkpoint has {slices.turns_done(directory)} turns"
+        saved = ", ".join(str(slices.turns_done(run)) for run in runs_of(directory))
+        return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} turns"
     return f"{directory}: it saves and leaves after the turn at hand; `megatron-rl submit` of the same config goes on (--now: at once)"
 
 
 def log_files(directory: Path) -> list[Path]:
-    """Oldest first by their last line."""
+    """Oldest first by their last line. Raises ConfigError for what is no run directory."""
+    if not (directory / "logs").is_dir():
+        raise ConfigError(f"{directory} is no run directory: it has no logs/")
     found = [path for path in (directory / "logs").glob("*") if path.is_file() and path.suffix in (".out", ".log", ".txt")]
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
@@ -114,7 +119,7 @@ def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
     for path in log_files(directory):
         if pattern in path.name:
             yield f"==> {path} <=="
-            yield from path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+            yield from path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if lines else ()
 
 
 def follow(directory: Path, pattern: str) -> Iterator[str]:
@@ -137,11 +142,12 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
     points = read_sweep(directory)
     if points is None:
         return None
-    out = []
-    for point in points:
+    jobs, out = slurm.queue(jobs_of(directory)), []
+    for index, point in enumerate(points):
+        element = [job for job in jobs if job.id.endswith(f"_{index}")]
         own = directory / point["run"]
         changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
-        out.append((point["run"], changes, read(own, look_s=0) if RunDirectory(own).config.exists() else None))
+        out.append((point["run"], changes, read(own, look_s=0, jobs=element) if RunDirectory(own).config.exists() else None))
     return out
 
 

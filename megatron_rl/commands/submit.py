@@ -13,13 +13,13 @@ from typing import Any
 
 from megatron_rl import config_checks, config_files
 from megatron_rl.checkpoint import read_json, write_text
-from megatron_rl.cluster import slurm
+from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
 from megatron_rl.cluster.profile import SHIPPED, Profile
 from megatron_rl.cluster.render import Shape, common_settings, script
 from megatron_rl.commands.launch import run_directory
 from megatron_rl.config import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
-from megatron_rl.run import SWEEP
+from megatron_rl.run import SWEEP, RunDirectory
 
 JOBS, SITE, SUBMITTED = "jobs", "site.yaml", "submitted.jsonl"  # in the run directory
 TRAINER, ENGINES = "trainer", "engines"  # a job's number each, for slurm/job.sh: the trainer cancels engines, which do not outlive it
@@ -148,6 +148,16 @@ def write(plan: Plan) -> None:
         place.mkdir(parents=True, exist_ok=True)
     for name, text in plan.files.items():
         write_text((plan.directory / JOBS / name).resolve(), text)
+
+
+def reopen(config: TrainConfig | SftConfig) -> None:
+    """A finished run goes on where run.resume=must asks for more of it. Raises ConfigError else: its jobs would have nothing to do."""
+    directory = run_directory(config)
+    if not slices.finished(directory):
+        return
+    if config.run.resume != "must":
+        raise ConfigError(f"{directory} is finished: give another run.name, or more steps and run.resume=must")
+    RunDirectory(directory).update_summary({"finished": False})
 
 
 def send(plan: Plan) -> dict[str, str]:

@@ -48,7 +48,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         driver = stack.enter_context(open_driver(config, world, place, total_turns=turns))
         if driver.finished:
             return 0
-        driver.summary({"planned": turns})
+        driver.summary({"planned": turns, "finished": False})  # one that was finished goes on, with more steps
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
@@ -74,6 +74,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             ahead=ahead,
         )
         started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
+        driver.leave.begin()
         finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
         if not finished:
