@@ -93,6 +93,23 @@ def site(slurm, tmp_path):
     slurm.reset()
 
 
+@pytest.fixture
+def fake_slurm(tmp_path, monkeypatch):
+    """Commands of Slurm's that answer what `answers` says, and a list of what they were asked."""
+    commands, log = tmp_path / "slurm", tmp_path / "asked"
+    commands.mkdir()
+    log.touch()
+
+    def answers(**bodies: str) -> None:
+        for name, body in bodies.items():
+            (commands / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{log}\n{body}\n')
+            (commands / name).chmod(0o755)
+
+    answers(sbatch="echo 17", squeue="", scancel="")
+    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
+    return answers, lambda: log.read_text().splitlines()
+
+
 def tango_settings(base: Path, out: Path, name: str) -> list[str]:
     """Arguments of a small Tango run on the fixture's models: 2 ranks, a verifier warm-up, one cycle, a checkpoint after each step."""
     return [

@@ -143,23 +143,6 @@ def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.fixture
-def fake_slurm(tmp_path, monkeypatch):
-    """Commands of Slurm's that answer what `answers` says, and a list of what they were asked."""
-    commands, log = tmp_path / "slurm", tmp_path / "asked"
-    commands.mkdir()
-    log.touch()
-
-    def answers(**bodies: str) -> None:
-        for name, body in bodies.items():
-            (commands / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{log}\n{body}\n')
-            (commands / name).chmod(0o755)
-
-    answers(sbatch="echo 17", squeue="", scancel="")
-    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
-    return answers, lambda: log.read_text().splitlines()
-
-
 SERVED = ["job.nodes=4", "engine.kind=vllm"]
 
 
@@ -333,6 +316,8 @@ def test_half_a_line_of_slices_is_left_out(tmp_path):
     with (tmp_path / slices.FILE).open("a") as file:
         file.write('{"job": "17_2", "resta')
     assert [s.job for s in slices.read(tmp_path)] == ["17_2"]
+    slices.begin(tmp_path, replace(JOB, id="17_3"), "n1", 3)
+    assert [s.job for s in slices.read(tmp_path)] == ["17_2", "17_3"]
 
 
 def test_addresses_of_this_host():

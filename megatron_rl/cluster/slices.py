@@ -44,8 +44,9 @@ class Slice:
     cause: str | None = None
 
 
-def read(directory: Path) -> list[Slice]:
-    """In order; those that ended without a word have SILENT as their cause, but for the last, which may still run."""
+def read(directory: Path, *, alive: bool = True) -> list[Slice]:
+    """In order; those that ended without a word have SILENT as their cause, but for the last, which may still run: not where the run is
+    not `alive`."""
     path, found = directory / FILE, dict[tuple[str, int], Slice]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -55,7 +56,10 @@ def read(directory: Path) -> list[Slice]:
         found[one.job, one.restart] = one
     slices = [*found.values()]
     out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
-    return out + slices[-1:]
+    last = slices[-1:]
+    if last and not alive and last[0].ended is None:
+        return [*out, Slice(**asdict(last[0]) | {"cause": SILENT})]
+    return out + last
 
 
 def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, str]:
@@ -123,7 +127,9 @@ def _cause(status: int, turns: int, finished: bool) -> str:
 
 def _append(directory: Path, one: Slice) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(one)) + "\n")
+    path = directory / FILE
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")  # half a line before this one must not take it along
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" * cut + json.dumps(asdict(one)) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -26,6 +26,7 @@ from megatron_rl.cluster import slurm
 from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.commands.launch import run_directory
+from megatron_rl.commands.submit import engine_python
 from megatron_rl.config import ConfigError, Model, Role, Servers, TrainConfig
 from megatron_rl.weights.rectangles import hf_shapes
 from megatron_rl.weights.sizes import Sizes
@@ -98,7 +99,9 @@ def _packages() -> Iterator[Check]:
 
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
-    wanted, in_job = profile and profile.gpus_per_node, "SLURM_JOB_ID" in environment
+    in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # one of them alone, where doctor is tried by hand
+    wanted = int(given) if in_job and given.isdigit() else wanted
     if shutil.which("nvidia-smi") is None:
         bad = bool(wanted) and in_job
         cure = "the job asked for GPUs: is this a node with GPUs, and its driver loaded?" if bad else ELSEWHERE
@@ -112,9 +115,7 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
         return
     found = f"{len(lines)} x {lines[0] if lines else ''}"
     if wanted and len(lines) < wanted and in_job:
-        yield Check(
-            "GPUs", found, "wrong", f"the profile counts on {wanted} a node: one is lost, drain this node, or correct gpus_per_node"
-        )
+        yield Check("GPUs", found, "wrong", f"this job was to have {wanted} here: one is lost, drain this node, or correct gpus_per_node")
     else:
         yield Check("GPUs", found)
 
@@ -145,6 +146,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
     while not directory.exists():
         directory = directory.absolute().parent
     probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
+    moved = probe.with_name(probe.name + ".moved")  # its own: others may look at this moment
     try:
         start = time.perf_counter()
         with probe.open("wb") as file:
@@ -153,16 +155,15 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
             os.fsync(file.fileno())
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         rate = size / (time.perf_counter() - start)
-        moved = probe.with_suffix(".moved")
         probe.rename(moved)
-        moved.unlink()
     except OSError as error:
         cure = "the run directory must take writes, renames and flock (Lustre: mount with -o flock); give another run.dir"
         yield Check("run directory", f"{directory}: {error}", "wrong", cure)
         return
     finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
+        for left in (probe, moved):
+            with contextlib.suppress(OSError):
+                left.unlink()
     slow = rate < SLOW_MIB_S and not quick
     yield Check(
         "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, locks", "note" if slow else "ok",
@@ -185,7 +186,7 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
 
 def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
     assert isinstance(config.engine, Servers)
-    python = config.engine.python or (profile.engine_python if profile else sys.executable)
+    python = engine_python(config.engine, profile.engine_python) if profile else config.engine.python or sys.executable
     package = config.engine.kind
     code = f"import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name in ('{package}', '{package}-cpu')))"
     try:

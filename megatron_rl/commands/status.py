@@ -24,8 +24,8 @@ from megatron_rl.run import RunDirectory
 
 RECENT = 10  # turns that rates are taken from
 LOOK_S = 2.5  # between two looks at the roster: a server that lives renews its file every second
-TAIL = 20  # lines of a log
 FOLLOW_S = 1.0
+NOTHING = "no job of it waits or runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Status:
     slices: Sequence[Slice]
     engines: Sequence[tuple[Listing, bool]]  # and whether it lives
     jobs: Sequence[slurm.Queued]
-    word: str  # finished, stopped, running, waiting, not running
+    word: str  # finished, stopped, running, waiting for nodes, or why nobody knows
 
     @property
     def remaining_s(self) -> float | None:
@@ -57,8 +57,12 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
     rows = [row for row in read_metrics(directory) if row.scope != "gate"]
     turns = [row for row in rows if row.scope != "eval"]
-    summary = own.read_summary()
-    jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
+    summary, trouble = own.read_summary(), ""
+    try:
+        jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
+    except slurm.SlurmError as error:  # a busy slurmctld: the directory has the most of it
+        jobs, trouble = [], f"what its jobs do is not known ({error})"
+    word = _word(directory, jobs, trouble)
     recent = [sum(row.time.values()) for row in turns[-RECENT:]]
     return Status(
         directory=directory,
@@ -67,10 +71,10 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         saved=slices.turns_done(directory),
         seconds_per_turn=median(recent) if recent else None,
         last={row.scope: row for row in rows},
-        slices=slices.read(directory),
+        slices=slices.read(directory, alive=word not in (NOTHING, "stopped")),
         engines=_engines(directory, look_s),
         jobs=jobs,
-        word=_word(directory, jobs),
+        word=word,
     )
 
 
@@ -169,14 +173,18 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
     return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
 
 
-def _word(directory: Path, jobs: Sequence[slurm.Queued]) -> str:
+def _word(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
     if slices.finished(directory):
         return "finished"
     if any(job.state == "RUNNING" for job in jobs):
         return "running"
     if jobs:
         return "waiting for nodes"
-    return "stopped" if (directory / STOP).exists() else "no job of it waits or runs"
+    if trouble:
+        return trouble
+    if (directory / STOP).exists():
+        return "stopped"
+    return NOTHING if slurm.present() else "no Slurm here to ask for its jobs"
 
 
 def _rates(status: Status) -> str:

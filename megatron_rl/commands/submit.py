@@ -75,11 +75,16 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile) -> Any:
     """With what the profile decides: where servers listen, which interpreter has them, and that jobs of their own start them. Checked for
     the ranks that it will have."""
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
-        root, python = SHIPPED.parent, config.engine.python or profile.engine_python
-        own = str(root / python) if "/" in python and not Path(python).is_absolute() else python
-        config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=own))
+        python = engine_python(config.engine, profile.engine_python)
+        config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=python))
     config_checks.check(config, config.job.nodes * profile.ranks_per_node)
     return config
+
+
+def engine_python(engine: Servers, otherwise: str) -> str:
+    """The interpreter that has the engine; a relative path counts from the checkout."""
+    python = engine.python or otherwise
+    return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
 def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str) -> Plan:
