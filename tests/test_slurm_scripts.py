@@ -97,6 +97,9 @@ def test_every_template_takes_the_settings_that_it_lists(tmp_path):
         (["job.nodes=3"], False, "layout"),  # 24 ranks: 256 samples do not divide, or the layout says so
         ([], True, "no servers"),
         (["engine.kind=vllm", "job.slices=2"], True, "elements are alike"),
+        (["job.time=00:05:00"], False, "600 s before the end of 00:05:00 comes at the start"),
+        (["job.time=four hours"], False, "HH:MM:SS"),
+        (["engine.kind=vllm", "job.engine_time='2'"], False, "engine_time"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_before_it_is(overrides, as_roles, message):
@@ -105,6 +108,11 @@ def test_what_cannot_be_submitted_is_refused_before_it_is(overrides, as_roles, m
         site = config_files.load(profile.Profile, [], ["ranks_per_node=5"])
     with pytest.raises(ConfigError, match=message):
         submit.plan_run(tango(*overrides), site, command="train", as_roles=as_roles)
+
+
+def test_time_limits_are_read_as_sbatch_reads_them():
+    found = {"30": 1800, "30:15": 1815, "01:00:10": 3610, "2-1": 176400, "1-02:30": 95400, "1-00:00:01": 86401, "UNLIMITED": None}
+    assert {limit: submit.seconds(limit) for limit in found} == found
 
 
 def test_profiles_that_are_not_there_or_wrong_are_named(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
     shared = {**common_settings(profile, SHIPPED.parent), "CONFIG": str(directory / JOBS / "config.yaml")}
     settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
+    check_warning("job.warning_s", own)
     if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
         if as_roles:
             raise ConfigError("--shape roles: the config has no servers, so the trainer is the only role; leave --shape out")
@@ -66,6 +68,7 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
         own, template="engines", nodes=1, ranks=1, gpus=config.engine.tp if profile.gpus_per_node else 0, exclusive=False,
         time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
     )  # fmt: skip
+    check_warning("the warning of engines (job.engine_time)", engines)
     files["train.sbatch"] = script(own, profile, settings, Path.cwd())
     files["engines.sbatch"] = script(engines, profile, shared | servers | {"TRAINER": ""}, Path.cwd())
     return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
@@ -79,6 +82,26 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile) -> Any:
         config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=python))
     config_checks.check(config, config.job.nodes * profile.ranks_per_node)
     return config
+
+
+def check_warning(name: str, shape: Shape) -> None:
+    """Raises ConfigError for a time limit that Slurm cannot read, and where the warning would come as the job starts."""
+    limit = seconds(shape.time)
+    if limit is not None and shape.warning_s is not None and shape.warning_s >= limit:
+        raise ConfigError(f"{name}: a warning {shape.warning_s} s before the end of {shape.time} comes at the start: give more time")
+
+
+def seconds(limit: str) -> int | None:
+    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None: there is none. Raises ConfigError."""
+    if limit.lower() in ("infinite", "unlimited"):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
+        raise ConfigError(f"time limit {limit!r}: give minutes, HH:MM:SS or D-HH:MM:SS")
+    days, *rest = found.groups()
+    given = [int(part) for part in rest if part is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
 
 
 def engine_python(engine: Servers, otherwise: str) -> str:
@@ -105,6 +128,7 @@ def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[s
         time=job.time or profile.time, array=f"0-{len(points) - 1}", warning_s=job.warning_s or profile.warning_s,
         exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
+    check_warning("job.warning_s", shape)
     settings = {
         **common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s),
         "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
