@@ -35,10 +35,10 @@ class Plan:
     after: Mapping[str, str]
 
 
-def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool) -> Plan:
-    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. Raises
-    ConfigError."""
-    config = for_site(config, profile)
+def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool = False, to_come: bool = False) -> Plan:
+    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. `to_come`: an
+    earlier job writes the models. Raises ConfigError."""
+    config = for_site(config, profile, to_come=to_come)
     job, directory = config.job, run_directory(config).absolute()
     own = Shape(
         template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
@@ -69,23 +69,26 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
     return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
 
 
-def for_site(config: TrainConfig | SftConfig, profile: Profile) -> Any:
+def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
     """With what the profile decides: where servers listen, which interpreter has them, and that jobs of their own start them. Checked for
     the ranks that it will have."""
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
         root, python = SHIPPED.parent, config.engine.python or profile.engine_python
         own = str(root / python) if "/" in python and not Path(python).is_absolute() else python
         config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=own))
-    config_checks.check(config, config.job.nodes * profile.ranks_per_node)
+    config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     return config
 
 
-def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str) -> Plan:
-    """`points`: (what differs, the whole config of that run)."""
+def plan_sweep(
+    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str,
+    to_come: bool = False,
+) -> Plan:  # fmt: skip
+    """`points`: (what differs, the whole config of that run). `to_come`: an earlier job writes the models."""
     directory = run_directory(config).absolute()
     files, found = dict[str, str](), []
     for index, (changes, own) in enumerate(points):
-        own = for_site(replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile)
+        own = for_site(replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile, to_come=to_come)
         if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
             raise ConfigError(f"a sweep starts runs with embedded engines; engine.kind = {own.engine.kind!r} wants a submission for each")
         files[f"{index:03d}.yaml"] = config_files.dump(own)
@@ -141,22 +144,38 @@ def write(plan: Plan) -> None:
         write_text((plan.directory / JOBS / name).resolve(), text)
 
 
-def send(plan: Plan) -> dict[str, str]:
-    """-> the jobs' ids by script. Raises ConfigError where a job of this directory still waits or runs."""
-    if busy := slurm.queue(jobs_of(plan.directory)):
-        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
-        raise ConfigError(f"{plan.directory} has jobs already: {listed}; megatron-rl stop {plan.directory} ends them")
-    (plan.directory / STOP).unlink(missing_ok=True)
+def send(plan: Plan, *, dependency: str | None = None) -> dict[str, str]:
+    """-> the jobs' ids by script. `dependency`: of those that do not wait for another script of the plan, as sbatch takes it. Raises
+    ConfigError where a job of this directory still waits or runs."""
+    refuse_busy(plan.directory)
+    allow_start(plan.directory)
     (plan.directory / JOBS / IDS).unlink(missing_ok=True)
     ids: dict[str, str] = {}
     for name in plan.scripts:
         first = plan.after.get(name)
-        ids[name] = slurm.submit(plan.directory / JOBS / name, after=f"{ids[first]}_0" if first else None)
-        with (plan.directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"script": name, "job": ids[name], "time": time.time()}) + "\n")
+        ids[name] = slurm.submit(plan.directory / JOBS / name, dependency=f"after:{ids[first]}_0" if first else dependency)
+        note(plan.directory, name, ids[name])
         if name == "engines.sbatch":
             write_text(plan.directory / JOBS / IDS, ids[name] + "\n")
     return ids
+
+
+def refuse_busy(directory: Path) -> None:
+    """Raises ConfigError where a job of this directory still waits or runs."""
+    if busy := slurm.queue(jobs_of(directory)):
+        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
+        raise ConfigError(f"{directory} has jobs already: {listed}; megatron-rl stop {directory} ends them")
+
+
+def allow_start(directory: Path) -> None:
+    """Of a run that was stopped: whoever submits it wants it to go on."""
+    (directory / STOP).unlink(missing_ok=True)
+
+
+def note(directory: Path, script: str, job: str) -> None:
+    """A job of this directory, for `megatron-rl status` and `stop`."""
+    with (directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"script": script, "job": job, "time": time.time()}) + "\n")
 
 
 def jobs_of(directory: Path) -> list[str]:
