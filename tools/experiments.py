@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,10 +86,11 @@ def load(path: Path, options: Options) -> Experiment:
         raise ConfigError(
             f"no definition {path}: give a Python file with a function experiment(options), such as examples/nemo_run/sweep.py"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"definition_{path.stem}", path)
     if path.suffix != ".py" or spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file: a definition is one with a function experiment(options)")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     if "experiment" not in vars(module):
         raise ConfigError(f"{path} has no function experiment(options)")

@@ -41,7 +41,7 @@ DRY = "dryrun"
 
 def main() -> int:
     """Returns the exit status: 0 all tasks succeeded or were submitted, 1 one failed, 2 wrong definition, config or arguments."""
-    args = _parser().parse_args()
+    args = _parser().parse_intermixed_args()
     nemo_words = [args.experiment, *args.settings]
     files = [word for word in nemo_words if word.endswith(".py") and "=" not in word]
     try:
