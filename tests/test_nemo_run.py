@@ -52,8 +52,10 @@ def nemo_python() -> str:
 def launch(nemo_python, tmp_path):
     """Runs tools/launch.py from the repository's root -> what came of it."""
 
-    def run(*words: str, cluster: Cluster | None = None, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-        environment = cluster.environment() if cluster is not None else dict(os.environ)
+    def run(
+        *words: str, cluster: Cluster | None = None, path: str = os.environ["PATH"], timeout_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        environment = cluster.environment() if cluster is not None else os.environ | {"PATH": path}
         environment |= {"NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("PYTHONPATH", None)  # launch.py finds the project by itself
         return subprocess.run(
@@ -158,6 +160,7 @@ runpy.run_path("tools/launch.py", run_name="__main__")
         ([GRAPH, "--small", "eval.output=runs/sft_tango_eval/tango/x.json"], "'tango' and 'eval' both have the directory"),
         ([GRAPH, "--small", "--at-once=0"], "--at-once 0: give 1 or more"),
         ([GRAPH, "--executor=slurm", "tango.layout=3"], "task 'tango'"),
+        ([GRAPH, "--executor=slurm", "sft.run.dir=runs/nemo_run"], "runs/nemo_run/.*take a path without it"),
     ],
 )
 def test_bad_input_is_named(launch, words, message):
@@ -181,10 +184,8 @@ def test_bad_definitions_are_named(launch, tmp_path, tasks, message):
     assert done.returncode == 2 and message in done.stderr, output_of(done)
 
 
-def test_without_sbatch_the_login_node_is_named(launch, site):
-    if shutil.which("sbatch"):
-        pytest.skip("there is an sbatch here")
-    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}")
+def test_without_sbatch_the_login_node_is_named(launch, site, tmp_path):
+    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", path=str(tmp_path))
     assert done.returncode == 2 and "login node" in done.stderr, output_of(done)
 
 

@@ -37,6 +37,8 @@ from megatron_rl.config import ConfigError  # noqa: E402
 DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 DRY = "dryrun"
+PLAIN = "unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table"
+TAKEN = "/nemo_run"  # NeMo-Run puts the directory of the job in its place, wherever it stands in a batch script
 
 
 def main() -> int:
@@ -127,6 +129,7 @@ def _run_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile, at_on
 
 def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
     planned = for_slurm(experiment, site)
+    _refuse_taken([step for one in planned for step in one.steps], site)
     if args.dryrun:
         _print_scripts(nemo, experiment.name, planned, site)
         return 0
@@ -196,8 +199,8 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     more = {"chdir": here, "kill_on_invalid_dep": "yes", "qos": site.qos, "constraint": site.constraint, **_sbatch_words(site)}
     if gpus and site.gpu_type:
         more["gpus_per_node"] = f"{site.gpu_type}:{gpus}"
-    exports = [f"export {key}={shlex.quote(value)}" for key, value in site.environment.items()]
-    own = f"export PYTHONPATH={shlex.quote(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
+    own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{PLAIN}"
     executor = nemo.SlurmExecutor(
         account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes, ntasks_per_node=ranks,
         gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks), mem=None if is_program else site.memory,
@@ -221,7 +224,20 @@ def _slurm_words(step: Step, site: Profile) -> list[str]:
     """Quoted: NeMo-Run puts them into its script as they are."""
     shared = common_settings(site, ROOT)
     words = [*shared["CONTAINER"], str(shared["PYTHON"]), *step.words]
-    return [shlex.quote(word) for word in words]
+    return [_quoted(word) for word in words]
+
+
+def _quoted(word: str) -> str:
+    """For bash, in parts where NeMo-Run would change it."""
+    half = TAKEN[: len(TAKEN) // 2]
+    return shlex.quote(word).replace(TAKEN, f"{half}''{TAKEN.removeprefix(half)}")
+
+
+def _refuse_taken(steps: Sequence[Step], site: Profile) -> None:
+    """What cannot be written in parts."""
+    texts = [os.getcwd(), *(str(step.directory) for step in steps if step.directory), *site.setup, *site.srun, *site.sbatch]
+    if wrong := next((text for text in texts if TAKEN in text), None):
+        raise ConfigError(f"{wrong}: NeMo-Run puts its own directory where a batch script has {TAKEN}; take a path without it")
 
 
 def _script(nemo: Any, words: Sequence[str]) -> Any:
