@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,18 @@ environment: {{OMP_NUM_THREADS: "1", megatron_rl_Note: "it's $HOME, as written"}
 python: {sys.executable}
 """
 TELL = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ.get('megatron_rl_Note', ''))"
+
+WAIT = """
+import os, pathlib, signal, sys, time
+base = pathlib.Path(sys.argv[1])
+def leave(*_):
+    (base / "left").touch()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, leave)
+(base / "started").write_text("yes")
+while True:
+    signal.pause()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +236,25 @@ def test_what_comes_after_a_failed_task_is_not_started(launch, site, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_signal_reaches_the_task_and_nothing_more_is_started(nemo_python, site, tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    programs = (
+        f"Program(name='a', words=['{tmp_path}/wait.py', '{tmp_path}']), Program(name='b', words=['{tmp_path}/wait.py', '{tmp_path}'])"
+    )
+    own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[{programs}])")
+    os.mkfifo(tmp_path / "started")
+    process = subprocess.Popen(
+        [nemo_python, "tools/launch.py", str(own), f"--profile={site}"],
+        cwd=ROOT, env=os.environ | {"NEMORUN_HOME": str(tmp_path / "nemo")}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert (tmp_path / "started").read_text() == "yes"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 128 + signal.SIGTERM and said[-2:] == ["a: FAILED", "b: NOT STARTED"], said
+    assert (tmp_path / "left").exists()
+
+
+@pytest.mark.slow
 def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
     done = launch(SWEEP, "--small", f"--profile={site}", f"--dir={tmp_path}", "rates.steps=2", "rates.launch.nproc=1", "--at-once=2")
     assert done.returncode == 0, output_of(done)
@@ -235,9 +267,9 @@ def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
 @pytest.mark.multi
 @pytest.mark.slow
 def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, cluster, site, tmp_path):
-    """First every task by NeMo-Run; then again, with Tango as an array through slurm/, and what is done is not done again."""
+    """First by NeMo-Run, Tango on two nodes; then with Tango as an array through slurm/, and what is done is not done again."""
     words = [GRAPH, "--small", "--executor=slurm", f"--profile={site}", f"--dir={tmp_path}", *QUICK, "--wait", "--every=0.5"]
-    done = launch(*words, cluster=cluster, timeout_s=400)
+    done = launch(*words, "tango.job.nodes=2", cluster=cluster, timeout_s=400)
     assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
     base = tmp_path / "sft_tango_eval"
     assert len(read_json(base / "eval/last_letter.json")["responses"]) == 32

@@ -14,14 +14,19 @@ The same command given again goes on where it stood. docs/nemo_run.md says more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # the project is not installed beside NeMo-Run
@@ -98,20 +103,42 @@ def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         for step in (step for one in planned for step in one.steps):
             print(f"# {step.name}{_behind(step.after)}\n{shlex.join([str(python), *step.words])}")
         return 0
-    states = _run_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site, args.at_once)
+    with _Forwarded() as signals:
+        states = _run_steps(
+            nemo, experiment.name, [step for one in planned for step in _written(one)], site, at_once=args.at_once, signals=signals
+        )
     for name, state in states.items():
         print(f"{name}: {state}")
-    return 0 if set(states.values()) == {DONE} else 1
+    return 128 + signals.number if signals.number else int(set(states.values()) != {DONE})
 
 
-def _run_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile, at_once: int) -> dict[str, str]:
+class _Forwarded:
+    """SIGINT and SIGTERM go on to the tasks, which save and leave; NeMo-Run waits for them. `number`: the last one, or 0."""
+
+    def __enter__(self) -> _Forwarded:
+        self.number = 0
+        self._before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+
+def _run_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile, *, at_once: int, signals: _Forwarded) -> dict[str, str]:
     """-> states. One NeMo-Run experiment for what is ready and fits: given the whole graph, its local executor starts a task whether
-    or not the ones before it failed."""
+    or not the ones before it failed. After a signal nothing is started."""
     python, states = str(common_settings(site, ROOT)["PYTHON"]), dict[str, str]()
     waiting = {step.name: step for step in steps}
     while waiting:
         for step in steps:
-            if step.name in waiting and any(states.get(before, DONE) != DONE for before in step.after):
+            if step.name in waiting and (signals.number or any(states.get(before, DONE) != DONE for before in step.after)):
                 states[step.name] = LOST
                 del waiting[step.name]
         ready = [step for step in waiting.values() if all(before in states for before in step.after)][:at_once]
