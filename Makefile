@@ -10,11 +10,13 @@ export PYTHONPATH := $(CURDIR)
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH ?= torch==2.13.0
+NEMO ?= .venv-nemo
+NEMO_PIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines engines-cpu slurm demo demo-vllm demo-sglang demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu check bench arms gsm8k clean
+.PHONY: help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-unit test-mcore-latest test-gpu test-nemo-run check bench arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -44,6 +46,14 @@ engines-cpu: # torch's CPU build from wherever pip finds it, else from PyTorch's
 
 slurm: ## Slurm's daemons for tests on a real cluster (Debian, as root or with sudo; says why where it cannot)
 	@tools/slurm/install.sh
+
+nemo-run: $(NEMO)/.ready ## NeMo-Run in an environment of its own, .venv-nemo, for tools/launch.py
+
+$(NEMO)/.ready: tools/nemo/requirements.txt
+	$(PYTHON) -m venv $(NEMO)
+	$(NEMO_PIP) -r tools/nemo/requirements.txt
+	$(NEMO)/bin/python -c "import nemo_run"
+	touch $@
 
 demo: setup ## co-train a generator and a verifier (Tango) on the last-letter task, 2 ranks, no GPU
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
@@ -103,6 +113,10 @@ $(SGLANG)/.ready: tools/engines/sglang-cpu.txt tools/engines/sglang-cpu-wheel.tx
 	$(SGLANG)/bin/python -c "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler" >$(SGLANG)/import.log 2>&1 || (tail $(SGLANG)/import.log; exit 1)
 	touch $@
 
+test-nemo-run: setup nemo-run ## tools/launch.py by NeMo-Run: dry runs, graphs and sweeps here, and on real Slurm where it can be had
+	@$(MAKE) --no-print-directory slurm
+	MEGATRON_RL_NEMO_PYTHON=$(abspath $(NEMO))/bin/python $(PY) -m pytest tests -q -k nemo_run
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -116,4 +130,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	@missed=0; for name in rollout train_step refit import_export convert loop_overhead; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo runs

@@ -39,7 +39,6 @@ setup(
     extras_require={
         "vllm": ["vllm"],
         "sglang": ["sglang"],
-        "launch": ["nemo-run"],
         "datasets": ["datasets>=2.19"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],

@@ -70,13 +70,14 @@ class Watched:
         return next(element for element, state in self.cluster.states(self.job).items() if state == "RUNNING")
 
     def ranks(self) -> list[psutil.Process]:
+        """As srun started them, not what they have started."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             with contextlib.suppress(psutil.Error):
-                if words[1:4] == ["-m", "megatron_rl.main", "train"] and process.environ().get("SLURM_STEP_ID"):
+                if words[1:4] == ["-m", "megatron_rl.main", "train"] and process.parent().name().startswith("slurmstepd"):
                     found.append(process)
-        return [process for process in found if not any(parent in found for parent in process.parents())]
+        return found
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + GIVE_UP_S

@@ -15,14 +15,17 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "nu
 _EXPERT_SIZES = ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
-def check(config: Any, ranks: int) -> None:
-    """Raises ConfigError for a layout or batch size that cannot work on `ranks` ranks; changes nothing."""
+def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
+    """Raises ConfigError for a layout or batch size that cannot work on `ranks` ranks; changes nothing. `to_come`: an earlier stage may
+    still write the model directories."""
     problems: list[str] = []
     if isinstance(config, TrainConfig):
         if not config.roles:
             problems.append("roles is empty: name at least one role")
         for name, role in config.roles.items():
-            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks) + _role_problems(f"roles.{name}", role)
+            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks, to_come) + _role_problems(
+                f"roles.{name}", role
+            )
         if config.run.steps is not None and config.run.steps < 1:
             problems.append(
                 f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for the recipe's plan"
@@ -38,7 +41,7 @@ def check(config: Any, ranks: int) -> None:
             problems += _server_problems(config, config.engine)
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
-        problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks)
+        problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
         if config.micro_batch_tokens < config.data.max_tokens:
             problems.append(
                 f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = {config.data.max_tokens}: one pair would "
@@ -171,7 +174,7 @@ def _role_problems(name: str, role: Role) -> list[str]:
     return problems
 
 
-def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[str]:
+def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: bool) -> list[str]:
     problems = []
     if ranks % layout.model_ranks:
         problems.append(
@@ -185,7 +188,7 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int) -> list[s
         )
     file = Path(path) / "config.json"
     if not file.is_file():
-        if Path(path).is_absolute() or path.startswith("."):
+        if not to_come and (Path(path).is_absolute() or path.startswith(".")):
             problems.append(f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name")
         return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
     try:

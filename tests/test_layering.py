@@ -141,6 +141,11 @@ def test_reading_a_config_loads_neither_torch_nor_megatron():
     assert not {"torch", "megatron", "transformers", "vllm", "sglang"} & set(loaded) and "pydantic" in loaded
 
 
+def test_one_file_imports_nemo_run():
+    files = [*PACKAGE.parent.glob("tools/**/*.py"), *PACKAGE.parent.glob("examples/**/*.py")]
+    assert [path.name for path in files if any(under(name, "nemo_run") for name in imports(path.read_text()))] == ["launch.py"]
+
+
 def test_importing_the_package_loads_nothing():
     for path in FILES:
         if path.name == "__init__.py":

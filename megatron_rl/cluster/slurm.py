@@ -41,9 +41,9 @@ def require() -> None:
         raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run")
 
 
-def submit(script: Path, *, after: str | None = None) -> str:
-    """-> the job's id. `after`: a job, or an element of an array, that must have begun."""
-    words = ["sbatch", "--parsable", *([f"--dependency=after:{after}", "--kill-on-invalid-dep=yes"] if after else []), str(script)]
+def submit(script: Path, *, dependency: str | None = None) -> str:
+    """-> the job's id. `dependency`: as sbatch takes it, after:17_0 or afterok:17; a job for which it cannot come true is cancelled."""
+    words = ["sbatch", "--parsable", *([f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []), str(script)]
     return run(words).strip().partition(";")[0]
 
 
@@ -58,6 +58,20 @@ def queue(jobs: Sequence[str]) -> list[Queued]:
             return []
         raise
     return [Queued(*line.split("|")) for line in text.splitlines() if line.count("|") == len(_FIELDS) - 1]
+
+
+def states(jobs: Sequence[str]) -> dict[str, str]:
+    """{job: state}, of an array {job_index: state}; those that ended too. Slurm forgets a job after its MinJobAge, usually 300 s."""
+    found = dict[str, str]()
+    for job in jobs:
+        try:
+            text = run(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T"])
+        except SlurmError as error:
+            if "Invalid job id" not in str(error):
+                raise
+            continue
+        found |= dict(line.split() for line in text.splitlines())
+    return found
 
 
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:

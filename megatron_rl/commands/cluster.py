@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
 
 
 def _submit(args: argparse.Namespace, load: Load) -> int:
-    from megatron_rl.cluster import profile
+    from megatron_rl.cluster import profile, slurm
     from megatron_rl.commands import submit
 
     site = profile.read(args.profile)
@@ -100,6 +100,7 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
         for name in plan.scripts:
             print(f"# ---- {plan.directory}/{submit.JOBS}/{name}\n{plan.files[name]}")
         return 0
+    slurm.require()
     submit.write(plan)
     if config is not None and not args.sweep:
         submit.reopen(config)

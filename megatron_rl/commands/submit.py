@@ -38,10 +38,10 @@ class Plan:
     after: Mapping[str, str]
 
 
-def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool) -> Plan:
-    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. Raises
-    ConfigError."""
-    config = for_site(config, profile)
+def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool = False, to_come: bool = False) -> Plan:
+    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. `to_come`: an
+    earlier job writes the models. Raises ConfigError."""
+    config = for_site(config, profile, to_come=to_come)
     job, directory = config.job, run_directory(config).absolute()
     own = Shape(
         template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
@@ -74,13 +74,13 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
     return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
 
 
-def for_site(config: TrainConfig | SftConfig, profile: Profile) -> Any:
+def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
     """With what the profile decides: where servers listen, which interpreter has them, and that jobs of their own start them. Checked for
     the ranks that it will have."""
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
         python = engine_python(config.engine, profile.engine_python)
         config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=python))
-    config_checks.check(config, config.job.nodes * profile.ranks_per_node)
+    config_checks.check(config, config.job.nodes * profile.ranks_per_node, to_come=to_come)
     return config
 
 
@@ -110,12 +110,15 @@ def engine_python(engine: Servers, otherwise: str) -> str:
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
-def plan_sweep(config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str) -> Plan:
-    """`points`: (what differs, the whole config of that run)."""
+def plan_sweep(
+    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str,
+    to_come: bool = False,
+) -> Plan:  # fmt: skip
+    """`points`: (what differs, the whole config of that run). `to_come`: an earlier job writes the models."""
     directory = run_directory(config).absolute()
     files, found = dict[str, str](), []
     for index, (changes, own) in enumerate(points):
-        own = for_site(replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile)
+        own = for_site(replace(own, run=replace(own.run, dir=str(directory), name=f"{index:03d}")), profile, to_come=to_come)
         if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
             raise ConfigError(f"a sweep starts runs with embedded engines; engine.kind = {own.engine.kind!r} wants a submission for each")
         files[f"{index:03d}.yaml"] = config_files.dump(own)
@@ -169,10 +172,7 @@ def grid(path: Path) -> list[dict[str, Any]]:
 def write(plan: Plan) -> None:
     """The files, and the places that the jobs write to. Raises ConfigError where a job of this directory still waits or runs: its next
     start would read them."""
-    slurm.require()
-    if busy := slurm.queue(jobs_of(plan.directory)):
-        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
-        raise ConfigError(f"{plan.directory} has jobs already: {listed}; megatron-rl stop {plan.directory} ends them")
+    refuse_busy(plan.directory)
     for place in (plan.directory / JOBS, plan.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
     for name, text in plan.files.items():
@@ -189,25 +189,43 @@ def reopen(config: TrainConfig | SftConfig) -> None:
     RunDirectory(directory).update_summary({"finished": False})
 
 
-def send(plan: Plan) -> dict[str, str]:
-    """What is written -> the jobs' ids by script. All of them or none. Raises SlurmError."""
+def send(plan: Plan, *, dependency: str | None = None) -> dict[str, str]:
+    """What is written -> the jobs' ids by script. All of them or none. `dependency`: of those that do not wait for another script of the
+    plan, as sbatch takes it. Raises SlurmError."""
     for directory in runs_of(plan.directory):
-        (directory / STOP).unlink(missing_ok=True)
+        allow_start(directory)
     for name in (TRAINER, ENGINES):
         (plan.directory / JOBS / name).unlink(missing_ok=True)
     ids: dict[str, str] = {}
     for name in plan.scripts:
         first = plan.after.get(name)
         try:
-            ids[name] = slurm.submit(plan.directory / JOBS / name, after=f"{ids[first]}_0" if first else None)
+            ids[name] = slurm.submit(plan.directory / JOBS / name, dependency=f"after:{ids[first]}_0" if first else dependency)
         except slurm.SlurmError:
             slurm.cancel([*ids.values()])
             raise
-        with (plan.directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"script": name, "job": ids[name], "time": time.time()}) + "\n")
+        note(plan.directory, name, ids[name])
         if "engines.sbatch" in plan.scripts:
             write_text(plan.directory / JOBS / (ENGINES if name == "engines.sbatch" else TRAINER), ids[name] + "\n")
     return ids
+
+
+def refuse_busy(directory: Path) -> None:
+    """Raises ConfigError where a job of this directory still waits or runs."""
+    if busy := slurm.queue(jobs_of(directory)):
+        listed = ", ".join(f"{job.id} ({job.state.lower()})" for job in busy)
+        raise ConfigError(f"{directory} has jobs already: {listed}; megatron-rl stop {directory} ends them")
+
+
+def allow_start(directory: Path) -> None:
+    """Of a run that was stopped: whoever submits it wants it to go on."""
+    (directory / STOP).unlink(missing_ok=True)
+
+
+def note(directory: Path, script: str, job: str) -> None:
+    """A job of this directory, for `megatron-rl status` and `stop`."""
+    with (directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"script": script, "job": job, "time": time.time()}) + "\n")
 
 
 def jobs_of(directory: Path) -> list[str]:

@@ -1,0 +1,258 @@
+"""What an experiment is: tasks with names, each a command of megatron-rl or a program, and what they wait for; read from a Python file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl import config_checks, config_files
+from megatron_rl.cluster.profile import Profile
+from megatron_rl.commands import submit
+from megatron_rl.commands.launch import run_directory
+from megatron_rl.commands.submit import Plan
+from megatron_rl.config import ConfigError, EvalConfig, SftConfig, TrainConfig
+
+SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
+CONFIG = "config.yaml"  # below RUN/jobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line gives to a definition."""
+
+    small: bool  # of a laptop's size
+    dir: str  # where runs go
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """`megatron-rl COMMAND SETTINGS`. With `points` a sweep: one run for each, which differ in these settings."""
+
+    name: str
+    command: str  # train, sft, eval
+    settings: Sequence[str]  # CONFIG.yaml files, then a.b=c
+    after: Sequence[str] = ()  # tasks above it that must have succeeded
+    points: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A Python program in one process, such as one that makes data."""
+
+    name: str
+    words: Sequence[str]  # file, arguments
+    after: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    name: str
+    tasks: Sequence[Task | Program]  # each stands below those that it waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one process group runs."""
+
+    name: str
+    words: Sequence[str]  # behind the interpreter
+    after: Sequence[str]  # steps
+    directory: Path | None = None  # of the run; None for a program
+    nodes: int = 1
+    time: str | None = None  # limit; None: the profile's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A task whose config is read and checked. `plan.scripts` are those of slurm/ that it goes through; without any, NeMo-Run starts its
+    steps."""
+
+    task: Task | Program
+    steps: Sequence[Step]
+    plan: Plan | None  # None for a program
+    why: str = ""  # it goes through scripts of slurm/
+    slices: int = 1
+
+
+def load(path: Path, options: Options) -> Experiment:
+    """What `experiment(options)` of a Python file returns. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(
+            f"no definition {path}: give a Python file with a function experiment(options), such as examples/nemo_run/sweep.py"
+        )
+    spec = importlib.util.spec_from_file_location(f"definition_{path.stem}", path)
+    if path.suffix != ".py" or spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is no Python file: a definition is one with a function experiment(options)")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    if "experiment" not in vars(module):
+        raise ConfigError(f"{path} has no function experiment(options)")
+    found = module.experiment(options)
+    if not isinstance(found, Experiment):
+        raise ConfigError(f"{path}: experiment(options) returned {type(found).__name__}; return an experiments.Experiment")
+    _check_names(found, path)
+    return found
+
+
+def with_overrides(experiment: Experiment, words: Sequence[str]) -> Experiment:
+    """`words`: TASK.a.b=c, each a setting of that task, after its own. Raises ConfigError."""
+    own = {task.name: list(task.settings) for task in experiment.tasks if isinstance(task, Task)}
+    for word in words:
+        name, dot, setting = word.partition(".")
+        if not dot or "=" not in setting or name not in own:
+            raise ConfigError(f"{word!r}: give TASK.a.b=c, with a task of {', '.join(own)}")
+        own[name].append(setting)
+    tasks = [replace(task, settings=own[task.name]) if isinstance(task, Task) else task for task in experiment.tasks]
+    return replace(experiment, tasks=tasks)
+
+
+def for_local(experiment: Experiment) -> list[Planned]:
+    """On this machine: configs as they are, on launch.nproc ranks. Raises ConfigError."""
+    out: list[Planned] = []
+    steps: dict[str, list[str]] = {}
+    for task in experiment.tasks:
+        after = [step for name in task.after for step in steps[name]]
+        with _named(task):
+            found = _program(task, after) if isinstance(task, Program) else _on_this_machine(task, after)
+        steps[task.name] = [step.name for step in found.steps]
+        out.append(found)
+    return _apart(out)
+
+
+def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
+    """On a cluster: through NeMo-Run what is one job, through slurm/ what is an array and what comes after one. Raises ConfigError."""
+    out: list[Planned] = []
+    own: dict[str, str] = {}  # task -> why it goes through slurm/
+    for task in experiment.tasks:
+        behind = next((name for name in task.after if name in own), None)
+        if isinstance(task, Program):
+            if behind is not None:
+                raise ConfigError(f"task {task.name!r}: a program cannot wait for {behind!r}, which {own[behind]}; let it come before")
+            out.append(_program(task, task.after))
+            continue
+        with _named(task):
+            found = _on_cluster(task, site, f"comes after {behind!r}" if behind else "")
+        if found.why:
+            own[task.name] = found.why
+        out.append(found)
+    return _apart(out)
+
+
+def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
+    """`why` it goes through slurm/ whatever it is; empty: decided by its shape."""
+    config = _read(task)
+    slices = 1
+    if isinstance(config, EvalConfig):
+        plan = submit.plan_eval([config], site, _directory(config))
+        files = {CONFIG: config_files.dump(config)}
+    elif task.points:
+        plan = submit.plan_sweep(
+            config, [(point, _read(task, point)) for point in task.points], site, command=task.command, to_come=bool(task.after)
+        )
+        files = {}
+        why = f"is a sweep of {len(task.points)} runs, an array"
+    else:
+        plan = submit.plan_run(config, site, command=task.command, to_come=bool(task.after))
+        files, slices = {CONFIG: plan.files[CONFIG]}, config.job.slices
+        if slices > 1:
+            why = f"is a chain of {slices} slices, an array"
+        elif len(plan.scripts) > 1:
+            why = "has engines beside its trainer, an array"
+    if why:
+        return Planned(task=task, steps=[], plan=plan, why=why, slices=slices)
+    return replace(_single(task, config, task.after), plan=Plan(plan.directory, files, [], {}))
+
+
+def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
+    directory = _directory(config)
+    words = [*_megatron_rl(task, directory / submit.JOBS / CONFIG), *(["--skip-done"] if task.command == "eval" else [])]
+    job = None if isinstance(config, EvalConfig) else config.job
+    step = Step(
+        name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1, time=job.time if job else None
+    )  # fmt: skip
+    return Planned(task=task, steps=[step], plan=Plan(directory, {CONFIG: config_files.dump(config)}, [], {}))
+
+
+def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
+    config = _read(task)
+    if not task.points:
+        config_checks.check(config, config.launch.nproc, to_come=bool(task.after))
+        return _single(task, config, after)
+    site = Profile(ranks_per_node=config.launch.nproc, gpus_per_node=0)
+    plan = submit.plan_sweep(
+        config, [(point, _read(task, point)) for point in task.points], site, command=task.command, to_come=bool(task.after)
+    )
+    files = {name: text for name, text in plan.files.items() if name not in plan.scripts}  # `megatron-rl status` and `report` know it then
+    steps = [
+        Step(name=f"{task.name}_{index:03d}", words=_megatron_rl(task, plan.directory / submit.JOBS / f"{index:03d}.yaml"), after=after,
+             directory=plan.directory / f"{index:03d}")
+        for index in range(len(task.points))
+    ]  # fmt: skip
+    return Planned(task=task, steps=steps, plan=Plan(plan.directory, files, [], {}))
+
+
+def _program(task: Program, after: Sequence[str]) -> Planned:
+    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], plan=None)
+
+
+def _megatron_rl(task: Task, config: Path) -> list[str]:
+    return ["-m", "megatron_rl.main", task.command, str(config)]
+
+
+def _read(task: Task, point: Mapping[str, Any] | None = None) -> Any:
+    """The config of a task, or of one point of its sweep."""
+    if task.command not in SCHEMAS:
+        raise ConfigError(f"command {task.command!r}: give one of {', '.join(SCHEMAS)}")
+    if task.points and task.command == "eval":
+        raise ConfigError("a sweep is of train or sft: give evaluations a task each")
+    changes = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in (point or {}).items()]
+    files, own = [Path(s) for s in task.settings if "=" not in s], [s for s in task.settings if "=" in s]
+    return config_files.load(SCHEMAS[task.command], files, [*own, *changes])
+
+
+def _directory(config: Any) -> Path:
+    if isinstance(config, EvalConfig) and config.output is None:
+        raise ConfigError("no output: give a JSON file in a directory of its own")
+    return run_directory(config).absolute()
+
+
+@contextlib.contextmanager
+def _named(task: Task | Program) -> Iterator[None]:
+    """Errors with the task's name before them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from error
+
+
+def _apart(planned: list[Planned]) -> list[Planned]:
+    """Refuses two tasks in one directory: each has its jobs/ there."""
+    owners: dict[Path, str] = {}
+    for one in planned:
+        if one.plan is None:
+            continue
+        if one.plan.directory in owners:
+            both = f"{owners[one.plan.directory]!r} and {one.task.name!r}"
+            raise ConfigError(f"tasks {both} both have the directory {one.plan.directory}: give each a run.name, or an output, of its own")
+        owners[one.plan.directory] = one.task.name
+    return planned
+
+
+def _check_names(experiment: Experiment, path: Path) -> None:
+    above: list[str] = []
+    for task in experiment.tasks:
+        if not task.name.replace("_", "").isalnum() or task.name in above:
+            raise ConfigError(f"{path}: task {task.name!r}: give each task a name of its own, of letters, digits and _")
+        for name in task.after:
+            if name not in above:
+                raise ConfigError(f"{path}: task {task.name!r} waits for {name!r}, which is none of the tasks above it: {above}")
+        above.append(task.name)
+    if not above:
+        raise ConfigError(f"{path}: an experiment without tasks")

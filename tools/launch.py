@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Runs an experiment, a graph of megatron-rl's commands written in Python, by NeMo-Run: here, or on a Slurm cluster.
+
+    make nemo-run      # once: NeMo-Run in an environment of its own
+    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --small
+    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --executor slurm --profile a100 --dryrun
+    .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.steps=20 --executor slurm --wait
+
+Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the profile's python. On
+Slurm what is an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait for an array for ever.
+The same command given again goes on where it stood. docs/nemo_run.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(1, str(ROOT))  # the project is not installed beside NeMo-Run
+
+from experiments import Experiment, Options, Planned, Step, Task, for_local, for_slurm, load, with_overrides  # noqa: E402
+
+from megatron_rl.cluster import profile, slices, slurm  # noqa: E402
+from megatron_rl.cluster.profile import Profile  # noqa: E402
+from megatron_rl.cluster.render import common_settings  # noqa: E402
+from megatron_rl.commands import submit  # noqa: E402
+from megatron_rl.config import ConfigError  # noqa: E402
+
+DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+DRY = "dryrun"
+PLAIN = "unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table"
+TAKEN = "/nemo_run"  # NeMo-Run puts the directory of the job in its place, wherever it stands in a batch script
+
+
+def main() -> int:
+    """Returns the exit status: 0 all tasks succeeded or were submitted, 1 one failed, 2 wrong definition, config or arguments."""
+    args = _parser().parse_intermixed_args()
+    nemo_words = [args.experiment, *args.settings]
+    files = [word for word in nemo_words if word.endswith(".py") and "=" not in word]
+    try:
+        if len(files) != 1:
+            raise ConfigError(f"give one definition, a .py file; this has {len(files)}")
+        site = profile.read(args.profile or {"local": "cpu", "slurm": "a100"}[args.executor])
+        found = load(Path(files[0]), Options(small=args.small, dir=args.dir))
+        found = with_overrides(found, [word for word in nemo_words if word not in files])
+        nemo = _nemo_run()
+        return _local(nemo, found, site, args) if args.executor == "local" else _slurm(nemo, found, site, args)
+    except ConfigError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 2
+    except slurm.SlurmError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", metavar="DEFINITION.py", help="with a function experiment(options), as in examples/nemo_run")
+    parser.add_argument("settings", nargs="*", metavar="TASK.a.b=c", help="settings of its tasks, over those of the definition")
+    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="(default: %(default)s)")
+    parser.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)")
+    parser.add_argument("--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing")
+    parser.add_argument("--small", action="store_true", help="the definition's laptop size")
+    parser.add_argument("--dir", default="runs", help="where runs go (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="local: so many tasks at a time (default: %(default)s)")
+    parser.add_argument("--wait", action="store_true", help="slurm: stay until all jobs have ended, and say how")
+    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="of --wait: between two looks (default: %(default)s)")
+    return parser
+
+
+def _nemo_run() -> Any:
+    try:
+        import nemo_run
+    except ImportError as error:
+        raise ConfigError(
+            f"{sys.executable} has no NeMo-Run ({error}): `make nemo-run`, then .venv-nemo/bin/python tools/launch.py"
+        ) from error
+    return nemo_run
+
+
+def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
+    if site.setup or site.container:
+        raise ConfigError("setup and container of a profile are for batch scripts: with --executor local do these in your shell")
+    if args.at_once < 1:
+        raise ConfigError(f"--at-once {args.at_once}: give 1 or more")
+    planned = for_local(experiment)
+    python = common_settings(site, ROOT)["PYTHON"]
+    if args.dryrun:
+        for step in (step for one in planned for step in one.steps):
+            print(f"# {step.name}{_behind(step.after)}\n{shlex.join([str(python), *step.words])}")
+        return 0
+    with _Forwarded() as signals:
+        states = _run_steps(
+            nemo, experiment.name, [step for one in planned for step in _written(one)], site, at_once=args.at_once, signals=signals
+        )
+    for name, state in states.items():
+        print(f"{name}: {state}")
+    return 128 + signals.number if signals.number else int(set(states.values()) != {DONE})
+
+
+class _Forwarded:
+    """SIGINT and SIGTERM go on to the tasks, which save and leave; NeMo-Run waits for them. `number`: the last one, or 0."""
+
+    def __enter__(self) -> _Forwarded:
+        self.number = 0
+        self._before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+
+
+def _run_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile, *, at_once: int, signals: _Forwarded) -> dict[str, str]:
+    """-> states. One NeMo-Run experiment for what is ready and fits: given the whole graph, its local executor starts a task whether
+    or not the ones before it failed. After a signal nothing is started."""
+    python, states = str(common_settings(site, ROOT)["PYTHON"]), dict[str, str]()
+    waiting = {step.name: step for step in steps}
+    while waiting:
+        for step in steps:
+            if step.name in waiting and (signals.number or any(states.get(before, DONE) != DONE for before in step.after)):
+                states[step.name] = LOST
+                del waiting[step.name]
+        ready = [step for step in waiting.values() if all(before in states for before in step.after)][:at_once]
+        if not ready:
+            break
+        with nemo.Experiment(name, skip_status_at_exit=True, enable_goodbye_message=False) as running:
+            for step in ready:
+                executor = nemo.LocalExecutor(packager=nemo.Packager(), env_vars=_environment(site))
+                running.add(_script(nemo, [python, *step.words]), executor=executor, name=step.name, tail_logs=True)
+                del waiting[step.name]
+            running.run()
+        states |= {job.id: job.state.name for job in running.jobs}
+    return states
+
+
+def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
+    planned = for_slurm(experiment, site)
+    _refuse_taken([step for one in planned for step in one.steps], site)
+    if args.dryrun:
+        _print_scripts(nemo, experiment.name, planned, site)
+        return 0
+    slurm.require()
+    for one in planned:
+        if one.plan is not None:
+            submit.refuse_busy(one.plan.directory)
+    ids = _submit_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site)
+    for one in planned:
+        if one.plan is not None and one.why:
+            print(f"{one.task.name} {one.why}: it goes through the scripts of slurm/")
+            submit.write(one.plan)
+            ids[one.task.name] = [*submit.send(one.plan, dependency=_dependency(one, planned, ids)).values()]
+        elif one.plan is not None:
+            submit.note(one.plan.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
+    for name, jobs in ids.items():
+        print(f"submitted {name}: job {', '.join(jobs)}")
+    return _follow(planned, ids, args.every) if args.wait else 0
+
+
+def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profile) -> None:
+    """NeMo-Run's dry run writes its scripts to files; these are printed, and removed."""
+    with nemo.Experiment(name, id=f"{name}_{DRY}", serialize_metadata_for_scripts=False) as dry:
+        for step in (step for one in planned for step in one.steps):
+            dry.add(_script(nemo, _slurm_words(step, site)), executor=_slurm_executor(nemo, name, step, site), name=step.name)
+        directories = {job.executor.experiment_dir for job in dry.jobs}
+        dry.dryrun(log=False, exist_ok=True, delete_exp_dir=False)
+    texts = {path.name.removesuffix("_sbatch.sh"): path.read_text() for d in directories for path in Path(d).glob("*_sbatch.sh")}
+    for directory in directories:
+        shutil.rmtree(directory)
+    for one in planned:
+        for step in one.steps:
+            print(f"# ---- {step.name}, by NeMo-Run{_behind(step.after)}\n{texts[step.name]}")
+        if one.plan is not None and one.why:
+            for script in one.plan.scripts:
+                print(f"# ---- {one.task.name} {one.why}: {one.plan.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}")
+                print(one.plan.files[script])
+
+
+def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) -> dict[str, list[str]]:
+    """One NeMo-Run experiment, with dependencies -> jobs by task. It is not waited for: NeMo-Run asks sacct, which not every site has."""
+    if not steps:
+        return {}
+    from invoke.exceptions import UnexpectedExit  # comes with NeMo-Run, which calls sbatch by it
+
+    with nemo.Experiment(name, skip_status_at_exit=True, enable_goodbye_message=False) as running:
+        for step in steps:
+            executor = _slurm_executor(nemo, name, step, site)
+            running.add(_script(nemo, _slurm_words(step, site)), executor=executor, name=step.name, dependencies=list(step.after))
+        try:
+            running.run(detach=True)
+        except UnexpectedExit as error:
+            slurm.cancel([_job_id(job) for job in running.jobs if job.handle])
+            raise slurm.SlurmError(
+                f"{error.result.command}: {error.result.stderr.strip()}; what was submitted before is cancelled"
+            ) from error
+    return {job.id: [_job_id(job)] for job in running.jobs}
+
+
+def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
+    """Everything in setup_lines that has quotes or small letters: NeMo-Run writes its env_vars without the ones, in capitals."""
+    is_program = step.directory is None
+    ranks, gpus = (1, 0) if is_program else (site.ranks_per_node, site.gpus_per_node)
+    image = site.container if site.container is not None and site.container.runtime == "pyxis" else None
+    here = os.getcwd()  # relative paths of configs count from here; of two such options srun takes the last
+    words = [*site.srun, f"--container-workdir={here}" if image else f"--chdir={here}"]
+    more = {"chdir": here, "kill_on_invalid_dep": "yes", "qos": site.qos, "constraint": site.constraint, **_sbatch_words(site)}
+    if gpus and site.gpu_type:
+        more["gpus_per_node"] = f"{site.gpu_type}:{gpus}"
+    exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
+    own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{PLAIN}"
+    executor = nemo.SlurmExecutor(
+        account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes, ntasks_per_node=ranks,
+        gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks), mem=None if is_program else site.memory,
+        exclusive=True if site.exclusive and not is_program else None, job_name_prefix=f"{name}.", packager=nemo.Packager(),
+        container_image=image.image if image else None, container_mounts=list(image.mounts) if image else [], srun_args=words,
+        additional_parameters={key: value for key, value in more.items() if value is not None}, tunnel=nemo.LocalTunnel(job_dir=""),
+        setup_lines="\n".join([*exports, own, *site.setup]), poll_estimated_start_time=False,
+    )  # fmt: skip
+    if step.directory is not None:
+        executor.job_details.folder = str(step.directory / "logs")  # where `megatron-rl logs` looks
+    return executor
+
+
+def _sbatch_words(site: Profile) -> dict[str, Any]:
+    """--comment=x as NeMo-Run takes it: {comment: x}; a word without a value is true."""
+    pairs = [word.removeprefix("--").partition("=") for word in site.sbatch]
+    return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
+
+
+def _slurm_words(step: Step, site: Profile) -> list[str]:
+    """Quoted: NeMo-Run puts them into its script as they are."""
+    shared = common_settings(site, ROOT)
+    words = [*shared["CONTAINER"], str(shared["PYTHON"]), *step.words]
+    return [_quoted(word) for word in words]
+
+
+def _quoted(word: str) -> str:
+    """For bash, in parts where NeMo-Run would change it."""
+    half = TAKEN[: len(TAKEN) // 2]
+    return shlex.quote(word).replace(TAKEN, f"{half}''{TAKEN.removeprefix(half)}")
+
+
+def _refuse_taken(steps: Sequence[Step], site: Profile) -> None:
+    """What cannot be written in parts."""
+    texts = [os.getcwd(), *(str(step.directory) for step in steps if step.directory), *site.setup, *site.srun, *site.sbatch]
+    if wrong := next((text for text in texts if TAKEN in text), None):
+        raise ConfigError(f"{wrong}: NeMo-Run puts its own directory where a batch script has {TAKEN}; take a path without it")
+
+
+def _script(nemo: Any, words: Sequence[str]) -> Any:
+    return nemo.Script(path=words[1], args=list(words[2:]), entrypoint=words[0])
+
+
+def _environment(site: Profile) -> dict[str, str]:
+    path = os.environ.get("PYTHONPATH")
+    return {**site.environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+
+
+def _written(planned: Planned) -> Sequence[Step]:
+    """The task's steps, after its files are there."""
+    if planned.plan is not None and planned.steps:
+        submit.write(planned.plan)
+        for step in planned.steps:
+            if step.directory is not None:
+                submit.allow_start(step.directory)
+    return planned.steps
+
+
+def _dependency(one: Planned, planned: Sequence[Planned], ids: Mapping[str, Sequence[str]]) -> str | None:
+    """As sbatch takes it. A chain cancels the slices that it does not need, which Slurm takes for a failure: what follows starts after any
+    end, and fails where the chain has left no model."""
+    chains = {other.task.name for other in planned if other.slices > 1}
+    return ",".join(f"{'afterany' if name in chains else 'afterok'}:{ids[name][0]}" for name in one.task.after) or None
+
+
+def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_s: float) -> int:
+    """Until Slurm has none of the jobs any more; prints what changes. Returns 1 where a task did not succeed."""
+    last: dict[str, str] = {}
+    states: dict[str, str] = {}
+    while True:
+        jobs = [job for found in ids.values() for job in found]
+        now = slurm.states(jobs)
+        states |= now
+        for name, found in ids.items():
+            text = ", ".join(sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in found}))
+            if text != last.get(name):
+                last[name] = text
+                print(f"{time.strftime('%H:%M:%S')} {name}: {text}", flush=True)
+        if all(state in ENDED for state in now.values()):
+            break
+        time.sleep(every_s)
+    bad = [one.task.name for one in planned if not _succeeded(one, ids[one.task.name], states)]
+    print(f"not done: {', '.join(bad)}" if bad else "all tasks are done")
+    return 1 if bad else 0
+
+
+def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
+    if isinstance(one.task, Task) and one.plan is not None and one.task.command != "eval" and not one.task.points:
+        return slices.finished(one.plan.directory)
+    return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
+
+
+def _behind(after: Sequence[str]) -> str:
+    return f", after {', '.join(after)}" if after else ""
+
+
+def _job_id(job: Any) -> str:
+    return job.handle.rpartition("/")[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
