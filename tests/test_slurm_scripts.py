@@ -314,7 +314,8 @@ def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
     """Starts of an earlier submission do not count: what ended them has been mended."""
     for restart in range(3):
         assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is Next.GO
-    assert slices.begin(tmp_path, replace(JOB, restart=3), "n1", 3)[0] is Next.STOPPED
+    word, why = slices.begin(tmp_path, replace(JOB, restart=3), "n1", 3)
+    assert word is Next.STOPPED and slices.read(tmp_path)[-1].cause == why, "`status` says so"
     assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is Next.STOPPED
     assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is Next.GO
 

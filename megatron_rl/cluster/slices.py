@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -43,6 +43,11 @@ class Slice:
     status: int | None = None
     cause: str | None = None
 
+    @property
+    def refused(self) -> bool:
+        """It started no rank: those before it had made no progress."""
+        return self.ended is not None and self.status is None
+
 
 def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     """In order; those that ended without a word have SILENT as their cause, but for the last, which may still run: not where the run is
@@ -58,7 +63,7 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
     last = slices[-1:]
     if last and not alive and last[0].ended is None:
-        return [*out, Slice(**asdict(last[0]) | {"cause": SILENT})]
+        return [*out, replace(last[0], cause=SILENT)]
     return out + last
 
 
@@ -71,10 +76,12 @@ def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, st
         return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
-    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id)][-stalled:]
+    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id) and not s.refused][-stalled:]
     if len(before) == stalled and all(s.turns_before == turns for s in before):
         causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
-        return Next.STOPPED, f"{stalled} starts made no progress beyond {turns} turns (job.stalled): {causes}"
+        why = f"{stalled} starts made no progress beyond {turns} turns (job.stalled): {causes}"
+        _append(directory, replace(new, ended=new.began, turns_after=turns, cause=why))
+        return Next.STOPPED, why
     _append(directory, new)
     return Next.GO, f"{turns} turns are done"
 
@@ -84,7 +91,7 @@ def end(directory: Path, job: Job, status: int) -> tuple[Next, str]:
     turns, own = turns_done(directory), [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
     cause = _cause(status, turns, finished(directory))
     if own:
-        _append(directory, Slice(**asdict(own[-1]) | {"ended": time.time(), "turns_after": turns, "status": status, "cause": cause}))
+        _append(directory, replace(own[-1], ended=time.time(), turns_after=turns, status=status, cause=cause))
     if finished(directory):
         return Next.DONE, cause
     if status == CONFIG or (directory / STOP).exists():
@@ -112,7 +119,7 @@ def _submission(job: str) -> str:
 
 
 def _silent(one: Slice, after: Slice) -> Slice:
-    return Slice(**asdict(one) | {"turns_after": after.turns_before, "cause": SILENT})
+    return replace(one, turns_after=after.turns_before, cause=SILENT)
 
 
 def _cause(status: int, turns: int, finished: bool) -> str:
