@@ -102,6 +102,7 @@ train() {
     say "$what"
     if [ "${what%%:*}" != go ]; then
         end_chain
+        [ "${what%%:*}" = "done" ] || exit 1
         return
     fi
     # Every node looks at itself first: a lost GPU or a read-only file system shows here, and not as a hang of all ranks.

@@ -92,6 +92,8 @@ def test_the_end_of_a_run_cancels_what_waits_and_the_engines(job, tmp_path):
     (tmp_path / "a run/jobs/engines").write_text("18\n")
     for answers in ({"BEGIN": "done: finished"}, {"END": "done: all turns"}, {"END": "stopped: asked"}):
         assert job("train train", **answers).commands == ["scancel --state=PENDING 17", "scancel 18"], answers
+    stalled = job("train train", BEGIN="stopped: no progress")
+    assert stalled.status == 1 and stalled.did("scancel 18"), "jobs that depend on this one must not begin"
     assert job("CHAIN= ENGINES=17_[1-4]; train train", END="stopped: no progress").commands == ["scancel 17_[1-4]", "scancel 18"]
 
 

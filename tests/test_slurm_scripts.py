@@ -329,6 +329,14 @@ def test_half_a_line_of_slices_is_left_out(tmp_path):
     assert [s.job for s in slices.read(tmp_path)] == ["17_2", "17_3"]
 
 
+def test_a_rank_that_hangs_ends_although_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    code = "import sys, time; from pathlib import Path; from megatron_rl.cluster.watchdog import Watchdog\n"
+    code += "with Watchdog(Path(sys.argv[1]), 's', 0, 0.2).watching(): time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == slices.HUNG and "nothing moved" in done.stderr
+
+
 def test_addresses_of_this_host():
     assert own_address("127.0.0.1") == own_address("lo") == "127.0.0.1"
     assert own_address("auto").count(".") == 3

@@ -49,31 +49,39 @@ class Watchdog:
         seen = None
         while not self._done.wait(min(POLL_S, self._after_s / 4)):
             if self._rank == 0:
-                self._alive.touch()
+                _touch(self._alive)
             elif (now := self._driver_was_there()) != seen:
                 seen = now
                 self.beat()
-            if time.monotonic() - self._last > self._after_s:
-                self._file.touch()
-            if self._told():
+            late = time.monotonic() - self._last > self._after_s
+            if late:
+                _touch(self._file)
+            if late or self._told():
                 self._end()
 
     def _driver_was_there(self) -> float | None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return self._alive.stat().st_mtime
         return None
 
     def _told(self) -> bool:
         """A file that is older than this process is of another one."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return self._file.stat().st_mtime >= self._began
         return False
 
     def _end(self) -> None:
-        self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("w") as file:
-            faulthandler.dump_traceback(file)
+        with contextlib.suppress(OSError):
+            self._stacks.parent.mkdir(parents=True, exist_ok=True)
+            with self._stacks.open("w") as file:
+                faulthandler.dump_traceback(file)
         text = f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): the stacks of rank {self._rank} are in {self._stacks}\n"
         os.write(2, text.encode())
         time.sleep(min(GRACE_S, self._after_s))
         os._exit(HUNG)
+
+
+def _touch(file: Path) -> None:
+    """Where it can: a full disk must neither end this thread nor keep it from ending the rank."""
+    with contextlib.suppress(OSError):
+        file.touch()
