@@ -150,6 +150,15 @@ def test_a_model_that_does_not_fit_is_wrong(tmp_path, gpus):
     assert examine(tango(tmp_path))["memory"].verdict == "note", "the model is not here"
 
 
+@pytest.mark.parametrize(("text", "said"), [('{"model_type": "gpt2"}', "'gpt2' is not supported"), ("half", "Expecting value")])
+def test_a_model_that_cannot_be_read_is_one_line_of_the_table(tmp_path, text, said):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(text)
+    found = examine(tango(tmp_path, f"roles.generator.model.path={tmp_path}/model"), profile.read("cpu"))
+    assert found["model of generator"].verdict == "wrong" and said in found["model of generator"].found
+    assert "memory" not in found and "run directory" in found
+
+
 def test_doctor_prints_what_is_wrong_last_and_says_so_by_its_status(tmp_path, capsys, monkeypatch):
     assert main(["doctor", "--profile=cpu", "--quick"]) == 0
     assert "checks passed" in capsys.readouterr().out

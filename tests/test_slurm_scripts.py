@@ -194,6 +194,8 @@ def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm
 def test_evaluations_without_a_config_are_refused(capsys):
     assert main(["submit", "seed=1", "--profile=cpu", "--checkpoints", "m"]) == 2
     assert "at least one config" in capsys.readouterr().err
+    assert main(["submit", str(TANGO), "--shape=roles", "--sweep=grid.yaml"]) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_run_whose_name_looks_like_an_override_reads_its_config(tmp_path, capsys):

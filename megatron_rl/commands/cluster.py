@@ -83,6 +83,8 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
     from megatron_rl.cluster import profile, slurm
     from megatron_rl.commands import submit
 
+    if sum((args.checkpoints is not None, args.sweep is not None, args.shape == "roles")) > 1:
+        raise ConfigError("--checkpoints, --sweep and --shape roles are three kinds of submission: give one of them")
     site = profile.read(args.profile)
     config = None
     if args.checkpoints:

@@ -179,7 +179,11 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
     if quick:
         return
     for name, role in _roles(config):
-        found = _sizes(role.model)
+        try:
+            found = _sizes(role.model)
+        except (ConfigError, ValueError) as error:
+            yield Check(f"model of {name}", f"{role.model.path}: {error}", "wrong", "is this a Hugging Face directory, all of it?")
+            continue
         if found is not None:
             yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
 
@@ -208,7 +212,10 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
     world = ranks * config.job.nodes if hasattr(config, "job") else ranks
     awake, asleep = 0.0, 0.0
     for _, role in _roles(config):
-        found = _sizes(role.model)
+        try:
+            found = _sizes(role.model)
+        except (ConfigError, ValueError):
+            return  # said before
         if found is None:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
