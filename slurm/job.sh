@@ -8,6 +8,8 @@ RESTART=${SLURM_RESTART_COUNT:-0}
 NAME=${SLURM_JOB_NAME##*-}-$JOB-r$RESTART
 # Whether the elements of this array go on from each other.
 CHAIN=${SLURM_ARRAY_JOB_ID:+1}
+# So many faults of one element are enough; its time limits do not count.
+MAX_FAULTS=${MAX_FAULTS:-20}
 # Elements of this array that are engines: none, but for roles.sbatch.
 ENGINES=
 
@@ -93,11 +95,22 @@ end_chain() {
     [ ! -f "$RUN_DIR/jobs/engines" ] || xargs --no-run-if-empty scancel <"$RUN_DIR/jobs/engines" || true
 }
 
+# Sets RUN_DIR. A node on which the program does not start may be a bad one; a config that cannot be read is one everywhere.
+where() {
+    local status=0
+    RUN_DIR=$(rl slice where "$CONFIG") && mkdir -p "$RUN_DIR/logs" "$RUN_DIR/jobs" || status=$?
+    [ "$status" -ne 0 ] || return 0
+    say "the program does not start here (status $status)"
+    if [ "$status" -ne 2 ] && [ "$RESTART" -lt "$MAX_FAULTS" ]; then
+        again
+    fi
+    exit 1
+}
+
 # One slice of the trainer: from the newest checkpoint to the end of the run, or of the time.
 train() {
     local command=$1 what
-    RUN_DIR=$(rl slice where "$CONFIG")
-    mkdir -p "$RUN_DIR/logs"
+    where
     what=$(rl slice begin "$CONFIG")
     say "$what"
     if [ "${what%%:*}" != go ]; then
@@ -127,8 +140,7 @@ train() {
 # One server of the run's rollouts: $1 is its number among all of them. It comes back after its time limit, and after a fault.
 engine() {
     local role=${ROLES[$(($1 / REPLICAS))]} replica=$(($1 % REPLICAS)) what
-    RUN_DIR=$(rl slice where "$CONFIG")
-    mkdir -p "$RUN_DIR/logs"
+    where
     if ! trainer_lives; then
         say "the trainer neither waits nor runs: nothing to serve"
         exit 0
@@ -142,8 +154,10 @@ engine() {
     if [ "$what" = over ] || ! trainer_lives; then
         exit 0
     fi
-    if [ -z "$warned" ] && [ "$RESTART" -ge "${MAX_RESTARTS:-20}" ]; then
-        exit 1
+    if [ -z "$warned" ]; then
+        [ "$STATUS" -ne 2 ] || exit 1 # a wrong config stays wrong
+        echo "$(date '+%F %T') status $STATUS" >>"$RUN_DIR/jobs/faults.$JOB"
+        [ "$(wc -l <"$RUN_DIR/jobs/faults.$JOB")" -lt "$MAX_FAULTS" ] || exit 1
     fi
     again
 }

@@ -115,5 +115,18 @@ def test_engines_do_not_outlive_a_trainer_that_was_cancelled(job, tmp_path):
 
 
 def test_an_engine_that_fails_and_fails_is_given_up(job):
-    ran = job("engine 0", STEP="1", SLURM_RESTART_COUNT="20")
+    """Its time limits do not count, only faults do; a wrong config is not tried again."""
+    assert job("engine 0", STEP="1", SLURM_RESTART_COUNT="20").did("scontrol requeue 17_2")
+    assert job("engine 0", STEP="1", WARN="1", MAX_FAULTS="2").did("scontrol requeue 17_2")
+    ran = job("engine 0", STEP="1", MAX_FAULTS="2")
     assert ran.status == 1 and not ran.commands
+    ran = job("engine 0", STEP="2")
+    assert ran.status == 1 and not ran.commands
+
+
+def test_a_node_on_which_the_program_does_not_start_is_left(job):
+    assert job("PYTHON=/nowhere; train train").did("scontrol requeue 17_2")
+    ran = job("PYTHON=/nowhere; train train", SLURM_RESTART_COUNT="20")
+    assert ran.status == 1 and not ran.commands
+    unreadable = job("rl() { return 2; }; train train")
+    assert unreadable.status == 1 and not unreadable.commands, "a wrong config is one on every node"

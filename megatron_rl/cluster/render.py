@@ -81,7 +81,7 @@ def common_settings(profile: Profile, root: Path) -> dict[str, str | Sequence[st
         words = ["apptainer", "exec", *(["--nv"] if profile.gpus_per_node else [])]
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
     python = profile.python if "/" not in profile.python or Path(profile.python).is_absolute() else str(root / profile.python)
-    setup = "; ".join(profile.setup)
+    setup = "\n".join(profile.setup)
     return {"ROOT": str(root), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
 
 

@@ -16,6 +16,7 @@ from megatron_rl.run import RunDirectory
 FILE = "slices.jsonl"
 CONFIG = 2  # exit status of `megatron-rl train`: wrong config
 HUNG = 86  # of a rank that ended itself because nothing moved
+SILENT_SHARE = 3  # starts that ended without a word, a crashed node or a preemption, are borne so many times as long as others
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
 
@@ -69,17 +70,18 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
 
 def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, str]:
     """Notes a start -> (what to do, why). `stalled`: so many starts of one submission, one after the other, without a new checkpoint are
-    enough. Who submits again has mended something."""
+    enough; of those that ended without a word three times as many. Who submits again has mended something."""
     if finished(directory):
         return Next.DONE, f"{directory} is finished"
     if (directory / STOP).exists():
         return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
-    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id) and not s.refused][-stalled:]
-    if len(before) == stalled and all(s.turns_before == turns for s in before):
+    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id) and not s.refused and s.turns_before == turns]
+    faults = sum((s.cause or SILENT) != SILENT for s in before)
+    if faults >= stalled or len(before) >= SILENT_SHARE * stalled:
         causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
-        why = f"{stalled} starts made no progress beyond {turns} turns (job.stalled): {causes}"
+        why = f"{len(before)} starts made no progress beyond {turns} turns (job.stalled): {causes}"
         _append(directory, replace(new, ended=new.began, turns_after=turns, cause=why))
         return Next.STOPPED, why
     _append(directory, new)
