@@ -107,11 +107,13 @@ def strike(kind: str, watched: Watched, rng: random.Random) -> str | None:
 
 
 def told(cluster: Cluster, words: list[str]) -> bool:
-    """False where the element has just ended: then scancel fails, or tries on for ever."""
+    """False where the element has just ended. Of one that ends by its signal scancel waits for more: it was told."""
     try:
         cluster.run(*words, timeout_s=10)
-    except (SlurmError, subprocess.TimeoutExpired):
+    except SlurmError:
         return False
+    except subprocess.TimeoutExpired:
+        return True
     return True
 
 
