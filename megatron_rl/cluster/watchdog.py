@@ -35,6 +35,8 @@ class Watchdog:
         if self._after_s == 0:
             yield
             return
+        if self._rank == 0:
+            self._forget_others()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
@@ -44,6 +46,13 @@ class Watchdog:
             thread.join()
             if self._rank == 0:
                 self._alive.unlink(missing_ok=True)
+
+    def _forget_others(self) -> None:
+        """What earlier starts left that were killed; there is one trainer at a time in a run directory."""
+        for kind in (self._file, self._alive):
+            for path in kind.parent.glob(f"{kind.name.partition('.')[0]}.*"):
+                if path != kind:
+                    path.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         seen = None
