@@ -65,10 +65,6 @@ demo-sglang: setup engines-sglang ## the same with two real SGLang servers on ST
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
 		--out runs/demo_sglang_stubbed_kernels
 
-demo-sglang: setup engines-sglang ## the same with two real SGLang servers on STUBBED kernels: no measure of its speed
-	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
-		--out runs/demo_sglang_stubbed_kernels
-
 demo-seeds: setup ## the demo on three seeds, and its bars
 	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check
 

@@ -308,3 +308,11 @@ def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp
     assert any(line.endswith("bad: failed") for line in said)
     assert any(line.endswith("behind: cancelled") for line in said) and any(line.endswith("chain: cancelled") for line in said)
     assert not slices.read(tmp_path / "chain")
+
+
+@pytest.mark.multi
+def test_what_sbatch_refuses_is_said_and_nothing_stays_submitted(launch, cluster, site, tmp_path):
+    site.write_text(SITE + "partition: nowhere\n")
+    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", f"--dir={tmp_path}", cluster=cluster)
+    assert done.returncode == 1 and "invalid partition" in done.stderr and "Traceback" not in done.stderr, output_of(done)
+    assert not cluster.run("squeue", "--noheader")

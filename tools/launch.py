@@ -42,7 +42,9 @@ from megatron_rl.config import ConfigError  # noqa: E402
 DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 DRY = "dryrun"
-PLAIN = "unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table"
+SRUN = """\
+unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05 srun does not take it from the job by itself"""
 TAKEN = "/nemo_run"  # NeMo-Run puts the directory of the job in its place, wherever it stands in a batch script
 
 
@@ -227,7 +229,7 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     if gpus and site.gpu_type:
         more["gpus_per_node"] = f"{site.gpu_type}:{gpus}"
     exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
-    own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{PLAIN}"
+    own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{SRUN}"
     executor = nemo.SlurmExecutor(
         account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes, ntasks_per_node=ranks,
         gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks), mem=None if is_program else site.memory,
@@ -279,7 +281,7 @@ def _environment(site: Profile) -> dict[str, str]:
 def _written(planned: Planned) -> Sequence[Step]:
     """The task's steps, after its files are there."""
     if planned.plan is not None and planned.steps:
-        submit.write(planned.plan)
+        submit.put(planned.plan)
         for step in planned.steps:
             if step.directory is not None:
                 submit.allow_start(step.directory)
@@ -298,8 +300,12 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
     last: dict[str, str] = {}
     states: dict[str, str] = {}
     while True:
-        jobs = [job for found in ids.values() for job in found]
-        now = slurm.states(jobs)
+        try:
+            now = slurm.states([job for found in ids.values() for job in found])
+        except slurm.SlurmError as error:  # slurmctld is busy or away; the jobs are not
+            print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
+            time.sleep(every_s)
+            continue
         states |= now
         for name, found in ids.items():
             text = ", ".join(sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in found}))

@@ -71,14 +71,15 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]
 
 
-def common_settings(profile: Profile, root: Path) -> dict[str, str | Sequence[str]]:
-    """Settings that all templates have."""
+def common_settings(profile: Profile, root: Path, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
+    """Settings that all templates have. `directory`: that the program starts in inside a container; null: the image's own."""
     srun, words = [*profile.srun], []
     if profile.container is not None and profile.container.runtime == "pyxis":
         srun.append(f"--container-image={profile.container.image}")
         srun += [f"--container-mounts={','.join(profile.container.mounts)}"] if profile.container.mounts else []
+        srun += [f"--container-workdir={directory}"] if directory else []
     elif profile.container is not None:
-        words = ["apptainer", "exec", *(["--nv"] if profile.gpus_per_node else [])]
+        words = ["apptainer", "exec", *(["--nv"] if profile.gpus_per_node else []), *([f"--pwd={directory}"] if directory else [])]
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
     python = profile.python if "/" not in profile.python or Path(profile.python).is_absolute() else str(root / profile.python)
     setup = "\n".join(profile.setup)

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
 
 
 def _submit(args: argparse.Namespace, load: Load) -> int:
-    from megatron_rl.cluster import profile, slurm
+    from megatron_rl.cluster import profile
     from megatron_rl.commands import submit
 
     if sum((args.checkpoints is not None, args.sweep is not None, args.shape == "roles")) > 1:
@@ -102,7 +102,6 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
         for name in plan.scripts:
             print(f"# ---- {plan.directory}/{submit.JOBS}/{name}\n{plan.files[name]}")
         return 0
-    slurm.require()
     submit.write(plan)
     if config is not None and not args.sweep:
         submit.reopen(config)

@@ -48,7 +48,7 @@ def plan_run(config: TrainConfig | SftConfig, profile: Profile, *, command: str,
         time=job.time or profile.time, array=f"0-{job.slices - 1}%1" if job.slices > 1 else "0",
         warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
-    shared = {**common_settings(profile, SHIPPED.parent), "CONFIG": str(directory / JOBS / "config.yaml")}
+    shared = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIG": str(directory / JOBS / "config.yaml")}
     settings = {**shared, "WARNING_S": str(own.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
     check_warning("job.warning_s", own)
@@ -133,7 +133,7 @@ def plan_sweep(
     )  # fmt: skip
     check_warning("job.warning_s", shape)
     settings = {
-        **common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s),
+        **common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s),
         "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
     }  # fmt: skip
     files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
@@ -150,7 +150,7 @@ def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) 
         template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node, time=profile.time,
         array=f"0-{len(configs) - 1}", logs=directory / "logs",
     )  # fmt: skip
-    settings = {**common_settings(profile, SHIPPED.parent), "CONFIGS": str(directory / JOBS)}
+    settings = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS)}
     files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
     return Plan(directory, files, ["eval.sbatch"], {})
 
@@ -172,7 +172,13 @@ def grid(path: Path) -> list[dict[str, Any]]:
 def write(plan: Plan) -> None:
     """The files, and the places that the jobs write to. Raises ConfigError where a job of this directory still waits or runs: its next
     start would read them."""
+    slurm.require()
     refuse_busy(plan.directory)
+    put(plan)
+
+
+def put(plan: Plan) -> None:
+    """The files and places alone."""
     for place in (plan.directory / JOBS, plan.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
     for name, text in plan.files.items():
@@ -190,10 +196,9 @@ def reopen(config: TrainConfig | SftConfig) -> None:
 
 
 def send(plan: Plan, *, dependency: str | None = None) -> dict[str, str]:
-    """What is written -> the jobs' ids by script. All of them or none. `dependency`: of those that do not wait for another script of the
-    plan, as sbatch takes it. Raises SlurmError."""
-    for directory in runs_of(plan.directory):
-        allow_start(directory)
+    """What is written -> the jobs' ids by script. All of them or none. `dependency`: as sbatch takes it, of the scripts that do not wait
+    for another one of the plan. Raises SlurmError."""
+    allow_start(plan.directory)
     for name in (TRAINER, ENGINES):
         (plan.directory / JOBS / name).unlink(missing_ok=True)
     ids: dict[str, str] = {}
@@ -218,8 +223,9 @@ def refuse_busy(directory: Path) -> None:
 
 
 def allow_start(directory: Path) -> None:
-    """Of a run that was stopped: whoever submits it wants it to go on."""
-    (directory / STOP).unlink(missing_ok=True)
+    """Of runs that were stopped: whoever submits them wants them to go on."""
+    for run in runs_of(directory):
+        (run / STOP).unlink(missing_ok=True)
 
 
 def note(directory: Path, script: str, job: str) -> None:
