@@ -74,6 +74,22 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
+    """{(job or job_index, number of its start): how Slurm's accounting says it ended}; empty where there is no accounting."""
+    if not jobs or shutil.which("sacct") is None:
+        return {}
+    words = ["sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=JobID,State", f"--jobs={','.join(jobs)}"]
+    try:
+        lines = run(words).splitlines()
+    except SlurmError:
+        return {}
+    found, starts = dict[tuple[str, int], str](), dict[str, int]()
+    for job, _, state in (line.partition("|") for line in lines):
+        found[job, starts.setdefault(job, 0)] = state
+        starts[job] += 1
+    return found
+
+
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
     """Those of the jobs that wait or run; `pending`: that wait. One that Slurm has forgotten, or that began meanwhile, is no error."""
     for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):

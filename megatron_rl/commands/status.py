@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,7 +71,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         saved=slices.turns_done(directory),
         seconds_per_turn=median(recent) if recent else None,
         last={row.scope: row for row in rows},
-        slices=slices.read(directory, alive=word not in (NOTHING, "stopped")),
+        slices=_explained(slices.read(directory, alive=word not in (NOTHING, "stopped")), jobs_of(directory)),
         engines=_engines(directory, look_s),
         jobs=jobs,
         word=word,
@@ -171,6 +171,17 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
         return []
     time.sleep(look_s)
     return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
+
+
+def _explained(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
+    """With what Slurm's accounting knows of those that ended without a word."""
+    known = slurm.accounted(jobs) if any(one.cause == slices.SILENT for one in starts) else {}
+    return [
+        replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
+        if one.cause == slices.SILENT and (one.job, one.restart) in known
+        else one
+        for one in starts
+    ]
 
 
 def _word(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
