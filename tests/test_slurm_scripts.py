@@ -32,7 +32,7 @@ EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "out
 
 
 def tango(*overrides: str) -> TrainConfig:
-    return config_files.load(TrainConfig, [TANGO], ["run.dir=/shared/runs", "run.name=tango", *overrides])
+    return config_files.load(TrainConfig, [TANGO], ["run.dir=/shared/runs", "run.name=tango", "job.nodes=1", "job.slices=1", *overrides])
 
 
 def plans(monkeypatch) -> dict[str, str]:
