@@ -369,13 +369,19 @@ def test_drafts_of_two_hosts_do_not_meet(tmp_path):
 def test_beats_go_on_after_a_disk_was_full(tmp_path, caplog):
     """The thread that beats ended, and with it a server that lived."""
     roster, own = Roster(tmp_path / "r"), listing()
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("no directory")
+
+    def is_now(what: str) -> None:  # in one step: a beat between two would make the directory anew
+        (tmp_path / "link").symlink_to(tmp_path / what)
+        (tmp_path / "link").replace(tmp_path / "r")
+
+    is_now("directory")
     with Announcement(roster, own, lambda: True, beat_s=0.01):
         until("a beat", lambda: roster.read(ROLE)[0].beat > 0)
-        (tmp_path / "r").rename(tmp_path / "away")
-        (tmp_path / "r").write_text("no directory")
+        is_now("file")
         until("a failure", lambda: "cannot renew its listing" in caplog.text)
-        (tmp_path / "r").unlink()
-        (tmp_path / "away").rename(tmp_path / "r")
+        is_now("directory")
         last = roster.read(ROLE)[0].beat
         until("another beat", lambda: roster.read(ROLE)[0].beat > last)
     assert roster.read(ROLE) == [] and asdict(own)["beat"] == 0
