@@ -75,7 +75,8 @@ class Watched:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             with contextlib.suppress(psutil.Error):
-                if words[1:4] == ["-m", "megatron_rl.main", "train"] and process.parent().name().startswith("slurmstepd"):
+                is_own = words[1:4] == ["-m", "megatron_rl.main", "train"] and str(self.run / "jobs/config.yaml") in words
+                if is_own and process.parent().name().startswith("slurmstepd"):
                     found.append(process)
         return found
 
