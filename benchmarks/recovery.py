@@ -88,23 +88,25 @@ class Watched:
             time.sleep(LOOK_S)
 
 
-def strike(kind: str, watched: Watched, rng: random.Random) -> str | None:
-    """-> a node that is to be brought back."""
+def strike(kind: str, watched: Watched, rng: random.Random) -> tuple[str | None, float]:
+    """-> (a node that is to be brought back, when it was)."""
     cluster = watched.cluster
     if kind == "save":
         watched.until("a checkpoint under way", lambda: any((watched.run / "checkpoints").glob(".step_*.tmp")))
     if kind in ("rank", "hang", "save"):
         watched.until("two ranks", lambda: len(watched.ranks()) == 2)
+    struck = time.monotonic()
+    if kind in ("rank", "hang", "save"):
         os.kill(rng.choice(watched.ranks()).pid, signal.SIGSTOP if kind == "hang" else signal.SIGKILL)
     elif kind == "node":
         nodes = cluster.run("scontrol", "show", "hostnames", cluster.field(watched.element(), "NodeList")).split()
         node = rng.choice(nodes)
         cluster.crash_node(node)
-        return node
+        return node, struck
     else:
         words = ["scontrol", "requeue"] if kind == "requeue" else ["scancel", "--batch", "--signal=USR1"]
         watched.until(kind, lambda: told(cluster, [*words, watched.element()]))
-    return None
+    return None, struck
 
 
 def told(cluster: Cluster, words: list[str]) -> bool:
@@ -168,8 +170,9 @@ def main() -> None:
             start = watched.last_turn()
             calm = rng.randint(3, 8)
             watched.until("turns without a fault", lambda start=start, calm=calm: watched.last_turn() >= start + calm)
-            node = strike(kind, watched, rng)
-            struck, done, starts = time.monotonic(), watched.last_turn(), len(slices.read(watched.run))
+            starts = len(slices.read(watched.run))  # before: the next start may be there when the command that strikes comes back
+            node, struck = strike(kind, watched, rng)
+            done = watched.last_turn()
             watched.until(f"another start after {kind}", lambda starts=starts: len(slices.read(watched.run)) > starts)
             again.append(max(0, done + 1 - slices.read(watched.run)[-1].turns_before))
             watched.until(f"progress after {kind}", lambda done=done: watched.last_turn() > done)
