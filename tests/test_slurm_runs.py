@@ -34,8 +34,8 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     cluster.crash_node(node)
     cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
     goes_on(run, 4, 13)
-    cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))  # as --signal does before the time limit
     assert "running" in said(cluster, "status", str(run))
+    cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))  # as --signal does before the time limit
     goes_on(run, 5, 17)
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))
     wait("the run's end", lambda: slices.finished(run))
