@@ -98,7 +98,7 @@ test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an env
 	.venv-latest/bin/python -m pip install --quiet "$(TORCH)"
 	.venv-latest/bin/python -m pip install --quiet -e ".[dev]"
 	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
-	.venv-latest/bin/python -m pytest tests/test_parity.py tests/test_actor.py -q
+	.venv-latest/bin/python -m pytest tests/test_layouts.py tests/test_actor.py -q
 
 .PHONY: engines-sglang
 SGLANG ?= .venv-sglang

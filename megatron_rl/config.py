@@ -40,14 +40,15 @@ class Layout:
 
     tp: int = 1  # tensor parallel ranks
     pp: int = 1  # pipeline stages
+    cp: int = 1  # context parallel ranks: each holds its share of every sequence's tokens
     vpp: int | None = None  # virtual stages per rank (interleaved schedule)
-    ep: int = 1  # expert parallel ranks: each holds its share of a layer's experts; taken from the tp x dp ranks of a stage
+    ep: int = 1  # expert parallel ranks: each holds its share of a layer's experts; taken from the tp x cp x dp ranks of a stage
     etp: int | None = None  # tensor parallel ranks of each expert; null: as many as tp, so that tp alone shards the whole model
     sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp > 1
     overlap_p2p: bool = False  # overlap pipeline sends with compute; vpp needs it
 
     def __post_init__(self) -> None:
-        for name, number in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep), ("etp", self.expert_tp)):
+        for name, number in (("tp", self.tp), ("pp", self.pp), ("cp", self.cp), ("ep", self.ep), ("etp", self.expert_tp)):
             if number < 1:
                 raise ConfigError(f"layout.{name} = {number}: give a number of ranks, at least 1")
         if self.sequence_parallel and self.tp == 1:
@@ -62,7 +63,8 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        return self.tp * self.pp
+        """Ranks of one data-parallel replica."""
+        return self.tp * self.cp * self.pp
 
     @property
     def expert_tp(self) -> int:
@@ -81,7 +83,10 @@ class Model:
     tokenizer: str | None = None  # another tokenizer directory; the default is `path`
     init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute: Literal["none", "full"] = "none"  # recompute activations in the backward pass
+    recompute: Literal["none", "selective", "full"] = "none"  # recompute activations in the backward pass
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)  # what "selective" recomputes
+    router_aux_loss: NonNegativeFloat = 0.0  # weight of the experts' load-balancing loss (Switch Transformer's, per micro-batch)
+    fp8: bool = False  # matrix products in 8 bits, by Transformer Engine; needs a GPU that has them (H100 and later, no A100)
 
 
 @config
@@ -97,6 +102,7 @@ class Optimizer:
     warmup_steps: NonNegativeInt = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: PositiveInt | None = None  # optimizer steps until `min_lr`, warm-up included; linear and cosine need it
+    overlap: bool = False  # sum gradients over replicas during the last backward pass, not after it
 
     def __post_init__(self) -> None:
         if self.decay != "constant" and self.decay_steps is None:
@@ -161,7 +167,7 @@ class Role:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
-    micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and rank
+    micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and context parallel rank
     samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
     data: PromptSet | None = None  # problems of this role's turns; null: the run's
     sleep: bool = False  # off-load optimizer and gradients between this role's turns
@@ -250,6 +256,7 @@ class Run:
     keep: PositiveInt = 2  # newest checkpoints kept
     resume: Literal["auto", "never", "must"] = "auto"
     save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts are written as Parquet; 0: none
+    deterministic: bool = False  # only kernels that give the same bits every time, where there are several; slower on a GPU
     hang_after_s: NonNegativeFloat = 7200.0  # without a phase of a turn that ends, all ranks write their stacks and end; 0: never
 
 

@@ -42,7 +42,7 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
-        if config.micro_batch_tokens < config.data.max_tokens:
+        if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
             problems.append(
                 f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = {config.data.max_tokens}: one pair would "
                 "not fit; raise it or lower that"
@@ -139,8 +139,9 @@ def explain(config: Any, ranks: int) -> list[str]:
     lines = []
     for name, role in config.roles.items():
         data_parallel = ranks // role.layout.model_ranks
-        lines.append(f"{name}: tp {role.layout.tp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
-                     f"micro-batches of up to {role.micro_batch_tokens} tokens per rank")  # fmt: skip
+        cp = f" x cp {role.layout.cp}" if role.layout.cp > 1 else ""
+        lines.append(f"{name}: tp {role.layout.tp}{cp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
+                     f"micro-batches of up to {role.micro_batch_tokens * role.layout.cp} tokens per replica")  # fmt: skip
     return lines
 
 
@@ -166,10 +167,11 @@ def _role_problems(name: str, role: Role) -> list[str]:
     if role.samples_per_optimizer_step is not None and role.samples_per_optimizer_step < 1:
         problems.append(f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all samples")
     longest = role.max_prompt_tokens + role.sampling.max_tokens
-    if role.micro_batch_tokens < longest:
+    if role.micro_batch_tokens * role.layout.cp < longest:
+        shares = f" x layout.cp = {role.layout.cp}" if role.layout.cp > 1 else ""
         problems.append(
-            f"{name}.micro_batch_tokens = {role.micro_batch_tokens} is less than max_prompt_tokens + sampling.max_tokens = {longest}: "
-            "one sequence would not fit; raise it or lower these"
+            f"{name}.micro_batch_tokens = {role.micro_batch_tokens}{shares} is less than max_prompt_tokens + sampling.max_tokens = "
+            f"{longest}: one sequence would not fit; raise it or layout.cp, or lower these"
         )
     return problems
 
@@ -178,8 +180,8 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: 
     problems = []
     if ranks % layout.model_ranks:
         problems.append(
-            f"{name}: tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} ranks: start a multiple of it "
-            "(launch.nproc, or the launcher's), or change the layout"
+            f"{name}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} ranks: start a "
+            "multiple of it (launch.nproc, or the launcher's), or change the layout"
         )
     elif ranks % layout.expert_ranks:
         problems.append(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_worker import WeightedLogprobs, make_batch
+from layouts_worker import WeightedLogprobs, make_batch
 
 from megatron_rl.config import ConfigError, Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import forward, offload, parallel

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_worker import distance, make, weights
-from parity_worker import WeightedLogprobs, make_batch
+from layouts_worker import WeightedLogprobs, make_batch
 
 from megatron_rl.commands.recut import reshard
 from megatron_rl.config import Layout

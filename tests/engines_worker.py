@@ -20,7 +20,7 @@ from typing import Any
 import conformance
 import psutil
 import torch
-from parity_worker import WeightedLogprobs, make_batch
+from layouts_worker import WeightedLogprobs, make_batch
 from toys import characters
 
 from megatron_rl import config_files

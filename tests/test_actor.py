@@ -9,7 +9,8 @@ import pytest
 from ranks import run_ranks
 from tiny_models import make_model
 
-from megatron_rl.batching import micro_batches
+from megatron_rl.batching import Cost, micro_batches
+from megatron_rl.weights.sizes import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_micro_batches_cover_every_sequence_once_within_the_budget():
     for _ in range(200):
         lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 80))]
         replicas, budget = rng.randint(1, 5), rng.randint(60, 200)
-        shares = micro_batches(lengths, max_tokens=budget, replicas=replicas)
+        shares = micro_batches(lengths, max_tokens=budget, replicas=replicas, cost=Cost(rng.choice([0, 10, 1000]))).sequences
         assert len({len(share) for share in shares}) == 1 and len(shares) == replicas
         assert sorted(i for share in shares for micro in share for i in micro) == list(range(len(lengths)))
         assert all(sum(lengths[i] for i in micro) <= budget for share in shares for micro in share)
@@ -114,7 +115,7 @@ def test_micro_batches_come_in_the_multiple_that_a_schedule_needs():
     rng = random.Random(2)
     for _ in range(100):
         lengths = [rng.randint(1, 60) for _ in range(rng.randint(1, 40))]
-        shares = micro_batches(lengths, max_tokens=60, replicas=2, multiple=4)
+        shares = micro_batches(lengths, max_tokens=60, replicas=2, multiple=4).sequences
         assert len(shares[0]) == len(shares[1]) and len(shares[0]) % 4 == 0
         assert sorted(i for share in shares for micro in share for i in micro) == list(range(len(lengths)))
 
@@ -122,9 +123,30 @@ def test_micro_batches_come_in_the_multiple_that_a_schedule_needs():
 def test_micro_batches_are_balanced_over_replicas():
     rng = random.Random(1)
     lengths = [int(rng.lognormvariate(5, 0.8)) + 1 for _ in range(512)]
-    shares = micro_batches(lengths, max_tokens=4096, replicas=8)
+    shares = micro_batches(lengths, max_tokens=4096, replicas=8).sequences
     loads = [sum(lengths[i] for micro in share for i in micro) for share in shares]
     assert max(loads) < 1.02 * min(loads)
+
+
+def test_micro_batches_are_balanced_by_what_attention_costs_too():
+    """Long sequences beside many short ones: as many tokens each would leave one replica with all the attention."""
+    lengths, cost = [4000] * 4 + [250] * 64, Cost(balance=500)
+
+    def spread(by):
+        shares = micro_batches(lengths, max_tokens=8192, replicas=4, cost=by)
+        loads = [sum(cost.of(lengths[i]) for micro in share for i in micro) for share in shares.sequences]
+        return max(loads) * 4 / sum(loads) - 1, shares
+
+    uneven, shares = spread(cost)
+    assert uneven == pytest.approx(shares.replica_imbalance) and uneven < 0.02
+    lengths = [4000] * 3 + [250] * 80
+    assert spread(cost)[0] < spread(None)[0]
+
+
+def test_a_layer_of_qwen2_7b_attends_as_dearly_as_it_multiplies_at_65_thousand_tokens():
+    """233 M parameters of a layer (28 layers hold 6.5 B), 28 heads of 128."""
+    sizes = Sizes(family="qwen2", num_layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, ffn=18944, vocab=152064, tied=False)
+    assert Cost.of_model(sizes, 0).balance == pytest.approx(233.05e6 / 3584, rel=1e-3)
 
 
 def test_micro_batches_refuse_a_sequence_longer_than_the_budget():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from parity_worker import WeightedLogprobs, make_batch, reference
+from layouts_worker import WeightedLogprobs, make_batch, reference
 from tiny_models import make_model
 
 pytestmark = [

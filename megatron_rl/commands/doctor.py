@@ -219,9 +219,10 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
         if found is None:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
-        own = _parameters(found) / role.layout.model_ranks
+        stages = role.layout.tp * role.layout.pp
+        own = _parameters(found) / stages
         weights = own * (2 if role.model.dtype == "bfloat16" else 4)
-        rest = own * (GRADIENT + MASTER / max(1, world // role.layout.model_ranks))
+        rest = own * (GRADIENT + MASTER / max(1, world // stages))
         awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
     need = (awake + asleep) / GIB
     have, where = _room(ranks)

@@ -64,7 +64,7 @@ def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor
         stop=Stop.EOS, advantages=[0.0] * POSITIONS,
     )  # fmt: skip
     like = next(policy.chunks[0].parameters())
-    micro = step.make_micro_batch(pack([own]), [0], RotaryTable(policy.arch), packed=True, align=1, like=like)
+    micro = step.make_micro_batch(pack([own]), [0], RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
     return logits[0, :, : policy.arch.vocab].float().cpu()

@@ -6,8 +6,9 @@ once per micro-batch, because core's packed rotary loops over sequences in every
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,29 +21,78 @@ from megatron_rl.weights.hf import Architecture
 platform.install()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
 MAX_PADDING = 1.15  # padded over real tokens within one attention bucket
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length that attend in one call: packed rows `source` stand at `target` of a padded [S, L] grid."""
+class Grid:
+    """Rows `source` of a flat tensor, laid out at `target` of a padded [S, L] grid."""
 
     shape: tuple[int, int]
-    source: Tensor  # [n] positions in the packed sequence
+    source: Tensor  # [n] rows of the flat tensor
     target: Tensor  # [n] positions in the flattened grid
+
+    def of(self, x: Tensor) -> Tensor:
+        """[rows, H, d] -> [S, H, L, d], zeros where nothing stands."""
+        rows, width = self.shape
+        return _Spread.apply(x, self.source, self.target, rows * width).view(rows, width, *x.shape[1:]).transpose(1, 2)  # type: ignore[union-attr]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length that attend in one call."""
+
+    queries: Grid
+    keys: Grid  # of the rows of all context-parallel ranks, one rank's after the other's
+    mask: Tensor | None  # [S or 1, 1, L of queries, L of keys] True where a query sees a key; None: causal, queries and keys alike
+
+
+@dataclass(frozen=True)
+class Context:
+    """The context-parallel ranks of this rank. Each sequence, padded to 2 * size equal chunks, lies over them in a zig-zag: rank r has
+    chunks r and 2 * size - 1 - r, so that causal attention costs every rank the same."""
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+
+    def multiple(self, others: int) -> int:
+        """What a length must divide by to be cut over these ranks and then into `others` parts."""
+        return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Numbers of the chunks of a rank, in order."""
+        return rank, 2 * self.size - 1 - rank
+
+    def own(self, lengths: Sequence[int]) -> Tensor:
+        """Places of this rank's tokens among those of padded sequences that stand end to end. [S] -> [sum / size]"""
+        ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        if self.size == 1:
+            return torch.arange(ends[-1])
+        parts = []
+        for start, n in zip(ends, lengths, strict=False):
+            width = n // (2 * self.size)
+            parts += [torch.arange(start + i * width, start + (i + 1) * width) for i in self.chunks(self.rank)]
+        return torch.cat(parts)
+
+
+ALONE = Context()
 
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """How the tokens of a micro-batch form sequences, and their rotary tables. `buckets` is empty for a padded micro-batch."""
+    """How the tokens of a micro-batch form sequences, and their rotary tables. `buckets` is empty for a padded micro-batch that one rank
+    has whole."""
 
-    cos: Tensor | None = None  # [N, 1, d] packed, [L, 1, 1, d] padded
+    cos: Tensor | None = None  # [N, 1, d] packed, [L, 1, 1, d] padded; of this rank's tokens
     sin: Tensor | None = None
     buckets: tuple[Bucket, ...] = ()
     packed: Tensor | None = None  # [N] packed positions in the order in which the buckets' grids hold them
     gridded: Tensor | None = None  # [N] where these stand in the concatenated grids
+    context: Context = ALONE
 
 
 class RotaryTable:
@@ -62,14 +112,14 @@ class RotaryTable:
         return self.cos[index].to(device, dtype), self.sin[index].to(device, dtype)
 
 
-def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, dtype: torch.dtype, device: torch.device) -> SequenceLayout:
-    """Layout of sequences that stand end to end in one row. [S] lengths, all positive."""
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    positions = torch.cat([torch.arange(n) for n in lengths])
-    cos, sin = rotary.at(positions.to(device), dtype)
-    cu = ends.to(device, torch.int32)
-    buckets = _buckets(list(lengths), ends.tolist(), device)
-    starts = torch.tensor([0] + [b.shape[0] * b.shape[1] for b in buckets]).cumsum(0).tolist()
+def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor) -> SequenceLayout:
+    """Layout of sequences that stand end to end in one row. [S] lengths, all positive, padded to the context's multiple; `like` gives
+    dtype and device of the model."""
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(like.device, torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
+    cos, sin = rotary.at(positions.to(like.device), like.dtype)
+    starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
+    rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
     return SequenceLayout(
         qkv_format="thd",
         cu_seqlens_q=cu,
@@ -78,36 +128,87 @@ def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, dtype: torch.d
         max_seqlen_kv=max(lengths),
         cos=cos[:, None],
         sin=sin[:, None],
-        buckets=tuple(buckets),
-        packed=torch.cat([b.source for b in buckets]),
-        gridded=torch.cat([b.target + start for b, start in zip(buckets, starts, strict=False)]),
+        **_attention(lengths, rows, context, like.device),
     )
 
 
-def padded_layout(length: int, rotary: RotaryTable, *, dtype: torch.dtype, device: torch.device) -> SequenceLayout:
-    """Layout of a [S, L] micro-batch, padded on the right."""
-    cos, sin = rotary.at(torch.arange(length, device=device), dtype)
-    return SequenceLayout(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None])
+def padded_layout(shape: tuple[int, int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor) -> SequenceLayout:
+    """Layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
+    count, length = shape
+    cos, sin = rotary.at(context.own([length]).to(like.device), like.dtype)
+    layout = SequenceLayout(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None])
+    if context.size == 1:
+        return layout
+    rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
+    return replace(layout, **_attention([length] * count, rows, context, like.device))
 
 
-def _buckets(lengths: list[int], ends: list[int], device: torch.device) -> list[Bucket]:
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+def _attention(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> dict[str, Any]:
+    """The calls that attend, as fields of a SequenceLayout. `rows[s]`: where the tokens of sequence s stand on a rank, alike on all."""
+    buckets = [bucket for group in _alike(lengths) for bucket in _bucket(group, lengths, rows, context)]
+    starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
+    return dict(
+        buckets=tuple(_move(bucket, device) for bucket in buckets),
+        packed=torch.cat([b.queries.source for b in buckets]).to(device),
+        gridded=torch.cat([b.queries.target + start for b, start in zip(buckets, starts, strict=False)]).to(device),
+        context=context,
+    )
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Numbers of the sequences, longest first, in groups that a common width pads little."""
     groups: list[list[int]] = []
     real = 0
-    for i in order:
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= MAX_PADDING * (real + lengths[i]):
             groups[-1].append(i)
             real += lengths[i]
         else:
             groups.append([i])
             real = lengths[i]
+    return groups
+
+
+def _bucket(group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], context: Context) -> list[Bucket]:
+    """The calls of one group: one, or one for each of this rank's two chunks, whose queries see the keys up to their own place."""
+    if context.size == 1:
+        grid = _grid([rows[i] for i in group])
+        return [Bucket(queries=grid, keys=grid, mask=None)]
+    local, chunks = sum(len(r) for r in rows), 2 * context.size
+    holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # rank of each chunk; its second half where the rank's first has another
     buckets = []
-    for group in groups:
-        width = lengths[group[0]]
-        source = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in group])
-        target = torch.cat([torch.arange(row * width, row * width + lengths[i]) for row, i in enumerate(group)])
-        buckets.append(Bucket(shape=(len(group), width), source=source.to(device), target=target.to(device)))
+    for half, last in enumerate(context.chunks(context.rank)):
+        queries, keys, widths = [], [], []
+        for i in group:
+            width = lengths[i] // chunks
+            places = [rows[i][:width] if c < context.size else rows[i][width:] for c in range(chunks)]
+            queries.append(places[0] if half == 0 else places[-1])
+            keys.append(torch.cat([places[c] + holder[c] * local for c in range(last + 1)]))
+            widths.append(width)
+        mask = torch.stack([_sees(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])])
+        buckets.append(Bucket(queries=_grid(queries), keys=_grid(keys), mask=mask[:, None]))
     return buckets
+
+
+def _sees(width: int, widest: int, chunk: int) -> Tensor:
+    """[widest, widest * (chunk + 1)]: what the queries of a chunk of `width` tokens see in a grid for chunks of `widest`."""
+    return torch.arange(widest * (chunk + 1)) <= torch.arange(widest)[:, None] + chunk * width
+
+
+def _grid(rows: Sequence[Tensor]) -> Grid:
+    width = max(len(r) for r in rows)
+    return Grid(
+        (len(rows), width), torch.cat([*rows]), torch.cat([torch.arange(i * width, i * width + len(r)) for i, r in enumerate(rows)])
+    )
+
+
+def _move(bucket: Bucket, device: torch.device) -> Bucket:
+    def grid(own: Grid) -> Grid:
+        return Grid(own.shape, own.source.to(device), own.target.to(device))
+
+    queries = grid(bucket.queries)
+    keys = queries if bucket.keys is bucket.queries else grid(bucket.keys)
+    return Bucket(queries=queries, keys=keys, mask=None if bucket.mask is None else bucket.mask.to(device))
 
 
 class _Spread(torch.autograd.Function):
@@ -189,15 +290,19 @@ class SDPAttention(MegatronModule):
         if not layout.buckets:
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))  # [S, H, L, d]
             return out.permute(2, 0, 1, 3).flatten(2)
+        lead, rows = query.shape[:-2], [x.reshape(-1, *x.shape[-2:]) for x in (query, key, value)]
+        if layout.context.size > 1:
+            both = gather_from_sequence_parallel_region(torch.stack(rows[1:], dim=1), group=layout.context.group)
+            rows[1:] = both.unbind(1)
         grids = []
         for bucket in layout.buckets:
-            rows, width = bucket.shape
-            padded = (_Spread.apply(x, bucket.source, bucket.target, rows * width) for x in (query, key, value))
-            out = self._attend(*(x.view(rows, width, *x.shape[1:]).transpose(1, 2) for x in padded))
-            grids.append(out.transpose(1, 2).reshape(rows * width, -1))
-        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, query.shape[0])
+            out = self._attend(bucket.queries.of(rows[0]), *(bucket.keys.of(x) for x in rows[1:]), mask=bucket.mask)
+            grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0])).view(*lead, -1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[S, H, L, d] each -> [S, H, L, d]."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """query [S, H, L, d], key and value [S, H_kv, M, d] -> [S, H, L, d]; causal without a mask."""
         grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )

@@ -80,13 +80,22 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(arch: Architecture, model: Model, groups: Groups) -> TransformerConfig:
-    """Core's config of this architecture under this layout."""
+def check_fp8() -> None:
+    """Raises ConfigError where 8-bit matrix products cannot be had."""
+    if not uses_transformer_engine():
+        raise ConfigError("model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false")
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        name = torch.cuda.get_device_name()
+        raise ConfigError(f"model.fp8 = true on {name} (compute capability {capability}), which has no 8-bit products: set it to false")
+
+
+def transformer_config(arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False) -> TransformerConfig:
+    """Core's config of this architecture under this layout. Raises ConfigError for fp8 where it cannot be had."""
     layout = groups.layout
     dtype = getattr(torch, model.dtype)
-    recompute: dict[str, Any] = {}
-    if model.recompute == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    if model.fp8:
+        check_fp8()
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden,
@@ -110,6 +119,7 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups) -> Tran
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         sequence_parallel=layout.sequence_parallel,
@@ -126,13 +136,21 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups) -> Tran
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
         deallocate_pipeline_outputs=True,
-        **_experts(arch),
-        **recompute,
+        deterministic_mode=deterministic,
+        fp8="hybrid" if model.fp8 else None,
+        **_experts(arch, model.router_aux_loss),
+        **_recompute(model),
     )
 
 
-def _experts(arch: Architecture) -> dict[str, Any]:
-    """Settings of the experts and their router: no token is dropped and no loss but the caller's trains the router.
+def _recompute(model: Model) -> dict[str, Any]:
+    if model.recompute == "full":
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules]) if model.recompute == "selective" else {}
+
+
+def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
+    """Settings of the experts and their router: no token is dropped; beside the caller's loss only `aux_loss` trains the router.
 
     Choosing the k largest before or after the softmax is the same choice. Softmax over the chosen ones is softmax over all, divided by
     the chosen ones' sum: what families that renormalise do.
@@ -153,8 +171,8 @@ def _experts(arch: Architecture) -> dict[str, Any]:
         moe_router_topk=chosen,
         moe_router_pre_softmax=not renormalised,
         moe_router_dtype="fp32",  # of its logits and probabilities, also in a bfloat16 model
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
+        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
+        moe_aux_loss_coeff=aux_loss,
         moe_grouped_gemm=uses_transformer_engine(),
         **shared,
     )

@@ -23,10 +23,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 
 
-def wrap(config: Any, chunks: list[Any]) -> list[Any]:
-    """Puts each chunk on Megatron's gradient buffers; gradients are summed in float32."""
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
+    """Puts each chunk on Megatron's gradient buffers; gradients are summed in float32, with `overlap` while the last backward pass runs."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
+        syncs = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
+    return wrapped
 
 
 def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:

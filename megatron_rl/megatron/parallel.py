@@ -27,6 +27,7 @@ class Groups:
     layout: Layout
     tp: Any  # ProcessGroup of the tensor-parallel ranks
     pp: Any  # of the pipeline stages
+    cp: Any  # of the ranks that share out each sequence
     dp: Any  # of the data-parallel replicas
     experts: Any  # of the ranks that hold one stage's experts once: expert-tensor ranks fastest, then expert-parallel
     control: Any  # gloo group of all ranks, for small objects
@@ -41,12 +42,21 @@ class Groups:
         return self.pp.rank()
 
     @property
+    def cp_rank(self) -> int:
+        return self.cp.rank()
+
+    @property
     def dp_rank(self) -> int:
         return self.dp.rank()
 
     @property
     def dp_size(self) -> int:
         return self.dp.size()
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same dense parameters."""
+        return self.dp.size() * self.cp.size()
 
     @property
     def shard(self) -> Shard:
@@ -59,9 +69,14 @@ class Groups:
         return self.pp_rank == self.pp.size() - 1
 
     @property
-    def reports(self) -> bool:
-        """True on the one rank of each replica whose results count (first tensor rank of the last stage)."""
+    def answers(self) -> bool:
+        """True on the ranks of each replica that answer, each to its share of the tokens (first tensor rank of the last stage)."""
         return self.is_last_stage and self.tp_rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """True on the one rank of each replica whose sums count."""
+        return self.answers and self.cp_rank == 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -75,11 +90,12 @@ class Groups:
 
 
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Collective over all ranks: makes the groups of `layout`. ValueError when tp * pp or etp * ep * pp does not divide the ranks."""
+    """Collective over all ranks: makes the groups of `layout`. ValueError when tp * cp * pp or etp * ep * pp does not divide the ranks."""
     world = dist.get_world_size()
     if world % layout.model_ranks:
         raise ValueError(
-            f"tp {layout.tp} x pp {layout.pp} = {layout.model_ranks} does not divide {world} ranks: start a multiple, or change the layout"
+            f"tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {world} ranks: start a multiple, or "
+            "change the layout"
         )
     if world % layout.expert_ranks:
         raise ValueError(
@@ -92,6 +108,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.expert_tp,
         create_gloo_process_groups=True,
@@ -102,6 +119,7 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
         layout=layout,
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
         control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),

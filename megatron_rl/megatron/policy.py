@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.batching import micro_batches
+from megatron_rl.batching import Cost, Shares, micro_batches
 from megatron_rl.config import ConfigError, Role
 from megatron_rl.megatron import export, offload, optim, platform, step
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron.attention import RotaryTable
+from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.types import Batch, BatchLoss
 from megatron_rl.weights import copies, hf, rectangles
@@ -36,19 +36,20 @@ class MegatronPolicy:
     (`model.path`), kept once in host memory and swapped in for a forward pass.
     """
 
-    def __init__(self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0) -> None:
+    def __init__(self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
         self._check_layout()
         self._rotary = RotaryTable(self.arch)
+        self._cost = Cost.of_model(self.arch, self.arch.config.num_experts_per_tok if self.arch.experts else 0)
         with groups.active():
-            self.config = models.transformer_config(self.arch, role.model, groups)
+            self.config = models.transformer_config(self.arch, role.model, groups, deterministic=deterministic)
             cores = models.build(self.arch, self.config, temperature=role.sampling.temperature or 1.0)
             self._fill(cores, seed)
             chunks = [Float16Module(self.config, c) for c in cores] if self.config.bf16 else cores
             self.chunks: list[Any] = list(chunks)
             if trainable:
-                self.chunks = optim.wrap(self.config, self.chunks)
+                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
         self._asleep = False
         self._reference: list[Tensor] | None = None
@@ -57,7 +58,8 @@ class MegatronPolicy:
 
     def update(self, batch: Batch, loss: BatchLoss) -> dict[str, float]:
         """One optimizer step on `batch` (the same on every rank). Returns means: `loss` by the loss's denominator, other sums per
-        trained token; and grad_norm, lr, tokens, micro_batches. Raises FloatingPointError when the gradient is not finite."""
+        trained token; grad_norm, lr, numbers of tokens and micro-batches, and how uneven these are (batching.py).
+        Raises FloatingPointError when the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self._asleep:
@@ -67,7 +69,8 @@ class MegatronPolicy:
             raise ValueError("the batch has no trained token: nothing to update on")
         with self.groups.active():
             optim.zero_grad(self.chunks, self.optimizer)
-            parts = self._micro_batches(batch)
+            shares = self._shares(batch)
+            parts = self._micro_batches(batch, shares)
             results = step.run(self.chunks, parts, loss=loss, scale=self.groups.dp_size / denominator, forward_only=False)
             self.scheduler.step(increment=1)
             lr = self.optimizer.param_groups[0]["lr"]
@@ -77,15 +80,17 @@ class MegatronPolicy:
         sums = self._sum_over_ranks(results)
         means = {name: value / (denominator if name == "loss" else trained) for name, value in sums.items()}
         extra = {"grad_norm": float(grad_norm or 0.0), "lr": float(lr), "trained_tokens": trained}
-        return {**means, **extra, "packed_tokens": float(len(batch.tokens)), "micro_batches": float(len(parts))}
+        uneven = {"replica_imbalance": shares.replica_imbalance, "micro_batch_imbalance": shares.micro_batch_imbalance}
+        return {**means, **extra, **uneven, "packed_tokens": float(len(batch.tokens)), "micro_batches": float(len(parts))}
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """Log-probability of every masked label, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
         with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
-            results = step.run(self.chunks, self._micro_batches(batch), loss=None, scale=1.0, forward_only=True)
+            parts = self._micro_batches(batch, self._shares(batch))
+            results = step.run(self.chunks, parts, loss=None, scale=1.0, forward_only=True)
         found = torch.zeros(len(batch.tokens))
         starts = batch.cu_seqlens.tolist()
-        if self.groups.reports:
+        if self.groups.answers:
             for result in results:
                 micro, own = result["micro"], torch.zeros(len(result["micro"].batch.tokens))
                 own[micro.answers] = result["logprobs"].cpu()
@@ -100,7 +105,8 @@ class MegatronPolicy:
     def loss(self, batch: Batch, loss: BatchLoss) -> float:
         """Mean loss of `batch` without an update (validation)."""
         with self.groups.active(), torch.no_grad():
-            results = step.run(self.chunks, self._micro_batches(batch), loss=loss, scale=1.0, forward_only=True)
+            parts = self._micro_batches(batch, self._shares(batch))
+            results = step.run(self.chunks, parts, loss=loss, scale=1.0, forward_only=True)
         return self._sum_over_ranks(results)["loss"] / loss.denominator(batch)
 
     def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -117,7 +123,7 @@ class MegatronPolicy:
         return TrainerLayout(
             tp=layout.tp,
             pp=layout.pp,
-            dp=self.groups.dp_size,
+            dp=self.groups.copies,
             ep=layout.ep,
             etp=layout.expert_tp if self.arch.experts else 1,
             vpp=layout.vpp or 1,
@@ -195,21 +201,27 @@ class MegatronPolicy:
         for name, parameter in models.named_parameters(cores):
             copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
 
-    def _micro_batches(self, batch: Batch) -> list[step.MicroBatch]:
+    def _shares(self, batch: Batch) -> Shares:
         lengths = batch.lengths.tolist()
         if not self.role.packed:
             lengths = [max(lengths)] * len(lengths)
         layout = self.role.layout
-        shares = micro_batches(
+        return micro_batches(
             lengths,
-            max_tokens=self.role.micro_batch_tokens,
+            max_tokens=self.role.micro_batch_tokens * layout.cp,
             replicas=self.groups.dp_size,
             multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
+            cost=self._cost,
         )
-        align = layout.tp if layout.sequence_parallel else 1
+
+    def _micro_batches(self, batch: Batch, shares: Shares) -> list[step.MicroBatch]:
+        """This replica's."""
+        layout = self.role.layout
+        context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
+        cut = step.Cut(self.role.packed, parts=layout.tp if layout.sequence_parallel else 1, context=context)
         like = next(models.unwrap(self.chunks[0]).parameters())
-        mine = shares[self.groups.dp_rank]
-        return [step.make_micro_batch(batch, s, self._rotary, packed=self.role.packed, align=align, like=like) for s in mine]
+        mine = shares.sequences[self.groups.dp_rank]
+        return [step.make_micro_batch(batch, s, self._rotary, cut=cut, like=like) for s in mine]
 
     def _sum_over_ranks(self, results: list[dict[str, Any]]) -> dict[str, float]:
         own: dict[str, float] = {}

@@ -11,56 +11,68 @@ import torch
 from torch import Tensor
 
 from megatron_rl.megatron import platform
-from megatron_rl.megatron.attention import RotaryTable, SequenceLayout, packed_layout, padded_layout
+from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
 from megatron_rl.megatron.model import IGNORED
 from megatron_rl.types import Batch
 
 platform.install()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # noqa: E402
 
 Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What the model sees of some sequences, and how its answer goes back to their packed positions."""
+class Cut:
+    """How the tokens of a micro-batch lie over the ranks of one replica."""
 
-    batch: Batch  # the sequences alone, packed: N tokens
+    packed: bool  # sequences end to end; else a row for each, padded
+    parts: int = 1  # tensor ranks that share out a rank's tokens (sequence parallelism)
+    context: Context = ALONE
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this rank's model sees of some sequences, and how its answer goes back to their packed positions."""
+
+    batch: Batch  # the sequences alone, packed: N tokens, the same on all context-parallel ranks
     sequences: tuple[int, ...]  # their numbers in the whole batch
-    tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding
+    tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding; this rank's share
     positions: Tensor  # like tokens
     labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
-    answers: Tensor  # [n] packed position of each answered label, in the order of the answers
+    answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
     layout: SequenceLayout
 
 
-def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, packed: bool, align: int, like: Tensor) -> MicroBatch:
-    """Selects `sequences` of `batch` and lays them out, the length rounded up to a multiple of `align` (the tensor ranks under
-    sequence parallelism). `like` gives dtype and device of the model. No sequences: one dummy without labels, so that a rank
-    with nothing to do still takes part."""
-    device = like.device
+def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, cut: Cut, like: Tensor) -> MicroBatch:
+    """Selects `sequences` of `batch` and lays them out over the ranks of `cut`. `like` gives dtype and device of the model.
+    No sequences: one dummy without labels, so that a rank with nothing to do still takes part."""
+    context, multiple = cut.context, cut.context.multiple(cut.parts)
     if not sequences:
-        empty = torch.zeros(align, dtype=torch.int64)
-        none = torch.zeros(align)
-        part = Batch(tokens=empty, labels=empty, mask=empty > 0, engine_logprobs=none, advantages=none, cu_seqlens=torch.tensor([0, align]))
+        empty = torch.zeros(multiple, dtype=torch.int64)
+        none = torch.zeros(multiple)
+        cu = torch.tensor([0, multiple])
+        part = Batch(tokens=empty, labels=empty, mask=empty > 0, engine_logprobs=none, advantages=none, cu_seqlens=cu)
     else:
         part = batch.select(sequences)
-    lengths = part.lengths.tolist()
-    if packed:
-        extra = -sum(lengths) % align
-        wanted = part.labels.masked_fill(~part.mask, IGNORED)
-        tokens = torch.cat([part.tokens, part.tokens.new_zeros(extra)])[None]
-        labels = torch.cat([wanted, wanted.new_full((extra,), IGNORED)])[None]
-        layout = packed_layout(lengths + [extra] * (extra > 0), rotary, dtype=like.dtype, device=device)
-        positions = torch.cat([torch.arange(n) for n in [*lengths, extra]])[None]
-        answers = part.mask.nonzero()[:, 0]
+    if cut.packed:
+        unit = 2 * context.size if context.size > 1 else 1
+        lengths = [n + -n % unit for n in part.lengths.tolist()]
+        extra = -sum(lengths) % multiple
+        lengths += [extra] * (extra > 0)
+        places = _places(part, lengths)[None, context.own(lengths)]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None, context.own(lengths)]
+        layout = packed_layout(lengths, rotary, context=context, like=like)
     else:
-        width = max(lengths) + (-max(lengths) % align)
-        tokens, labels, places = _padded(part, lengths, width)
-        layout = padded_layout(width, rotary, dtype=like.dtype, device=device)
-        positions = torch.arange(width).expand(len(lengths), -1)
-        answers = places[labels != IGNORED]
+        width = int(part.lengths.max())
+        width += -width % multiple
+        own = context.own([width])
+        places = _places(part, [width] * part.num_sequences).view(-1, width)[:, own]
+        positions = own.expand(part.num_sequences, -1)
+        layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
+    tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
+    answers, device = places[labels != IGNORED], like.device
     return MicroBatch(part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout)
 
 
@@ -73,7 +85,7 @@ def run(
     (`loss`, sums by name; or `logprobs` [n] when `loss` is None) and an empty list elsewhere.
     """
     iterators = [iter(micro_batches) for _ in chunks]
-    lengths = [m.tokens.shape[1] for m in micro_batches]
+    lengths = [m.tokens.shape[1] * m.layout.context.size for m in micro_batches]
     schedule = get_forward_backward_func()
     return schedule(
         forward_step_func=functools.partial(_forward_step, loss=loss, scale=scale * len(micro_batches)),
@@ -98,25 +110,30 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, loss: Loss | None, scale: floa
         return answer.new_zeros(()), {"logprobs": answer[0].detach().float(), "micro": micro}
     size = len(micro.batch.tokens)
     index = micro.answers.to(answer.device)
-    logprobs = torch.zeros(size, device=answer.device).index_copy(0, index, answer[0].float())
-    entropy = torch.zeros(size, device=answer.device).index_copy(0, index, answer[1].float())
-    total, sums = loss(logprobs, entropy, _to(micro.batch, answer.device))
+    whole = torch.zeros(2, size, device=answer.device).index_copy(1, index, answer.float())
+    if micro.layout.context.size > 1:  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
+        whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
+    total, sums = loss(whole[0], whole[1], _to(micro.batch, answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 
-def _padded(part: Batch, lengths: list[int], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed [N] -> tokens, labels, packed positions, each [S, width]."""
-    tokens = torch.zeros(len(lengths), width, dtype=torch.int64)
-    labels = torch.full((len(lengths), width), IGNORED)
-    places = torch.zeros(len(lengths), width, dtype=torch.int64)
-    start = 0
-    for row, n in enumerate(lengths):
-        span = slice(start, start + n)
-        tokens[row, :n] = part.tokens[span]
-        labels[row, :n] = part.labels[span].masked_fill(~part.mask[span], IGNORED)
-        places[row, :n] = torch.arange(start, start + n)
-        start += n
-    return tokens, labels, places
+def _places(part: Batch, lengths: list[int]) -> Tensor:
+    """Packed position of every place of sequences that are padded to `lengths`, -1 at padding. [sum of lengths]"""
+    starts = part.cu_seqlens.tolist()
+    places = [torch.full((n,), -1) for n in lengths]
+    for place, a, b in zip(places, starts, starts[1:], strict=False):
+        place[: b - a] = torch.arange(a, b)
+    return torch.cat(places)
+
+
+def _wanted(part: Batch) -> Tensor:
+    """[N] labels, IGNORED where they are not trained."""
+    return part.labels.masked_fill(~part.mask, IGNORED)
+
+
+def _at(places: Tensor, values: Tensor, padding: int) -> Tensor:
+    """values [N] at places; `padding` where a place is -1."""
+    return values[places.clamp(min=0)].masked_fill(places < 0, padding)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
