@@ -111,7 +111,7 @@ class Cluster:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def start(self, *, timeout_s: float = 60.0) -> Cluster:
+    def start(self, *, timeout_s: float = 300.0) -> Cluster:
         """Starts all daemons and returns once every node is idle. Raises SlurmError with the logs' ends; then nothing is left running."""
         atexit.register(self.stop)
         try:
@@ -144,7 +144,7 @@ class Cluster:
         kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         return kept | {"SLURM_CONF": str(self.conf), "PATH": PATH}
 
-    def run(self, *words: str | Path, timeout_s: float = 60.0, cwd: Path | None = None) -> str:
+    def run(self, *words: str | Path, timeout_s: float = 300.0, cwd: Path | None = None) -> str:
         """Runs one of Slurm's commands, in the cluster's directory unless `cwd` is given -> its output. SlurmError where it fails."""
         done = subprocess.run(
             list(map(str, words)), env=self.environment(), cwd=cwd or self.directory, capture_output=True, text=True, timeout=timeout_s
@@ -172,7 +172,7 @@ class Cluster:
         """idle, mixed, allocated, down... by node; with a star where the node does not answer."""
         return dict(line.split() for line in self.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %T").splitlines())
 
-    def wait(self, job: str, states: str | Iterable[str] = ENDED, timeout_s: float = 60.0) -> dict[str, str]:
+    def wait(self, job: str, states: str | Iterable[str] = ENDED, timeout_s: float = 300.0) -> dict[str, str]:
         """Until the job, and of an array each element, is in one of `states` -> `states(job)`. SlurmError after `timeout_s`."""
         wanted = {states} if isinstance(states, str) else set(states)
         found: dict[str, str] = {}
@@ -192,7 +192,7 @@ class Cluster:
         kill_all(lambda: processes(self.conf, name))
         self._daemons.pop(name).wait()
 
-    def start_node(self, name: str, timeout_s: float = 60.0) -> None:
+    def start_node(self, name: str, timeout_s: float = 300.0) -> None:
         """Brings a crashed node back, and waits until it takes jobs."""
         if name in self._daemons or name not in self.names:
             raise ValueError(f"{name} has not crashed; those that have: {[name for name in self.names if name not in self._daemons]}")
@@ -201,7 +201,7 @@ class Cluster:
         ready = ("idle", "mixed", "allocated")
         self._until(f"{name} back", lambda: self._started(name) != before and self.node_states()[name] in ready, timeout_s)
 
-    def reset(self, timeout_s: float = 60.0) -> None:
+    def reset(self, timeout_s: float = 300.0) -> None:
         """Between tests: cancels every job, brings crashed nodes back, and waits until all are idle."""
         self.run("scancel", f"--user={getpass.getuser()}")
         for name in self.names:

@@ -16,7 +16,7 @@ from slurm_cluster import Cluster
 from megatron_rl.cluster import slices
 from megatron_rl.metrics import read_metrics
 
-RESTART_S = 120.0  # from a fault to the next checkpoint, on a busy machine
+RESTART_S = 300.0  # from a fault to the next checkpoint, on a busy machine
 
 
 def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
@@ -24,7 +24,7 @@ def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
     cluster, profile = site
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "submit", *words, f"--profile={profile}"],
-        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=120,
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return re.findall(r"job (\d+)$", done.stdout, re.MULTILINE)
@@ -34,7 +34,7 @@ def said(cluster: Cluster, *words: str) -> str:
     """What a command of the program prints on the cluster."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", *words],
-        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=120, check=True,
+        cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=300, check=True,
     ).stdout  # fmt: skip
 
 

@@ -48,8 +48,8 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
     cluster.run("scontrol", "update", f"nodename={listing.node}", "state=down", "reason=crash")
     assert turns() < TURNS, "the crash came too late to matter"
     until("the run's end", lambda: slices.finished(run))
-    cluster.wait(trainer, timeout_s=60)
-    cluster.wait(engines, timeout_s=60)
+    cluster.wait(trainer, timeout_s=300)
+    cluster.wait(engines, timeout_s=300)
 
     assert turns() == TURNS
     assert len(rollout_files(run)) == TURNS
