@@ -91,7 +91,10 @@ test-others: setup # all but those
 	$(PY) -m pytest tests -q -k "not slurm"
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
-	$(PY) -m pytest tests -q -m "not multi and not slow"
+	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"
+
+test-layouts: setup ## every axis and every pair of axes on four ranks, packed and padded, dense and with experts, against transformers
+	$(PY) -m pytest tests/test_layouts.py -m "matrix or not matrix"
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest

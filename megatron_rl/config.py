@@ -254,6 +254,7 @@ class Run:
     prompts_per_step: int = 256  # P, of every turn
     save_every: NonNegativeInt = 50  # steps; 0: only at the end
     keep: PositiveInt = 2  # newest checkpoints kept
+    async_save: bool = False  # write checkpoints beside training, by processes that hold a copy; the first one is waited for
     resume: Literal["auto", "never", "must"] = "auto"
     save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts are written as Parquet; 0: none
     deterministic: bool = False  # only kernels that give the same bits every time, where there are several; slower on a GPU

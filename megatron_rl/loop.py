@@ -74,10 +74,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the run does beside training. `save` is called on every rank; `log` too; the others on rank 0."""
+    """What the run does beside training. `save`, `settle` and `log` are called on every rank; the others on rank 0.
+
+    `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become complete.
+    """
 
     log: Callable[..., None]  # (step, scope, metrics, *, turn)
-    save: Callable[[int], None] = lambda number: None  # number of turns done; collective
+    save: Callable[[int], int | None] = lambda number: number  # number of turns done
+    settle: Callable[[bool], int | None] = lambda wait: None
     keep_rollouts: Callable[[Turn, Sequence[Trajectory]], None] = lambda turn, trajectories: None
     should_stop: Callable[[], bool] = lambda: False  # a signal or the time limit asks to save and leave
 
@@ -131,9 +135,11 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
         _evaluate_if_due(setup, plan, progress)
         for role in setup.recipe.turns(progress.step)[progress.index :]:
             _turn(setup, plan, progress, role)
+            _settle(setup, wait=False)
             if setup.world.broadcast(setup.hooks.should_stop()):
                 _end_step(setup, progress)
                 _save(setup, progress)
+                _settle(setup, wait=True)
                 return False
         _end_step(setup, progress)
         if plan.save_every and progress.step % plan.save_every == 0:
@@ -143,6 +149,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
             f"{progress.number} turns and no update: every group of samples had equal rewards; look at reward/* and groups_without_signal"
         )
     _save(setup, progress)
+    _settle(setup, wait=True)
     _evaluate_if_due(setup, plan, progress)
     return True
 
@@ -269,9 +276,18 @@ def _save(setup: Setup, progress: Progress) -> None:
         return
     progress.saved = progress.number
     with setup.players.watch("save"):
-        setup.hooks.save(progress.number)
-    if setup.ahead is not None:
-        setup.ahead.saved(progress.number)
+        _complete(setup, setup.hooks.save(progress.number))
+
+
+def _settle(setup: Setup, *, wait: bool) -> None:
+    with setup.players.watch("save"):
+        _complete(setup, setup.hooks.settle(wait))
+
+
+def _complete(setup: Setup, number: int | None) -> None:
+    """Turns before a complete checkpoint are never played again."""
+    if number is not None and setup.ahead is not None:
+        setup.ahead.saved(number)
 
 
 def _has_signal(trajectories: Sequence[Trajectory]) -> bool:

@@ -32,6 +32,11 @@ SCHEMAS: dict[str, Any] = {
     "generate": configs.GenerateConfig,
     "eval": configs.EvalConfig,
 }
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}  # of libraries under torch
 HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
@@ -234,6 +239,8 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None and config.launch.nproc > 1:
         return launch.start_ranks(words, config.launch.nproc, os.environ)
+    if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
+        os.environ.update(DETERMINISTIC)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
     if args.command == "train":
         from megatron_rl.commands.train import run

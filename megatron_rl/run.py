@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
 FREE_KEYS = (
-    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.save_rollouts_every", "run.hang_after_s", "sinks", "job",
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every", "run.hang_after_s",
+    "sinks", "job",
 )  # fmt: skip
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
 _SCHEMA = pa.schema(

@@ -67,6 +67,8 @@ DENSE = (
     ("dp_to_tp", Layout(), Layout(tp=2)),
     ("dp_to_pp", Layout(), Layout(pp=2)),
     ("tp_to_dp", Layout(tp=2), Layout()),
+    ("cp_to_tp", Layout(cp=2), Layout(tp=2)),
+    ("pp_to_cp", Layout(pp=2), Layout(cp=2)),
 )
 TIED = (("same", Layout(pp=2), Layout(pp=2)), ("pp_to_dp", Layout(pp=2), Layout()), ("pp_to_tp", Layout(pp=2), Layout(tp=2)))
 EXPERTS = (
@@ -89,7 +91,12 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         if dist.get_rank() == 0:
             target.mkdir(parents=True)
         dist.barrier()
-        policy.save(target)
+        policy.save(target, background=True)  # what it writes is what stood here: the next update is not in it
+        stands = weights(policy)
+        policy.update(batch, loss)
+        policy.saved(wait=True)
+        errors[f"{name}/background"] = distance(stands, dict(DistCheckpoint(target).tensors(policy.arch)))
+        policy.load(target)
         other = make(path, second)
         other.load(target)
         stored = dict(DistCheckpoint(target).tensors(policy.arch))

@@ -37,7 +37,8 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
     for answer in answers:
         found = answer["checkpoints"]
         assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
-        for name in ("dp_to_tp", "dp_to_pp", "tp_to_dp"):
+        for name in ("dp_to_tp", "dp_to_pp", "tp_to_dp", "cp_to_tp", "pp_to_cp"):
+            assert found[f"{name}/background"] == 0.0
             assert found[f"{name}/loaded"] == 0.0 and found[f"{name}/read"] == 0.0
             assert found[f"{name}/lr"] == 0.0
             assert found[f"{name}/after"] < 1e-5

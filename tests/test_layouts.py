@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
 EP, ETP, CP = {"ep": 2}, {"etp": 2}, {"cp": 2}
 VPP = {"pp": 2, "vpp": 2, "overlap_p2p": True}
+AT_ONCE = 12  # cases of one set of processes: a layout's groups keep threads, some fifty, for as long as its process lives
 RECOMPUTE = {"recompute": "full"}
 
 
@@ -128,6 +130,39 @@ BF16 = {
 }
 
 
+AXES = {"tp": TP, "sp": SP, "pp": PP, "vpp": VPP, "cp": CP, "dp": {}, "ep": EP, "etp": ETP}
+WIDE = {"pp": {"pp": 4}, "cp": {"cp": 4}, "dp": {}, "ep": {"ep": 4}}  # one axis alone on four ranks; tp is bound by the 2 key/value heads
+ONE_OF = ({"tp", "sp"}, {"pp", "vpp"})  # two forms of one axis
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def matrix(world: int) -> list[dict]:
+    """Every axis alone on two ranks, and on four every pair of axes and what an axis can do alone; packed and padded, dense and experts."""
+    if world == 2:
+        pairs = [(name,) for name in AXES]
+    else:
+        pairs = [pair for pair in itertools.combinations(AXES, 2) if set(pair) not in ONE_OF] + [(name, name) for name in WIDE]
+    cases = []
+    for pair in pairs:
+        layout = WIDE[pair[0]] if len(set(pair)) < len(pair) else {k: v for name in pair for k, v in AXES[name].items()}
+        dense, experts = not {"ep", "etp"} & set(pair), "tp" not in pair  # core trains experts under tp with sequence parallelism alone
+        if experts and "sp" in pair and "etp" not in pair:
+            layout_of_experts = layout | {"etp": 1}
+        else:
+            layout_of_experts = layout
+        for packed, (kind, allowed) in itertools.product((True, False), (("dense", dense), ("experts", experts))):
+            if not allowed:
+                continue
+            cases.append({
+                "name": f"{kind}-{'x'.join(pair)}-{'packed' if packed else 'padded'}",
+                "model": "qwen2" if kind == "dense" else f"{MOE[len(cases) % 3]}_deep",
+                "layout": layout if kind == "dense" else layout_of_experts,
+                "packed": packed,
+                "loss": "policy" if len(cases) % 2 else "weighted",
+            })  # fmt: skip
+    return cases
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     directory = tmp_path_factory.mktemp("parity")
@@ -137,11 +172,19 @@ def results(tmp_path_factory):
     make_model(directory / "qwen3", "qwen3", **sizes)
     for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe"):
         make_model(directory / family, family, **sizes)
+    for family in MOE:
+        make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
 
     @cache
-    def of(world: int) -> list[dict]:
-        return run_ranks(WORKER, world, directory / f"world{world}", str(directory), json.dumps(CASES[world]))
+    def of(world: int, which: str = "cases") -> list[dict]:
+        cases = CASES[world] if which == "cases" else matrix(world)
+        answers: list[dict] = [{} for _ in range(world)]
+        for part in range(0, len(cases), AT_ONCE):
+            out, some = directory / f"{which}{world}.{part}", cases[part : part + AT_ONCE]
+            for whole, found in zip(answers, run_ranks(WORKER, world, out, str(directory), json.dumps(some)), strict=True):
+                whole.update(found)
+        return answers
 
     return of
 
@@ -149,7 +192,17 @@ def results(tmp_path_factory):
 @pytest.mark.multi
 @pytest.mark.parametrize(("world", "name"), [(world, case["name"]) for world, cases in CASES.items() for case in cases])
 def test_parity_with_transformers(results, world, name):
-    for rank, answer in enumerate(results(world)):
+    check(results(world), name)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("world", "name"), [(world, case["name"]) for world in (2, 4) for case in matrix(world)])
+def test_every_axis_and_every_pair_of_axes(results, world, name):
+    check(results(world, "matrix"), name)
+
+
+def check(answers, name):
+    for rank, answer in enumerate(answers):
         errors = answer[name]
         if "bf16" in name:
             for what, bound in BF16.items():

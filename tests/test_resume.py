@@ -58,7 +58,7 @@ def uninterrupted(last_letter, tmp_path_factory):
 
 
 def test_resume_after_sigkill_is_bit_for_bit_the_uninterrupted_run(last_letter, uninterrupted, tmp_path):
-    arguments = tango_settings(last_letter, tmp_path, "run")
+    arguments = [*tango_settings(last_letter, tmp_path, "run"), "run.async_save=true", "run.deterministic=true"]
     rng = random.Random(os.getpid())
     whole = figures(uninterrupted)
     for lines, one_rank in zip(sorted(rng.sample(range(3, len(whole)), 2)), rng.sample([True, False], 2), strict=True):

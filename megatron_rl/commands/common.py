@@ -9,6 +9,7 @@ import json
 import logging
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,7 +60,9 @@ class Answered:
 
 
 class Saves(Protocol):
-    def save(self, directory: Path) -> None: ...
+    def save(self, directory: Path, *, background: bool = False) -> None: ...
+
+    def saved(self, *, wait: bool) -> bool: ...
 
 
 @dataclass
@@ -98,11 +101,13 @@ class Driver:
 
 
 @contextlib.contextmanager
-def open_world(place: Place, shared: Path) -> Iterator[TorchWorld]:
+def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
     """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU.
 
-    `shared`: a directory that all ranks see, where those meet that no launcher told an address.
+    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of kernels that do the
+    same torch takes those that give the same bits every time; it warns where it has none.
     """
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
@@ -171,24 +176,49 @@ def _opened(
             yield driver
 
 
-def save_checkpoint(world: TorchWorld, checkpoints: Checkpoints, number: int, policies: Mapping[str, Saves], state: Any) -> None:
-    """One atomic checkpoint of all roles and the run's state. Collective."""
+class Saver:
+    """Atomic checkpoints of all roles and the run's state. Every method is collective.
 
-    def begin() -> None:
-        pending = checkpoints.begin(number)
-        for name in policies:
-            (pending / name).mkdir()
+    In the background all but the first are written while training goes on: how long that first one takes is what a job's time limit
+    is compared with.
+    """
 
-    world.from_driver(begin)
-    for name, policy in policies.items():
-        policy.save(checkpoints.pending(number) / name)
+    def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
+        self._world, self._driver, self._policies, self._background = world, driver, policies, background
+        self._due: int | None = None  # begun, not complete
+        self._measured = False
 
-    def commit() -> None:
-        write_json(checkpoints.pending(number) / STATE, state)
-        checkpoints.commit(number)
+    def save(self, number: int, state: Any) -> int | None:
+        """Begins a checkpoint, after the one before is complete. -> `number` when it is complete on return, else None."""
+        self.settle(wait=True)
+        start, checkpoints = time.monotonic(), self._driver.checkpoints
 
-    world.barrier()
-    world.from_driver(commit)
+        def begin() -> None:
+            pending = checkpoints.begin(number)
+            for name in self._policies:
+                (pending / name).mkdir()
+
+        self._world.from_driver(begin)
+        background = self._background and self._measured
+        for name, policy in self._policies.items():
+            policy.save(checkpoints.pending(number) / name, background=background)
+        self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
+        self._due = number
+        if background:
+            return None
+        settled = self.settle(wait=True)
+        self._driver.leave.saved(time.monotonic() - start)
+        self._measured = True
+        return settled
+
+    def settle(self, *, wait: bool) -> int | None:
+        """Completes what `save` began, once it is written. -> its number when that happened now."""
+        if self._due is None or not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+            return None
+        number, self._due = self._due, None
+        self._world.barrier()
+        self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
+        return number
 
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:

@@ -44,7 +44,9 @@ def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
     out = {}
     for name, role in config.roles.items():
         groups = parallel.create(role.layout, seed=config.run.seed)
-        out[name] = MegatronPolicy(role, groups, trainable=name in recipe.trained, seed=config.run.seed)
+        out[name] = MegatronPolicy(
+            role, groups, trainable=name in recipe.trained, seed=config.run.seed, deterministic=config.run.deterministic
+        )
         if role.sleep:  # before the next role is built: both may not fit awake
             out[name].sleep()
     return out

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megatron_rl import config as configs
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import load_tokenizer
-from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
+from megatron_rl.commands.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import ConfigError, SftConfig
 from megatron_rl.data import read_pairs
@@ -23,7 +23,7 @@ from megatron_rl.world import TorchWorld
 
 def run(config: SftConfig, place: Place) -> int:
     """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
-    with open_world(place, run_directory(config)) as world:
+    with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world)
 
 
@@ -44,7 +44,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         loss=configs.Loss(kl_coef=0.0),
         micro_batch_tokens=config.micro_batch_tokens,
     )
-    policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed)
+    policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic)
     with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, place, total_turns=steps) as driver:
         if driver.finished:
             return 0
@@ -68,7 +68,7 @@ def _train(
 ) -> bool:  # fmt: skip
     """All steps from the resumed one on. False when a signal asked to leave (after saving)."""
     samples, validation, steps, done = plan
-    loss = CompletionLoss()
+    loss, saver = CompletionLoss(), Saver(world, driver, {"model": policy}, background=config.run.async_save)
     driver.leave.begin()
     for step in range(done, steps):
         chosen = _samples_of(samples, step, config)
@@ -81,7 +81,8 @@ def _train(
         leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
         if leave or last or (config.run.save_every and (step + 1) % config.run.save_every == 0):
-            save_checkpoint(world, driver.checkpoints, step + 1, {"model": policy}, {"step": step + 1})
+            saver.save(step + 1, {"step": step + 1})
+        saver.settle(wait=leave or last)
         if leave and not last:
             return False
     return True

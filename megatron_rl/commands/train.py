@@ -16,7 +16,7 @@ from megatron_rl.ahead import Ahead, Shelf, schedule
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands import parts
-from megatron_rl.commands.common import Driver, export_model, open_driver, open_world, save_checkpoint
+from megatron_rl.commands.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.commands.engines import Fleet, open_fleet
 from megatron_rl.commands.launch import Place, run_directory
 from megatron_rl.config import Launch, Sinks, TrainConfig, Use
@@ -36,7 +36,7 @@ def run(config: TrainConfig, place: Place) -> int:
     recipe: Recipe = plugins.build(config.recipe)
     plugins.build(Use(target=config.reward.target, args=config.reward.args))  # the workers build their own: here for its error
     config_checks.check_recipe(config, recipe)
-    with open_world(place, run_directory(config)) as world:
+    with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe)
 
 
@@ -191,12 +191,7 @@ def _hooks(
     config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, tokenizers: Mapping[str, Any], interrupts: Interrupts
 ) -> loop.Hooks:  # fmt: skip
     trained = {name: saved.policies[name] for name in saved.recipe.trained}
-    every = config.run.save_rollouts_every
-
-    def save(number: int) -> None:
-        start = time.monotonic()
-        save_checkpoint(world, driver.checkpoints, number, trained, saved.state())
-        driver.leave.saved(time.monotonic() - start)
+    every, saver = config.run.save_rollouts_every, Saver(world, driver, trained, background=config.run.async_save)
 
     def keep(turn: Turn, trajectories: Any) -> None:
         if every and turn.number % every == 0:
@@ -206,7 +201,11 @@ def _hooks(
             )  # fmt: skip
 
     return loop.Hooks(
-        log=driver.log, save=save, keep_rollouts=keep, should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave())
+        log=driver.log,
+        save=lambda number: saver.save(number, saved.state()),
+        settle=lambda wait: saver.settle(wait=wait),
+        keep_rollouts=keep,
+        should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave()),
     )
 
 

@@ -26,6 +26,7 @@ from megatron_rl.weights.layouts import TrainerLayout
 platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 
@@ -52,6 +53,7 @@ class MegatronPolicy:
                 self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
         self._asleep = False
+        self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
         if trainable and role.loss.kl_coef > 0:
             self._reference = [p.detach().cpu().clone() for _, p in models.named_parameters(self.chunks)]
@@ -134,10 +136,20 @@ class MegatronPolicy:
         """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in place."""
         return {name: parameter.detach() for name, parameter in models.named_parameters(self.chunks)}
 
-    def save(self, directory: Path) -> None:
-        """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty."""
+    def save(self, directory: Path, *, background: bool = False) -> None:
+        """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty.
+
+        In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it has.
+        """
         with self._awake(), self.groups.active(), _signals_wait():
-            dist_checkpointing.save(self._sharded_state(loading=False), str(directory))
+            request = dist_checkpointing.save(self._sharded_state(loading=False), str(directory), async_sharded_save=background)
+            if request is not None:
+                self._saves.schedule_async_request(request)
+
+    def saved(self, *, wait: bool) -> bool:
+        """Whether all that `save` began is written; with `wait` it is. Raises what a writer raised, on every rank."""
+        self._saves.maybe_finalize_async_calls(blocking=wait)
+        return not self._saves.get_num_unfinalized_calls()
 
     def load(self, directory: Path) -> None:
         """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this role's settings."""
