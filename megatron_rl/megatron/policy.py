@@ -161,6 +161,7 @@ class MegatronPolicy:
                 optim.adopt_rates(self.optimizer, state["optimizer"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 optim.apply_settings(self.role, self.optimizer)
+                self.scheduler.num_steps = 0  # core adds the checkpoint's to it
                 self.scheduler.load_state_dict(state["scheduler"])
 
     def sleep(self) -> None:
