@@ -79,7 +79,9 @@ def foundry(model: str, where: str, numbers: tuple[int, int, int], *, recompute:
     return Row(what=what, source=FOUNDRY, unit="tokens/s/GPU", published=published, ours=rate, fitted=fitted)
 
 
-def grpo(model: str, where: str, numbers: tuple[int, int, float, int], tp: int, layout: dict[str, int], published: float, **kind: bool) -> Row:
+def grpo(
+    model: str, where: str, numbers: tuple[int, int, float, int], tp: int, layout: dict[str, int], published: float, **kind: bool
+) -> Row:
     """`numbers`: samples, optimizer steps, mean and greatest length of prompt and completion."""
     samples, steps, mean, longest = numbers
     shape, cluster = read_shape(model), parse_cluster(where)
@@ -116,7 +118,9 @@ def served(rows: int, published: float, **kind: bool) -> Row:
 def rows() -> list[Row]:
     qwen = read_shape("qwen3-30b-a3b")
     _, experts = trained(qwen, "1x8xH100", Parallel(world=8, ep=8), samples=512, length=4096, micro=4, recompute=False)
-    _, kimi = trained(read_shape("moe-1t"), "32x8xH100", Parallel(world=256, pp=8, vpp=4, ep=32), samples=512, length=4096, micro=1, recompute=True)
+    _, kimi = trained(
+        read_shape("moe-1t"), "32x8xH100", Parallel(world=256, pp=8, vpp=4, ep=32), samples=512, length=4096, micro=1, recompute=True
+    )
     _, small = trained(qwen, "2x8xH100", Parallel(world=16, pp=2, vpp=24, ep=8), samples=512, length=4096, micro=2, recompute=False)
     layout = Parallel(world=256, tp=2, pp=8, vpp=4, ep=32, sequence_parallel=True)
     _, large = trained(read_shape("qwen3-235b-a22b"), "32x8xH100", layout, samples=2048, length=4096, micro=1, recompute=False)
@@ -152,7 +156,9 @@ def main() -> None:
     add_arguments(parser)
     args, found = parser.parse_args(), rows()
     for row in found:
-        print(f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {'fitted' if row.fitted else ''} |")
+        print(
+            f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {'fitted' if row.fitted else ''} |"
+        )
     checked = {row.what: row.ours / row.published for row in found}
     free = [row.what for row in found if not row.fitted]
     finish(checked, {name: 1 - WORST for name in free}, args, limits={name: 1 + WORST for name in free})

@@ -74,7 +74,9 @@ def pass_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batc
     rounds = 1 + (2 if backward else 0) + (1 if backward and recompute else 0)
     layers = layer_seconds(shape, parallel, cluster, batch, tokens) * rounds
     head = _head_seconds(shape, parallel, cluster, tokens) * (4 if backward else 1)  # the backward pass computes its logits again
-    stage = layers * shape.sizes.num_layers / parallel.pp + head + MICRO_S * (0 if batch.full else 1) + _hop(shape, parallel, cluster, tokens)
+    stage = (
+        layers * shape.sizes.num_layers / parallel.pp + head + MICRO_S * (0 if batch.full else 1) + _hop(shape, parallel, cluster, tokens)
+    )
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
 
 
@@ -188,7 +190,7 @@ def _head_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, tokens: fl
 
 
 def _tensor_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: float) -> float:
-    """Of a layer's forward pass: two all-reduces of the residual stream, or as much gathered and scattered; and rings of keys and values."""
+    """Of a layer's forward pass: two all-reduces of the residual stream, or as much gathered and scattered; rings of keys and values."""
     sizes, seconds = shape.sizes, 0.0
     if parallel.tp > 1:
         wire = 2 * own * sizes.hidden * 2 * (parallel.tp - 1) / parallel.tp

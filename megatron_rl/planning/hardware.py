@@ -38,12 +38,8 @@ HOST = 20e9  # bytes a second between a GPU and its host's memory
 DEVICES = {
     device.name: device
     for device in (
-        Device(
-            name="A100-40", memory_gib=39.5, flops=312e12, hbm=1555e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25
-        ),
-        Device(
-            name="A100-80", memory_gib=79.2, flops=312e12, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25
-        ),
+        Device(name="A100-40", memory_gib=39.5, flops=312e12, hbm=1555e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25),
+        Device(name="A100-80", memory_gib=79.2, flops=312e12, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25),
         Device(name="H100", memory_gib=79.1, flops=989e12, hbm=3350e9, nvlink=450e9, network=50e9, dense_share=0.52, expert_share=0.15),
         Device(name="H200", memory_gib=139.8, flops=989e12, hbm=4800e9, nvlink=450e9, network=50e9, dense_share=0.52, expert_share=0.15),
     )
@@ -79,7 +75,9 @@ def parse_cluster(text: str) -> Cluster:
     """`4x8xA100-80` -> 4 nodes of 8 GPUs. Raises ConfigError for another form and for a GPU that is not in DEVICES."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z][\w-]*)", text.strip())
     if match is None:
-        raise ConfigError(f"--cluster {text}: it has the form NODESxGPUSxDEVICE, such as 4x8xA100-80; DEVICE is one of {', '.join(DEVICES)}")
+        raise ConfigError(
+            f"--cluster {text}: it has the form NODESxGPUSxDEVICE, such as 4x8xA100-80; DEVICE is one of {', '.join(DEVICES)}"
+        )
     name = match[3].upper()
     name = OTHER_NAMES.get(name, name)
     if name not in DEVICES:

@@ -121,7 +121,9 @@ def workspace(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers) 
     """Of the output layer's backward pass, the larger one: chunks of log-probs, their gradient, and the weight's gradient."""
     rows, tokens = shape.sizes.vocab / parallel.tp, micro.tokens / parallel.cp
     chunk = min(rows * tokens, CHUNK)
-    return chunk * (4 + 4 + numbers.width) + rows * shape.sizes.hidden * (4 + 2 * numbers.width) + numbers.width * tokens * shape.sizes.hidden
+    return (
+        chunk * (4 + 4 + numbers.width) + rows * shape.sizes.hidden * (4 + 2 * numbers.width) + numbers.width * tokens * shape.sizes.hidden
+    )
 
 
 def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) -> float:

@@ -170,12 +170,12 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     ranks = trainer_gpus(config, cluster)
     for name, role in config.roles.items():
         check_cut(f"roles.{name}", models[name], role.layout)
-    parallels = {
-        name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts)) for name, role in config.roles.items()
-    }
+    parallels = {name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts)) for name, role in config.roles.items()}
     samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
     roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
-    servers = [_server(config, config.engine, name, models[name], cluster) for name in config.roles] if isinstance(config.engine, Servers) else []
+    servers = (
+        [_server(config, config.engine, name, models[name], cluster) for name in config.roles] if isinstance(config.engine, Servers) else []
+    )
     caches = {server.role: max(server.cache, 1.0) for server in servers}
     engines = {name: _engine(config, ranks, caches.get(name, 0.0)) for name in config.roles}
     turns = [_turn(config, cluster, turn, models, parallels, engines) for turn in work]
@@ -243,7 +243,9 @@ def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, clu
     role = config.roles[name]
     width = Numbers.gpu(role.model.dtype).width
     if shape.sizes.heads % settings.tp:
-        raise ConfigError(f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: choose a divisor")
+        raise ConfigError(
+            f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: choose a divisor"
+        )
     weights = width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
     longest = role.max_prompt_tokens + role.sampling.max_tokens
@@ -256,9 +258,7 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> Engine:
     settings = config.engine
     if isinstance(settings, Servers):
         rows = min(settings.max_batch, settings.max_requests) if settings.max_requests else settings.max_batch
-        return Engine(
-            replicas=settings.replicas, tp=settings.tp, max_batch=rows, kv_bytes=cache, expert_parallel=settings.expert_parallel
-        )
+        return Engine(replicas=settings.replicas, tp=settings.tp, max_batch=rows, kv_bytes=cache, expert_parallel=settings.expert_parallel)
     return Engine(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)  # its cache grows as it must
 
 
