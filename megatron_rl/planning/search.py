@@ -70,7 +70,7 @@ def layouts(role: Role, shape: Shape, ranks: int, per_node: int) -> Iterator[Lay
     sizes = shape.sizes
     tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and not (sizes.heads % tp or sizes.kv_heads % tp)]
     pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if not sizes.num_layers % pp]
-    eps = [2**i for i in range(10) if not sizes.experts % 2**i] if sizes.experts else [1]
+    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if not sizes.experts % ep] if sizes.experts else [1]
     for tp, pp, ep in itertools.product(tps, pps, eps):
         for etp in sorted({1, tp}) if sizes.experts else [None]:
             layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1, overlap_p2p=False)
@@ -89,12 +89,13 @@ def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape])
     """The config with the engines that come into question, the embedded one among them for dense models."""
     if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
         yield config
-    settings = config.engine if isinstance(config.engine, Servers) else Vllm(max_requests=256)
+    settings = config.engine if isinstance(config.engine, Servers) else Vllm()
+    settings = replace(settings, max_requests=max(settings.max_requests, settings.max_batch))
     width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())
     largest = max(width * shapes.total(shape) for shape in models.values())
     room = settings.memory_share * cluster.device.memory * 0.75
     seen = set()
-    for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32)):
+    for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):
         if largest / tp > room or any(shape.sizes.heads % tp for shape in models.values()):
             continue
         gpus = round(share * cluster.nodes) * cluster.per_node if cluster.nodes > 1 else int(share * cluster.per_node)
@@ -194,28 +195,42 @@ def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> It
 
 
 def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
-    """Single changes of one role that make it fit."""
+    """One change, of one role or of all alike, that makes it fit."""
     lines = []
-    for name, role in config.roles.items():
-        others = [("sleep=true", _role(config, name, sleep=True)) for _ in range(not role.sleep)]
-        if role.model.recompute == "none":
-            others.append(("model.recompute=full", _role(config, name, model=replace(role.model, recompute="full"))))
-        for layout in sorted(layouts(role, models[name], made.ranks, made.cluster.per_node), key=lambda layout: layout.model_ranks):
-            others.append((f"layout {_words(layout)}", _role(config, name, layout=layout)))
-        for words, other in others:
+    for names in [[name] for name in config.roles] + ([list(config.roles)] if len(config.roles) > 1 else []):
+        if lines and len(names) > 1:
+            break  # one role's change is enough
+        for words, changes in _smaller(config.roles[names[0]], models[names[0]], made):
+            other = config
+            for name in names:
+                own = changes | ({"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {})
+                other = _role(other, name, **own)
             tried = _try(other, made.cluster, models, work)
             if tried is not None and not tried.problems:
-                lines.append(f"roles.{name} fits with {words}: {tried.step_s:.0f} s a step")
+                lines.append(f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step")
                 break
     if isinstance(config.engine, Servers):
         return lines
-    gpus = max(1, made.cluster.per_node // len(config.roles))
-    tried = _try(replace(config, engine=Vllm(replicas=gpus)), made.cluster, models, work)
+    replicas = max(1, made.cluster.gpus // 2 // len(config.roles))
+    tried = _try(replace(config, engine=Vllm(replicas=replicas, max_requests=256)), made.cluster, models, work)
     if tried is not None and not tried.problems:
         lines.append(
-            f"vLLM servers in place of the embedded engine (engine.kind=vllm, engine.replicas={gpus}) fit: {tried.step_s:.0f} s a step"
+            f"vLLM servers on half of the GPUs in place of the embedded engine fit (engine.kind=vllm engine.replicas={replicas}): "
+            f"{tried.step_s:.0f} s a step"
         )
     return lines
+
+
+def _smaller(role: Role, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(words, changed fields) that lower what a role needs, the mildest first."""
+    if not role.sleep:
+        yield "sleep=true", {"sleep": True}
+    if role.model.recompute == "none":
+        yield "model.recompute=full", {"model": replace(role.model, recompute="full")}
+    for layout in sorted(
+        layouts(role, shape, made.ranks, made.cluster.per_node), key=lambda layout: (layout.model_ranks, layout.expert_ranks)
+    ):
+        yield f"layout {_words(layout)}", {"layout": layout}
 
 
 def _role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
@@ -223,8 +238,9 @@ def _role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
 
 
 def _words(layout: Layout) -> str:
-    numbers = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "etp": layout.etp or 1}
-    return " ".join([f"{axis}={size}" for axis, size in numbers.items() if size > 1 or axis == "tp"])
+    numbers = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    words = [f"{axis}={size}" for axis, size in numbers.items() if size > 1 or axis == "tp"]
+    return " ".join(words + ([f"etp={layout.etp}"] if layout.etp is not None else []))
 
 
 def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
