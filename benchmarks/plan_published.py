@@ -167,9 +167,8 @@ def main() -> None:
     add_arguments(parser)
     args, found = parser.parse_args(), rows()
     for row in found:
-        print(
-            f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {'fitted' if row.fitted else ''} |"
-        )
+        kind = "fitted" if row.fitted else row.other
+        print(f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {kind} |")
     checked = {row.what: row.ours / row.published for row in found}
     free = [row.what for row in found if not row.fitted and not row.other]
     finish(checked, {name: 1 - WORST for name in free}, args, limits={name: 1 + WORST for name in free})

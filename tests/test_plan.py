@@ -195,10 +195,10 @@ def test_the_papers_run_on_its_32_a100(capsys):
 LARGE = {
     "70b": ("16x8xH100", "Llama-3.1-70B", "{tp: 8, pp: 2, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 8}"),
     "235b": (
-        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 64, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 16}"
+        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 16}"
     ),
     "1t": (
-        "512x8xH100", "moe-1t", "{tp: 8, ep: 128, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 16, tp: 64}"
+        "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 20, tp: 64}"
     ),
 }  # fmt: skip
 
@@ -219,7 +219,7 @@ def test_large_models_are_planned(capsys, name):
     [
         ("4x8xA100-80", []),
         ("2x8xH100", ["engine={kind: vllm, replicas: 2}"]),
-        ("16x8xH200", both("model.path", "Qwen/Qwen3-30B-A3B") + ["engine.kind=vllm"]),
+        ("4x8xH200", [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 2, sequence_parallel: true}"), "engine.kind=vllm"]),
     ],
 )
 def test_what_the_search_proposes_fits_and_passes_the_checks(cluster, settings):
@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_said_with_a_cure(capsys):
     )
     out = capsys.readouterr().out
     assert status == 1 and "does not fit" in out and "fits with" in out, out
-    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *both("layout", "{}"), "--search"])
+    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *both("layout", "{tp: 1}"), "--search"])
     assert status == 1 and "nothing fits" in capsys.readouterr().out
 
 
@@ -273,7 +273,7 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--shape", "gen=qwen2.5-7b"], "the roles are generator, verifier"),
         (["--fill", "0"], "above 0"),
         (["engine={kind: vllm, replicas: 16}", "--cluster", "4x8xH100"], "leave none"),
-        (both("model.path", "Qwen/Qwen3-30B-A3B"), "set engine.kind to vllm"),
+        ([*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1}")], "set engine.kind to vllm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_with_its_cure(capsys, arguments, says):
@@ -292,7 +292,7 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
         read_shape(str(file))
     file.write_text(json.dumps(facts | {"num_experts_per_tok": 2}))
     assert read_shape(str(tmp_path)).active == 2
-    status, found = planned(capsys, "--shape", f"generator={file}", "engine.kind=vllm", "--cluster", "4x8xH100", *both("layout", "{}"))
+    status, found = planned(capsys, "--shape", f"generator={file}", "engine.kind=vllm", "--cluster", "4x8xH100", *both("layout", "{tp: 1}"))
     assert status == 0 and found["roles"][0]["parameters"] == sum(map(prod, rectangles.hf_shapes(read_shape(str(file)).sizes).values()))
 
 
