@@ -45,8 +45,8 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, str]]] = [
     (2, "experts", SP, {}),
     (2, "experts", SP | {"ep": 2, "etp": 1}, {}),
 ]
-LENGTHS = [128, 96, 64, 128, 96] * 2  # of 1,024 tokens
-MICRO = 256
+LENGTHS = [64, 64, 48, 48, 32] * 2  # of 512 tokens
+MICRO = 128
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ class Training:
 
     @property
     def peak(self) -> float:
-        return self.resident + max(self.activations + self.workspace, self.swapped)
+        return self.resident + self.workspace + max(self.activations, self.swapped)
 
 
 def training(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *, stage: int, reference: bool = False) -> Training:

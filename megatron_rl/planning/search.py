@@ -73,7 +73,7 @@ def layouts(role: Role, shape: Shape, ranks: int, per_node: int) -> Iterator[Lay
     eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if not sizes.experts % ep] if sizes.experts else [1]
     for tp, pp, ep in itertools.product(tps, pps, eps):
         for etp in sorted({1, tp}) if sizes.experts else [None]:
-            layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1, overlap_p2p=False)
+            layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1)
             if ranks % layout.model_ranks or ranks % layout.expert_ranks:
                 continue
             if sizes.experts and layout.expert_tp * ep > ranks // pp:
