@@ -311,6 +311,17 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
     assert [turn.trained.samples for turn in step_work(load(), None, 0.5)] == [1280, 1280]
 
 
+def test_a_frozen_player_has_weights_alone():
+    class Solo(Duet):
+        def turns(self, step):
+            return ["generator"]
+
+    config = load()
+    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), step_work(config, Solo(), 0.5))
+    generator, verifier = made.roles
+    assert generator.training.gradients > 0 == verifier.training.gradients and verifier.training.weights == generator.training.weights
+
+
 def test_planning_needs_no_torch():
     code = (
         "import sys; sys.modules['torch'] = None; from megatron_rl.main import main\n"
@@ -320,7 +331,7 @@ def test_planning_needs_no_torch():
     assert done.returncode == 0 and "torch is not installed" in done.stdout, done.stdout + done.stderr
 
 
-def test_published_runs_are_met_within_30_percent():
+def test_published_runs_of_like_means_are_met_within_30_percent():
     sys.path[:0] = [str(ROOT / "benchmarks")]
     import plan_published
 

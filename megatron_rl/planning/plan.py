@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.config import ConfigError, Embedded, Layout, Role, Servers, TrainConfig
@@ -172,7 +172,9 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
         check_cut(f"roles.{name}", models[name], role.layout)
     parallels = {name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts)) for name, role in config.roles.items()}
     samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
+    trained = {turn.role for turn in work}
     roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
+    roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
         [_server(config, config.engine, name, models[name], cluster) for name in config.roles] if isinstance(config.engine, Servers) else []
     )
@@ -233,6 +235,13 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samp
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache, sleeps=role.sleep,
         host=asleep + (held.weights if reference else 0.0),
     )  # fmt: skip
+
+
+def _frozen(role: RolePlan) -> RolePlan:
+    """A player that is never trained has weights alone."""
+    weights = role.training.weights
+    held = Training(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
+    return replace(role, training=held, host=0.0)
 
 
 def _micro(role: Role) -> Micro:

@@ -19,6 +19,7 @@ from megatron_rl.planning.workload import Work
 ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the cluster's nodes
 PAIRS = 150  # combinations of the roles' layouts looked at for each choice of engines
 WORTH = 0.03  # of a step: what advice is given for
+MOST = 5  # lines of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,13 @@ def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
     lines.append(f"{name} is {seconds / sum(phases.values()):.0%} of the work of a step, all generation {drawn / sum(phases.values()):.0%}")
+    paying = []
     for text, other in _changes(config, made, models):
         tried = _try(other, made.cluster, models, work)
-        if tried is None or tried.problems:
-            continue
-        saved = 1 - tried.step_s / made.step_s
-        if saved > WORTH:
-            lines.append(f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)")
+        if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
+            saved = 1 - tried.step_s / made.step_s
+            paying.append((tried.step_s, f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"))
+    lines += [text for _, text in sorted(paying)[:MOST]]
     node = made.cluster.per_node
     for role in made.roles:
         if role.parallel.tp > node:
@@ -111,21 +112,24 @@ def _with(
 ) -> list[Found]:  # fmt: skip
     """The best layouts of the roles with one choice of engines: each role's own, fastest first, then combinations that fit together."""
     ranks = plans.trainer_gpus(config, cluster)
-    choices: dict[str, list[tuple[float, Role]]] = {}
+    limit = max(4, int(PAIRS ** (1 / len(config.roles))))
+    choices: dict[str, list[Role]] = {}
     for name, role in config.roles.items():
         turns = [turn for turn in work if turn.role == name]
-        choices[name] = []
+        fitting: list[tuple[float, float, Role]] = []  # seconds, bytes
         for layout, recompute in itertools.product(layouts(role, models[name], ranks, cluster.per_node), ("none", "full")):
             other = replace(role, layout=layout, model=replace(role.model, recompute=recompute), sleep=True)
             alone = replace(config, roles={**config.roles, name: other})
             made = _try(alone, cluster, {**models}, turns, only=name)
             if made is not None and _alone_fits(made, name):
-                choices[name].append((made.step_s, other))
-        choices[name].sort(key=lambda choice: choice[0])
+                own = next(one for one in made.roles if one.name == name)
+                fitting.append((made.step_s, own.training.peak + own.asleep, other))
+        small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
+        fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
+        choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
     out: list[Found] = []
-    limit = max(2, int(PAIRS ** (1 / max(1, len(choices)))))
-    for chosen in itertools.product(*(found[:limit] for found in choices.values())):
-        made_config = replace(config, roles={name: role for name, (_, role) in zip(choices, chosen, strict=True)})
+    for chosen in itertools.product(*choices.values()):
+        made_config = replace(config, roles=dict(zip(choices, chosen, strict=True)))
         made = _try(made_config, cluster, models, work)
         if made is None or made.problems or not _passes(made_config, made.ranks):
             continue
