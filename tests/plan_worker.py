@@ -90,8 +90,10 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     policy = MegatronPolicy(role, parallel.create(layout))
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))
     saved = Saved(set(parameters))
+    batch = make_batch(policy.arch.vocab, case["lengths"])
+    packed = policy._micro_batches(batch)  # sequences seldom fill the budget
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        policy.update(make_batch(policy.arch.vocab, case["lengths"]), WeightedLogprobs())
+        policy.update(batch, WeightedLogprobs())
     found = {
         "weights": sum(parameters.values()),
         "gradients": offload.gradient_bytes(policy.chunks),
@@ -100,8 +102,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
-    count = sum(case["lengths"]) // case["micro"] // cut.dp
-    micro = Micro(tokens=case["micro"], count=count, recompute=recompute == "full")
+    micro = Micro(tokens=max(part.tokens.numel() for part in packed), count=len(packed), recompute=recompute == "full")
     plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
