@@ -22,7 +22,7 @@ SMALL = 2048  # tokens of a micro-batch and rank below which products lose half 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What a pass goes over: sequences of `length` tokens in the mean, in micro-batches of up to `micro_tokens` a rank."""
+    """What a pass goes over: sequences of `length` tokens in the mean, in micro-batches of up to `micro_tokens`, which cp splits."""
 
     sequences: int
     length: float
@@ -36,8 +36,7 @@ class Batch:
     def micro_batches(self, parallel: Parallel) -> int:
         """Of one replica."""
         per_replica = self.tokens / parallel.dp
-        fitting = max(self.length, self.micro_tokens * parallel.cp)
-        return max(1, math.ceil(per_replica / fitting))
+        return max(1, math.ceil(per_replica / max(self.length, self.micro_tokens)))
 
 
 @dataclass(frozen=True, kw_only=True)
