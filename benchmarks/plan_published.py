@@ -21,6 +21,7 @@ from megatron_rl.planning.compute import Batch, Engine  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
 from megatron_rl.planning.memory import Numbers  # noqa: E402
 from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
+from megatron_rl.planning.workload import Draw  # noqa: E402
 from megatron_rl.weights.sizes import Sizes  # noqa: E402
 
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md @ 061f2c7"
@@ -96,9 +97,8 @@ def grpo(
     passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Numbers.gpu("bfloat16"))
     room = max(8e9, 0.6 * cluster.device.memory - 2 * shapes.total(shape) / tp)
     engine = Engine(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
-    drawn = compute.rollout(
-        shape, engine, cluster, samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT, width=2
-    )
+    draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)
+    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
     sent = compute.refit(shape, parallel, engine, cluster, width=2, together=False).seconds
     if "-v" in sys.argv:
         print(f"{model}: rollout {drawn.seconds:.0f} ({drawn.rows:.0f} rows), passes {passed:.0f}, refit {sent:.1f}")
@@ -112,7 +112,8 @@ def served(rows: int, published: float, **kind: bool) -> Row:
     """vLLM at a fixed number of requests under way: 1,024 tokens in, 128 out."""
     shape, cluster = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-40")
     engine = Engine(replicas=1, tp=1, max_batch=rows, kv_bytes=18e9)
-    drawn = compute.rollout(shape, engine, cluster, samples=20 * rows, prompt=1024, response=128, longest=128, width=2)
+    draw = Draw(role="", samples=20 * rows, prompt=1024, response=128, longest=128)
+    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
     what = f"vLLM llama-3.1-8b on one A100-40, {rows} requests at once"
     return Row(what=what, source=SWEEP, unit="tokens/s out", published=published, ours=20 * rows * 128 / drawn.seconds, **kind)
 

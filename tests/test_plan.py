@@ -25,7 +25,7 @@ from megatron_rl.planning.compute import Batch, Engine
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import Micro, Numbers
 from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
-from megatron_rl.planning.workload import step_work
+from megatron_rl.planning.workload import Draw, step_work
 from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import Places
@@ -154,8 +154,9 @@ def test_a_decoding_step_is_bound_by_memory_for_few_rows_and_more_rows_give_more
         a > b for a, b in pairwise(s / r for s, r in zip(steps, (1, 8, 64, 256), strict=True))
     )
     assert steps[0] > 2 * 7.5e9 / cluster.device.hbm
-    few = compute.rollout(shape, replace(engine, kv_bytes=1e9), cluster, samples=64, prompt=200, response=800, longest=800, width=2)
-    many = compute.rollout(shape, engine, cluster, samples=64, prompt=200, response=800, longest=800, width=2)
+    draw = Draw(role="", samples=64, prompt=200, response=800, longest=800)
+    few = compute.rollout(shape, replace(engine, kv_bytes=1e9), cluster, draw, width=2)
+    many = compute.rollout(shape, engine, cluster, draw, width=2)
     assert few.rows < 8 and many.rows == 64 and few.seconds > 3 * many.seconds
 
 

@@ -9,6 +9,7 @@ from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
 from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, Numbers
 from megatron_rl.planning.shapes import Parallel, Shape
+from megatron_rl.planning.workload import Draw
 
 STEP_S = 1.5e-3  # of a decoding step on the host, beside the GPU's work
 ROW_S = 20e-6  # of a decoding step for each sequence in it: scheduling, sampling, text
@@ -140,11 +141,10 @@ class Rollout:
     waves: float  # how often these are filled anew
 
 
-def rollout(
-    shape: Shape, engine: Engine, cluster: Cluster, *, samples: int, prompt: float, response: float, longest: int, width: int
-) -> Rollout:  # fmt: skip
-    """`samples` completions of `response` tokens in the mean and `longest` at most, spread over the replicas."""
-    own = samples / engine.replicas
+def rollout(shape: Shape, engine: Engine, cluster: Cluster, draw: Draw, *, width: int) -> Rollout:
+    """`draw`, spread over the replicas. `width`: bytes of a weight."""
+    prompt, response, longest = draw.prompt, draw.response, draw.longest
+    own = draw.samples / engine.replicas
     heads = max(1, engine.tp // shape.sizes.kv_heads)  # key/value heads are repeated when there are fewer than ranks
     room = engine.kv_bytes * engine.tp / heads / kv_bytes(shape, width) / (prompt + response)
     rows = max(1.0, min(own, engine.max_batch, room))

@@ -302,9 +302,7 @@ def _turn(
 
 def _rollout(config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: Engine) -> compute.Rollout:
     width = Numbers.gpu(config.roles[draw.role].model.dtype).width
-    return compute.rollout(
-        shape, engine, cluster, samples=draw.samples, prompt=draw.prompt, response=draw.response, longest=draw.longest, width=width
-    )
+    return compute.rollout(shape, engine, cluster, draw, width=width)
 
 
 def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
