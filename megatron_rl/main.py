@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl import config as configs
 from megatron_rl import config_checks, config_files
-from megatron_rl.commands import cluster, conversions, launch
+from megatron_rl.commands import cluster, conversions, launch, plan
 
 LEFT = 130  # of a run that was asked to save and leave
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
@@ -59,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _report(args)
         if args.command == "check":
             return _check(args)
+        if args.command == "plan":
+            return plan.run(args, _load)
         if args.command == "serve":
             return _serve(args)
         if args.command == "convert":
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
     check.add_argument("--ranks", type=_positive, help="number of ranks it will run on (default: launch.nproc)")
     check.add_argument("--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in")
+    plan.add_parser(commands)
     convert = commands.add_parser("convert", help="weights from one form into another: Hugging Face, Megatron, another layout")
     forms = convert.add_subparsers(dest="form", required=True, metavar="FORM")
     for name, text in conversions.HELP.items():

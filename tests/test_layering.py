@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_rl"
 LAYERS = [
     ["types", "config", "config_files", "config_checks", "data_settings"],
-    ["algorithms", "rewards", "weights", "chat", "engines.base", "refit.base"],
+    ["algorithms", "rewards", "weights", "planning", "chat", "engines.base", "refit.base"],
     ["rollout", "batching", "data", "sft_data", "metrics", "world", "plugins", "turns", "last_letter"],
     ["loop", "ahead", "evaluate", "checkpoint", "run", "gate", "report", "report_figures", "report_sweep", "console"],
     ["recipes", "megatron", "engines", "refit", "cluster"],

@@ -50,6 +50,10 @@ class Grpo:
     def group_sizes(self) -> Mapping[str, int]:
         return {GENERATOR: self.group_size}
 
+    def drawn(self, role: str) -> Mapping[str, int]:
+        """Samples per problem that each role draws in a turn of `role`: for `megatron-rl plan`."""
+        return {GENERATOR: self.group_size}
+
     def num_steps(self) -> int:
         return self.updates
 

@@ -85,6 +85,11 @@ class Tango:
     def group_sizes(self) -> Mapping[str, int]:
         return {GENERATOR: self.group_size, VERIFIER: self.verifications}
 
+    def drawn(self, role: str) -> Mapping[str, int]:
+        """Samples per problem that each role draws in a turn of `role`, in order: for `megatron-rl plan`."""
+        solutions = self.group_size if role == GENERATOR else 1
+        return {GENERATOR: solutions, VERIFIER: solutions if role == GENERATOR else self.verifications}
+
     def num_steps(self) -> int:
         warmup = self.warmup_updates if self.train_verifier else 0
         full, rest = divmod(self.generator_updates, self.generator_turns)

@@ -1,0 +1,92 @@
+"""Memory that `megatron-rl plan` expects against what the actor really allocates, models of 60 to 90 million parameters, on CPU.
+
+    python benchmarks/plan_memory.py --check      # exits 1 when a part is off by more than 5 %, activations by more than 15 %
+
+Storages are counted, not sampled: parameters, gradient buffers, optimizer state, and what autograd saves at its peak over one update.
+The worst rank of each layout; layouts of one and two ranks, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from common import add_arguments, finish  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from tiny_models import make_model  # noqa: E402
+
+SIZES = {"vocab_size": 8192, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen2", SIZES | {"num_hidden_layers": 10}),  # 75 M parameters
+    "experts": (
+        "qwen3_moe",
+        SIZES | {"num_hidden_layers": 4, "num_experts": 16, "moe_intermediate_size": 384, "num_experts_per_tok": 4, "head_dim": 64},
+    ),  # 76 M
+}
+SP = {"tp": 2, "sequence_parallel": True}
+CASES: list[tuple[int, str, dict[str, Any], dict[str, str]]] = [
+    (1, "dense", {}, {}),
+    (1, "dense", {}, {"dtype": "bfloat16"}),
+    (1, "dense", {}, {"recompute": "full"}),
+    (2, "dense", {"tp": 2}, {}),
+    (2, "dense", SP, {}),
+    (2, "dense", SP, {"recompute": "full"}),
+    (2, "dense", {"pp": 2}, {}),
+    (2, "dense", {}, {}),
+    (1, "experts", {}, {}),
+    (2, "experts", {"ep": 2}, {}),
+    (2, "experts", SP, {}),
+    (2, "experts", SP | {"ep": 2, "etp": 1}, {}),
+]
+LENGTHS = [64, 64, 48, 48, 32] * 2  # of 512 tokens
+MICRO = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    args = parser.parse_args()
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for model, (family, sizes) in MODELS.items():
+            make_model(folder / model, family, **sizes)
+        for ranks in (1, 2):
+            own = [case for case in CASES if case[0] == ranks]
+            file = folder / f"cases{ranks}.json"
+            file.write_text(json.dumps([_case(folder, case) for case in own]))
+            answers = run_ranks(ROOT / "tests" / "plan_worker.py", ranks, folder / f"ranks{ranks}", str(file), timeout_s=1800)
+            for number, case in enumerate(own):
+                figures |= _errors(case, [answer[number] for answer in answers])
+    limits = {what: 0.15 if what.endswith("activations") else 0.05 for what in figures}
+    finish(figures, {}, args, limits=limits)
+
+
+def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -> dict[str, Any]:
+    _, model, layout, kind = case
+    return {"model": str(folder / model), "layout": layout, "lengths": LENGTHS, "micro": MICRO, **kind}
+
+
+def _errors(case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """{case and part: the largest relative error over the ranks}; of activations, on the ranks' sum where experts share them out."""
+    ranks, model, layout, kind = case
+    words = [f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel"]
+    label = " ".join([model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *kind.values()])
+    out = {}
+    for part in ("weights", "gradients", "optimizer", "activations"):
+        pairs = [(answer["expected"][part], answer["found"][part]) for answer in answers]
+        if part == "activations" and layout.get("ep", 1) > 1:  # routers send one rank more than the other
+            pairs = [tuple(map(sum, zip(*pairs, strict=True)))]  # type: ignore[list-item]
+        out[f"{label}: {part}"] = max(abs(expected / found - 1) for expected, found in pairs)
+    return out
+
+
+if __name__ == "__main__":
+    main()

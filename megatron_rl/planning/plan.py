@@ -1,0 +1,326 @@
+"""A run on a cluster, worked out: memory of every part, seconds of every phase, whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megatron_rl.config import ConfigError, Embedded, Layout, Role, Servers, TrainConfig
+from megatron_rl.planning import compute, memory, shapes
+from megatron_rl.planning.compute import Batch, Engine
+from megatron_rl.planning.hardware import Cluster
+from megatron_rl.planning.memory import Micro, Numbers, Training
+from megatron_rl.planning.shapes import Parallel, Shape
+from megatron_rl.planning.workload import Draw, Work
+
+GRADING_S = 0.02  # of one response, in one of reward.workers
+ENGINE_WORKSPACE = 3 * memory.GIB  # of a server's GPU: activations of a prefill, graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """One role on the trainer's ranks. Bytes are of the rank that needs the most."""
+
+    name: str
+    shape: Shape
+    parallel: Parallel
+    training: Training
+    embedded: float  # bytes of the embedded engine's own copy of the weights
+    cache: float  # of keys and values: of the embedded engine on each rank
+    sleeps: bool
+    host: float  # bytes of host memory for each rank: what sleeps, and the reference
+
+    @property
+    def asleep(self) -> float:
+        """Held in another role's turn."""
+        held = self.training.weights + self.embedded
+        return held if self.sleeps else held + self.training.gradients + self.training.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerPlan:
+    """One GPU of a role's servers."""
+
+    role: str
+    weights: float
+    cache: float  # what engine.memory_share leaves for keys and values; not above 0: it does not start
+    sequences: float  # of the greatest length that find room in one server's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnPlan:
+    """Seconds of the phases of one turn, in order. `generated` and `trained` are tokens."""
+
+    role: str
+    times: int
+    phases: Mapping[str, float]
+    hidden: float  # seconds that run beside the others and are not waited for
+    generated: float
+    trained: float
+    flops: float  # of the training itself, all GPUs together
+    sent: float  # bytes of the refit
+    rows: Mapping[str, float]  # sequences decoded together at one engine, by role
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values()) - self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """`ranks` trainer GPUs of `cluster`; the others are the engines'."""
+
+    cluster: Cluster
+    ranks: int
+    roles: Sequence[RolePlan]
+    servers: Sequence[ServerPlan]
+    turns: Sequence[TurnPlan]
+
+    @property
+    def step_s(self) -> float:
+        return sum(turn.seconds * turn.times for turn in self.turns)
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Tokens trained on, a second and GPU of the whole cluster."""
+        return sum(turn.trained * turn.times for turn in self.turns) / self.step_s / self.cluster.gpus
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of a step by phase."""
+        out: dict[str, float] = {}
+        for turn in self.turns:
+            for name, seconds in turn.phases.items():
+                out[name] = out.get(name, 0.0) + seconds * turn.times
+        return out
+
+    @property
+    def reserve(self) -> float:
+        return memory.CONTEXT + memory.FRAGMENTS * self.cluster.device.memory
+
+    def peak(self, role: RolePlan) -> float:
+        """Bytes of a trainer's GPU while `role` trains."""
+        others = sum(other.asleep for other in self.roles if other is not role)
+        return self.reserve + others + role.embedded + role.training.peak
+
+    @property
+    def rollout_peak(self) -> float:
+        """Bytes of a trainer's GPU while it generates with the embedded engine."""
+        return self.reserve + sum(role.asleep for role in self.roles) + max((role.cache for role in self.roles), default=0.0)
+
+    @property
+    def host_per_node(self) -> float:
+        """Bytes of a trainer node's own memory."""
+        return sum(role.host for role in self.roles) * min(self.cluster.per_node, self.ranks)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit, a line each; none when it does."""
+        room, out = self.cluster.device.memory, []
+        places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
+        if any(role.embedded for role in self.roles):
+            places.append(("the embedded engine generates", self.rollout_peak))
+        for what, need in places:
+            if need > room:
+                gib = need / memory.GIB
+                out.append(f"while {what} a GPU needs {gib:.1f} GiB; {self.cluster.device.name} has {self.cluster.device.memory_gib}")
+        for server in self.servers:
+            if server.sequences < 1:
+                out.append(
+                    f"a server of {server.role} has {max(0.0, server.cache) / memory.GIB:.1f} GiB a GPU for keys and values beside "
+                    f"{server.weights / memory.GIB:.1f} GiB of weights: not one sequence of the greatest length"
+                )
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, in bytes and seconds."""
+        return {
+            "cluster": str(self.cluster),
+            "trainer_gpus": self.ranks,
+            "fits": not self.problems,
+            "problems": self.problems,
+            "step_s": self.step_s,
+            "tokens_per_s_per_gpu": self.tokens_per_gpu,
+            "phases_s": self.phases,
+            "reserve": self.reserve,
+            "rollout_peak": self.rollout_peak,
+            "host_per_node": self.host_per_node,
+            "roles": [
+                {
+                    "name": role.name,
+                    "model": role.shape.name,
+                    "parameters": shapes.total(role.shape),
+                    "layout": {**asdict(role.parallel), "dp": role.parallel.dp},
+                    "training": asdict(role.training),
+                    "embedded": role.embedded,
+                    "cache": role.cache,
+                    "asleep": role.asleep,
+                    "peak": self.peak(role),
+                }
+                for role in self.roles
+            ],
+            "servers": [asdict(server) for server in self.servers],
+            "turns": [{**asdict(turn), "seconds": turn.seconds} for turn in self.turns],
+        }
+
+
+def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work]) -> Plan:
+    """Works the run out. `models`: the shape of every role. Raises ConfigError for what cannot be cut as the config asks."""
+    ranks = trainer_gpus(config, cluster)
+    for name, role in config.roles.items():
+        check_cut(f"roles.{name}", models[name], role.layout)
+    parallels = {name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts)) for name, role in config.roles.items()}
+    samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
+    trained = {turn.role for turn in work}
+    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
+    roles = [role if role.name in trained else _frozen(role) for role in roles]
+    servers = (
+        [_server(config, config.engine, name, models[name], cluster) for name in config.roles] if isinstance(config.engine, Servers) else []
+    )
+    caches = {server.role: max(server.cache, 1.0) for server in servers}
+    engines = {name: _engine(config, ranks, caches.get(name, 0.0)) for name in config.roles}
+    turns = [_turn(config, cluster, turn, models, parallels, engines) for turn in work]
+    return Plan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
+
+
+def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
+    """What the engines leave, in whole nodes where there are several. Raises ConfigError when they leave nothing."""
+    wanted = len(config.roles) * config.engine.replicas * config.engine.tp if isinstance(config.engine, Servers) else 0
+    left = cluster.gpus - wanted
+    left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
+    if left < 1:
+        raise ConfigError(
+            f"{len(config.roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
+            f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} for the trainer: "
+            "lower engine.replicas, or take more nodes"
+        )
+    return left
+
+
+def check_cut(name: str, shape: Shape, layout: Layout) -> None:
+    """Raises ConfigError for a layout that does not divide the model: what megatron/ would refuse when the run starts."""
+    sizes = shape.sizes
+    cuts = [("attention heads", sizes.heads, "tp", layout.tp), ("key/value heads", sizes.kv_heads, "tp", layout.tp)]
+    cuts.append(("layers", sizes.num_layers, "pp x vpp", layout.pp * (layout.vpp or 1)))
+    if sizes.experts:
+        cuts += [("experts", sizes.experts, "ep", layout.ep), ("width of an expert", sizes.expert_ffn, "etp", layout.expert_tp)]
+        cuts.append(("width of the shared expert", sizes.shared_ffn, "tp", layout.tp))
+    else:
+        cuts.append(("feed-forward width", sizes.ffn, "tp", layout.tp))
+    for what, number, axis, ranks in cuts:
+        if number % ranks:
+            raise ConfigError(f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor of it")
+    if not sizes.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
+        raise ConfigError(f"{name}: {shape.name} has no experts: set layout.ep to 1 and layout.etp to null")
+    if sizes.experts and layout.tp > 1 and not layout.sequence_parallel:
+        raise ConfigError(f"{name}: {shape.name} has experts and layout.tp = {layout.tp}: set layout.sequence_parallel to true")
+
+
+def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samples: int) -> RolePlan:
+    role, engine = config.roles[name], config.engine
+    numbers, reference = Numbers.gpu(role.model.dtype), role.loss.kl_coef > 0
+    held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
+    embedded, cache = 0.0, 0.0
+    if isinstance(engine, Embedded):
+        if shape.sizes.experts:
+            raise ConfigError(
+                f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: set engine.kind to vllm or sglang"
+            )
+        embedded = float(numbers.width * shapes.total(shape))
+        rows = min(engine.max_batch, -(-samples // parallel.world))
+        cache = float(rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width))
+    asleep = held.optimizer if role.sleep else 0.0
+    return RolePlan(
+        name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache, sleeps=role.sleep,
+        host=asleep + (held.weights if reference else 0.0),
+    )  # fmt: skip
+
+
+def _frozen(role: RolePlan) -> RolePlan:
+    """A player that is never trained has weights alone."""
+    weights = role.training.weights
+    held = Training(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
+    return replace(role, training=held, host=0.0)
+
+
+def _micro(role: Role) -> Micro:
+    return Micro(tokens=role.micro_batch_tokens, recompute=role.model.recompute == "full")
+
+
+def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster) -> ServerPlan:
+    role = config.roles[name]
+    width = Numbers.gpu(role.model.dtype).width
+    if shape.sizes.heads % settings.tp:
+        raise ConfigError(
+            f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: choose a divisor"
+        )
+    weights = width * shapes.total(shape) / settings.tp
+    cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
+    longest = role.max_prompt_tokens + role.sampling.max_tokens
+    copies = max(1, settings.tp // shape.sizes.kv_heads)
+    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest
+    return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
+
+
+def _engine(config: TrainConfig, ranks: int, cache: float) -> Engine:
+    settings = config.engine
+    if isinstance(settings, Servers):
+        rows = min(settings.max_batch, settings.max_requests) if settings.max_requests else settings.max_batch
+        return Engine(replicas=settings.replicas, tp=settings.tp, max_batch=rows, kv_bytes=cache, expert_parallel=settings.expert_parallel)
+    return Engine(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)  # its cache grows as it must
+
+
+def _turn(
+    config: TrainConfig, cluster: Cluster, work: Work, models: Mapping[str, Shape], parallels: Mapping[str, Parallel],
+    engines: Mapping[str, Engine],
+) -> TurnPlan:  # fmt: skip
+    phases, rows, before = {}, {}, 0.0
+    servers = isinstance(config.engine, Servers)
+    for draw in work.draws:
+        found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
+        rows[draw.role] = found.rows
+        seconds = found.seconds
+        if servers and before:  # each answer goes on as it comes: what is left is the part that the first does not cover
+            seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
+        before += seconds
+        phases[f"rollout {draw.role}"] = seconds
+    phases["reward"] = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
+    role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
+    phases |= _training(role, cluster, draw, shape, parallel)
+    width = Numbers.gpu(role.model.dtype).width
+    sent = compute.refit(shape, parallel, engines[work.role], cluster, width=width, together=not servers)
+    phases["refit"] = sent.seconds
+    drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
+    beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
+    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens)
+    return TurnPlan(
+        role=work.role, times=work.times, phases=phases, hidden=beside, generated=sum(d.samples * d.response for d in work.draws),
+        trained=batch.tokens, flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows,
+    )  # fmt: skip
+
+
+def _rollout(config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: Engine) -> compute.Rollout:
+    width = Numbers.gpu(config.roles[draw.role].model.dtype).width
+    return compute.rollout(shape, engine, cluster, draw, width=width)
+
+
+def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
+    """Seconds of what an update is made of, beside rollouts and refit."""
+    numbers, stage = Numbers.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
+    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens)
+    part = Batch(sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens)
+    forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
+    weights = numbers.width * shapes.counts(shape, parallel, stage).all
+    phases = {}
+    if role.loss.kl_coef > 0:
+        phases["reference log-probs"] = forward + compute.host_seconds(weights)
+    if steps > 1:
+        phases["old log-probs"] = forward
+    passed = compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=role.model.recompute == "full")
+    phases["forward and backward"] = steps * passed
+    phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
+    if role.sleep:
+        phases["sleep and wake"] = 2 * compute.host_seconds(memory.optimizer_bytes(shape, parallel, numbers, stage=stage))
+    return phases

@@ -1,0 +1,268 @@
+"""Layouts tried in a role's place: the fastest that fit a cluster, and what to change where nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl import config_checks
+from megatron_rl.config import ConfigError, Embedded, Layout, Role, Servers, TrainConfig, Vllm
+from megatron_rl.planning import plan as plans
+from megatron_rl.planning import shapes
+from megatron_rl.planning.hardware import GIB, Cluster
+from megatron_rl.planning.plan import Plan
+from megatron_rl.planning.shapes import Shape
+from megatron_rl.planning.workload import Work
+
+ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the cluster's nodes
+PAIRS = 150  # combinations of the roles' layouts looked at for each choice of engines
+WORTH = 0.03  # of a step: what advice is given for
+MOST = 5  # lines of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A config that fits, what differs from the one asked about, and its plan."""
+
+    config: TrainConfig
+    plan: Plan
+    overrides: Sequence[str]  # a.b=c, to be given to the program
+
+
+def search(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], *, keep: int = 5) -> list[Found]:
+    """The fastest layouts of all roles and shapes of the engines that fit, best first; none when nothing does. Every one passes
+    config_checks. Layouts without context and virtual pipeline parallelism; sequence parallelism wherever tp is above 1."""
+    best: list[Found] = []
+    for with_engine in _engines(config, cluster, models):
+        best += _with(with_engine, config, cluster, models, work, keep)
+    return sorted(best, key=lambda found: found.plan.step_s)[:keep]
+
+
+def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
+    """What would make the run fit, or else faster; a line each, the most useful first."""
+    if made.problems:
+        return _cures(config, made, models, work) or ["no single change makes it fit: --search looks at all of them together"]
+    lines, phases = [], made.phases
+    name, seconds = max(phases.items(), key=lambda item: item[1])
+    drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
+    lines.append(f"{name} is {seconds / sum(phases.values()):.0%} of the work of a step, all generation {drawn / sum(phases.values()):.0%}")
+    paying = []
+    for text, other in _changes(config, made, models):
+        tried = _try(other, made.cluster, models, work)
+        if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
+            saved = 1 - tried.step_s / made.step_s
+            paying.append((tried.step_s, f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"))
+    lines += [text for _, text in sorted(paying)[:MOST]]
+    node = made.cluster.per_node
+    for role in made.roles:
+        if role.parallel.tp > node:
+            lines.append(f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network")
+    if made.host_per_node > 1000 * GIB:
+        lines.append(
+            f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: has it that much?"
+        )
+    return lines
+
+
+def layouts(role: Role, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
+    """That divide the model and the ranks. tp stays within a node."""
+    sizes = shape.sizes
+    tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and not (sizes.heads % tp or sizes.kv_heads % tp)]
+    pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if not sizes.num_layers % pp]
+    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if not sizes.experts % ep] if sizes.experts else [1]
+    for tp, pp, ep in itertools.product(tps, pps, eps):
+        for etp in sorted({1, tp}) if sizes.experts else [None]:
+            layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1)
+            if ranks % layout.model_ranks or ranks % layout.expert_ranks:
+                continue
+            if sizes.experts and layout.expert_tp * ep > ranks // pp:
+                continue
+            try:
+                plans.check_cut("", shape, layout)
+            except ConfigError:
+                continue
+            yield layout
+
+
+def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
+    """The config with the engines that come into question, the embedded one among them for dense models."""
+    if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
+        yield config
+    settings = config.engine if isinstance(config.engine, Servers) else Vllm()
+    settings = replace(settings, max_requests=max(settings.max_requests, settings.max_batch))
+    width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())
+    largest = max(width * shapes.total(shape) for shape in models.values())
+    room = settings.memory_share * cluster.device.memory * 0.75
+    seen = set()
+    for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):
+        if largest / tp > room or any(shape.sizes.heads % tp for shape in models.values()):
+            continue
+        gpus = round(share * cluster.nodes) * cluster.per_node if cluster.nodes > 1 else int(share * cluster.per_node)
+        replicas = gpus // (tp * len(models))
+        if replicas < 1 or (replicas, tp) in seen or gpus >= cluster.gpus:
+            continue
+        seen.add((replicas, tp))
+        yield replace(config, engine=replace(settings, replicas=replicas, tp=tp, urls={}, gpus=()))
+
+
+def _with(
+    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], keep: int
+) -> list[Found]:  # fmt: skip
+    """The best layouts of the roles with one choice of engines: each role's own, fastest first, then combinations that fit together."""
+    ranks = plans.trainer_gpus(config, cluster)
+    limit = max(4, int(PAIRS ** (1 / len(config.roles))))
+    choices: dict[str, list[Role]] = {}
+    for name, role in config.roles.items():
+        turns = [turn for turn in work if turn.role == name]
+        fitting: list[tuple[float, float, Role]] = []  # seconds, bytes
+        for layout, recompute in itertools.product(layouts(role, models[name], ranks, cluster.per_node), ("none", "full")):
+            other = replace(role, layout=layout, model=replace(role.model, recompute=recompute), sleep=True)
+            alone = replace(config, roles={**config.roles, name: other})
+            made = _try(alone, cluster, {**models}, turns, only=name)
+            if made is not None and _alone_fits(made, name):
+                own = next(one for one in made.roles if one.name == name)
+                fitting.append((made.step_s, own.training.peak + own.asleep, other))
+        small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
+        fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
+        choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
+    out: list[Found] = []
+    for chosen in itertools.product(*choices.values()):
+        made_config = replace(config, roles=dict(zip(choices, chosen, strict=True)))
+        made = _try(made_config, cluster, models, work)
+        if made is None or made.problems or not _passes(made_config, made.ranks):
+            continue
+        out.append(Found(config=made_config, plan=made, overrides=_overrides(asked, made_config)))
+    return sorted(out, key=lambda found: found.plan.step_s)[:keep]
+
+
+def _try(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], only: str | None = None) -> Plan | None:
+    """The plan of a config, None when it cannot be. `only`: the other roles keep layouts that may not divide these ranks."""
+    if only is not None:
+        plain = {name: role if name == only else replace(role, layout=Layout(), sleep=True) for name, role in config.roles.items()}
+        config = replace(config, roles=plain)
+    try:
+        return plans.make(config, cluster, models, work)
+    except ConfigError:
+        return None
+
+
+def _alone_fits(made: Plan, name: str) -> bool:
+    """Whether the role fits when nothing else is on the GPU."""
+    role = next(role for role in made.roles if role.name == name)
+    return made.reserve + role.embedded + role.training.peak <= made.cluster.device.memory and all(s.sequences >= 1 for s in made.servers)
+
+
+def _passes(config: TrainConfig, ranks: int) -> bool:
+    try:
+        config_checks.check(config, ranks, to_come=True)
+    except ConfigError:
+        return False
+    return True
+
+
+def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> Iterator[tuple[str, TrainConfig]]:
+    """(words, config) of single changes that may pay."""
+    for name, role in config.roles.items():
+        if role.model.recompute == "full":
+            yield (
+                f"{name} fits without recomputation (model.recompute=none)",
+                _role(config, name, model=replace(role.model, recompute="none")),
+            )
+        for layout in layouts(role, models[name], made.ranks, made.cluster.per_node):
+            if layout != role.layout and layout.model_ranks <= role.layout.model_ranks:
+                yield f"{name} fits at {_words(layout)}", _role(config, name, layout=layout)
+        if role.model.recompute == "full" and role.layout.tp > 1 and not role.layout.sequence_parallel:
+            layout = replace(role.layout, sequence_parallel=True)
+            yield f"{name} with layout.sequence_parallel=true", _role(config, name, layout=layout)
+    if isinstance(config.engine, Embedded):
+        replicas = made.cluster.gpus // 2 // len(config.roles)
+        servers = Vllm(replicas=max(1, replicas), max_requests=256)
+        yield f"vLLM servers on half of the GPUs (engine.kind=vllm engine.replicas={replicas})", replace(config, engine=servers)
+    else:
+        engine, node = config.engine, made.cluster.per_node
+        more = max(1, node // (engine.tp * len(config.roles)))
+        yield (
+            f"add {more} engine replicas to each role, from the trainer's nodes",
+            replace(config, engine=replace(engine, replicas=engine.replicas + more)),
+        )
+        if engine.max_requests < engine.max_batch:
+            requests = replace(engine, max_requests=engine.max_batch)
+            yield (
+                f"engine.max_requests={engine.max_batch}: servers decode no more at once than are asked of them",
+                replace(config, engine=requests),
+            )
+        if not config.rollouts.max_staleness:
+            ahead = replace(config.rollouts, max_staleness=1)
+            yield "rollouts.max_staleness=1, to generate beside training", replace(config, rollouts=ahead)
+
+
+def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
+    """One change, of one role or of all alike, that makes it fit."""
+    lines = []
+    for names in [[name] for name in config.roles] + ([list(config.roles)] if len(config.roles) > 1 else []):
+        if lines and len(names) > 1:
+            break  # one role's change is enough
+        for words, changes in _smaller(config.roles[names[0]], models[names[0]], made):
+            other = config
+            for name in names:
+                own = changes | ({"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {})
+                other = _role(other, name, **own)
+            tried = _try(other, made.cluster, models, work)
+            if tried is not None and not tried.problems:
+                lines.append(f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step")
+                break
+    if isinstance(config.engine, Servers):
+        return lines
+    replicas = max(1, made.cluster.gpus // 2 // len(config.roles))
+    tried = _try(replace(config, engine=Vllm(replicas=replicas, max_requests=256)), made.cluster, models, work)
+    if tried is not None and not tried.problems:
+        lines.append(
+            f"vLLM servers on half of the GPUs in place of the embedded engine fit (engine.kind=vllm engine.replicas={replicas}): "
+            f"{tried.step_s:.0f} s a step"
+        )
+    return lines
+
+
+def _smaller(role: Role, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(words, changed fields) that lower what a role needs, the mildest first."""
+    if not role.sleep:
+        yield "sleep=true", {"sleep": True}
+    if role.model.recompute == "none":
+        yield "model.recompute=full", {"model": replace(role.model, recompute="full")}
+    for layout in sorted(
+        layouts(role, shape, made.ranks, made.cluster.per_node), key=lambda layout: (layout.model_ranks, layout.expert_ranks)
+    ):
+        yield f"layout {_words(layout)}", {"layout": layout}
+
+
+def _role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
+    return replace(config, roles={**config.roles, name: replace(config.roles[name], **changes)})
+
+
+def _words(layout: Layout) -> str:
+    numbers = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+    words = [f"{axis}={size}" for axis, size in numbers.items() if size > 1 or axis == "tp"]
+    return " ".join(words + ([f"etp={layout.etp}"] if layout.etp is not None else []))
+
+
+def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
+    """What to give to the program, behind the config that was asked about, to run this one."""
+    out = []
+    for name, role in config.roles.items():
+        layout, recompute = role.layout, role.model.recompute
+        etp = "null" if layout.etp is None else layout.etp
+        together = str(layout.sequence_parallel).lower()
+        wanted = f"{{tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}, sequence_parallel: {together}}}"
+        out += [f"roles.{name}.layout={wanted}"] if layout != asked.roles[name].layout else []
+        out += [f"roles.{name}.model.recompute={recompute}"] if recompute != asked.roles[name].model.recompute else []
+        out += [f"roles.{name}.sleep=true"] if role.sleep != asked.roles[name].sleep else []
+    if config.engine != asked.engine and isinstance(config.engine, Servers):
+        out += [f"engine.kind={config.engine.kind}"] if config.engine.kind != asked.engine.kind else []
+        out += [
+            f"engine.replicas={config.engine.replicas}",
+            f"engine.tp={config.engine.tp}",
+            f"engine.max_requests={config.engine.max_requests}",
+        ]
+    return out
