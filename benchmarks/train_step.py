@@ -5,11 +5,15 @@ anything; ours runs padded too. `varied`: lengths as rollouts have them (prompt 
 response; ours runs packed, transformers pads each micro-batch of the same number of sequences, in the order given. Both sides
 use the same number of sequences per micro-batch on `equal`, one thread, fp32, SDPA attention, clipping and AdamW, and are
 measured in turn, several rounds; each side counts with its fastest. Tokens counted are real ones, not padding.
+
+--layouts: the `varied` batch on two ranks, packed and padded, for each axis alone; CPU seconds are those of both ranks together, the
+sums waited for among them, and are compared with one process and with transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import tempfile
 import time
@@ -28,11 +32,21 @@ from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Batch, Stop, Trajectory, pack
 
+ALONE = Layout()
+RANKS = 2
 PRESETS = {
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
     "small": dict(
         vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4
     ),
+}
+LAYOUTS = {
+    "dp2": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2_sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2, overlap_p2p=True),
+    "cp2": Layout(cp=2),
 }
 BARS = {"equal/ratio": 0.95, "varied/ratio": 1.5}
 
@@ -77,12 +91,44 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
     return step
 
 
-def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int) -> Callable[[], None]:
+def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int, layout: Layout = ALONE) -> Callable[[], None]:
     role = Role(
-        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=Loss(kl_coef=0.0), packed=packed, micro_batch_tokens=budget
+        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=Loss(kl_coef=0.0), packed=packed,
+        micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
-    policy, loss = MegatronPolicy(role, parallel.create(Layout())), CompletionLoss()
+    policy, loss = MegatronPolicy(role, parallel.create(layout)), CompletionLoss()
     return lambda: policy.update(batch, loss) and None
+
+
+def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse.Namespace) -> list[float]:
+    """CPU seconds of this rank in each round."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/{name}_{packed}", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    batch = pack(trajectories("varied", args.sequences, args.length, PRESETS[args.preset]["vocab_size"]))
+    step = our_step(Path(folder), batch, packed=packed, budget=args.rows * args.length, layout=LAYOUTS[name])
+    step()
+    seconds = []
+    for _ in range(args.rounds):
+        dist.barrier()
+        start = time.process_time()
+        step()
+        seconds.append(time.process_time() - start)
+    dist.barrier()
+    dist.destroy_process_group()
+    return seconds
+
+
+def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, float]:
+    """Tokens per CPU-second of each layout, packed and padded."""
+    figures = {}
+    for name in LAYOUTS:
+        for packed in (True, False):
+            with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
+                ranks = pool.starmap(rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1)
+            seconds = min(sum(both) for both in zip(*ranks, strict=True))
+            figures[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
+    return figures
 
 
 def measure(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
@@ -105,6 +151,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of each sequence (equal), of the longest (varied)")
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layouts", action="store_true", help="each layout on two ranks, too")
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -122,7 +169,13 @@ def main() -> None:
             tokens = len(batch.tokens)
             figures |= {f"{kind}/ours_tokens_per_cpu_s": tokens / seconds, f"{kind}/transformers_tokens_per_cpu_s": tokens / theirs}
             figures[f"{kind}/ratio"] = theirs / seconds
-    dist.destroy_process_group()
+        dist.destroy_process_group()
+        if args.layouts:
+            found = by_layout(folder, args, tokens)
+            for name, rate in found.items():
+                figures[f"{name}/tokens_per_cpu_s"] = rate
+                figures[f"{name}/of_one_process"] = rate / figures["varied/ours_tokens_per_cpu_s"]
+                figures[f"{name}/of_transformers"] = rate / figures["varied/transformers_tokens_per_cpu_s"]
     common.finish(figures, BARS, args)
 
 

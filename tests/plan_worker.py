@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_worker import WeightedLogprobs
+from layouts_worker import WeightedLogprobs
 
 from megatron_rl.config import Layout, Loss, Model, Role
 from megatron_rl.megatron import forward, offload, optim, parallel
@@ -91,7 +91,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))
     saved = Saved(set(parameters))
     batch = make_batch(policy.arch.vocab, case["lengths"])
-    packed = policy._micro_batches(batch)  # sequences seldom fill the budget
+    packed = policy._micro_batches(batch, policy._shares(batch))  # sequences seldom fill the budget
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
         policy.update(batch, WeightedLogprobs())
     found = {
@@ -102,7 +102,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
-    micro = Micro(tokens=max(part.tokens.numel() for part in packed), count=len(packed), recompute=recompute == "full")
+    micro = Micro(tokens=layout.cp * max(part.tokens.numel() for part in packed), count=len(packed), recompute=recompute == "full")
     plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 

@@ -245,7 +245,7 @@ def _frozen(role: RolePlan) -> RolePlan:
 
 
 def _micro(role: Role) -> Micro:
-    return Micro(tokens=role.micro_batch_tokens, recompute=role.model.recompute == "full")
+    return Micro(tokens=role.micro_batch_tokens * role.layout.cp, recompute=role.model.recompute == "full")
 
 
 def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster) -> ServerPlan:
@@ -293,7 +293,7 @@ def _turn(
     phases["refit"] = sent.seconds
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens)
+    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
     return TurnPlan(
         role=work.role, times=work.times, phases=phases, hidden=beside, generated=sum(d.samples * d.response for d in work.draws),
         trained=batch.tokens, flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows,
@@ -309,8 +309,8 @@ def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: 
     """Seconds of what an update is made of, beside rollouts and refit."""
     numbers, stage = Numbers.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
     steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
-    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens)
-    part = Batch(sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens)
+    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
+    part = Batch(sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
     forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
     weights = numbers.width * shapes.counts(shape, parallel, stage).all
     phases = {}

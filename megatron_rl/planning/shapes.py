@@ -49,7 +49,7 @@ class Parallel:
             tp=layout.tp,
             pp=layout.pp,
             vpp=layout.vpp or 1,
-            cp=1,
+            cp=layout.cp,
             ep=layout.ep,
             etp=layout.expert_tp if experts else 1,
             sequence_parallel=layout.sequence_parallel,

@@ -1,0 +1,88 @@
+"""Peak memory of log-probs and their gradient over a large vocabulary: in chunks, as the actor takes them, and the plain way; in one run.
+
+Plain: logits of all tokens, log_softmax, the labels' entries, backward. Both start from the same hidden states and output weights in
+float32, each in a process of its own; what counts is the most anonymous memory beyond what stood before. The plain way holds several
+times tokens x vocabulary x 4 bytes: 15 GB with the defaults.
+
+Then a model of the size `--hidden` and `--layers` asleep and awake: seconds of `sleep` and `wake`, and the bytes of gradients that sleep
+frees. Without a GPU the optimizer's moments are in host memory anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from pathlib import Path
+
+import common
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from megatron_rl.config import Layout as OneRank
+from megatron_rl.config import Loss, Model, Role
+from megatron_rl.megatron import forward, offload, parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+
+BARS = {"plain_over_chunked": 8.0}
+HIDDEN = 256
+
+
+def peak_mib(way: str, tokens: int, vocab: int) -> float:
+    """Of one forward and backward pass."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    hidden, weight = torch.randn(tokens, HIDDEN, requires_grad=True), (0.05 * torch.randn(vocab, HIDDEN)).requires_grad_()
+    labels = torch.randint(vocab, (tokens,))
+    with common.AnonymousPeak() as peak:
+        if way == "chunked":
+            found, _ = forward.vocab_parallel_logprobs(
+                hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=dist.group.WORLD
+            )
+        else:
+            found = (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        found.sum().backward()
+    dist.destroy_process_group()
+    return peak.mib
+
+
+def sleeping(hidden: int, layers: int) -> dict[str, float]:
+    """Seconds and MiB of one role's sleep."""
+    torch.set_num_threads(1)
+    sizes = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8)
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen2ForCausalLM(Qwen2Config(vocab_size=8192, **sizes)).save_pretrained(folder)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        policy = MegatronPolicy(Role(model=Model(path=str(Path(folder))), loss=Loss(kl_coef=0.0)), parallel.create(OneRank()))
+    held, start = offload.gradient_bytes(policy.chunks), time.monotonic()
+    policy.sleep()
+    asleep, between = offload.gradient_bytes(policy.chunks), time.monotonic()
+    policy.wake()
+    figures = {"sleep/seconds": between - start, "sleep/wake_seconds": time.monotonic() - between}
+    dist.destroy_process_group()
+    return figures | {"sleep/freed_mib": (held - asleep) / 2**20}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=150_000)
+    parser.add_argument("--hidden", type=int, default=512, help="of the model that sleeps")
+    parser.add_argument("--layers", type=int, default=12, help="of the model that sleeps")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    figures = {}
+    for way in ("chunked", "plain"):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            figures[f"{way}/peak_mib"] = pool.apply(peak_mib, (way, args.tokens, args.vocab))
+    figures["plain_over_chunked"] = figures["plain/peak_mib"] / figures["chunked/peak_mib"]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        figures |= pool.apply(sleeping, (args.hidden, args.layers))
+    common.finish(figures, BARS, args)
+
+
+if __name__ == "__main__":
+    main()
