@@ -80,13 +80,13 @@ def benchmark(name: str) -> Benchmark:
     return table[name]
 
 
-def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None, max_bad_share: float = 0.01) -> PromptSet:
+def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
     """Where its rows are: data_dir/NAME (a folder), data_dir/NAME.jsonl or .parquet; without a data_dir the hub.
 
     Raises ConfigError when data_dir has none of these.
     """
     if data_dir is None:
-        return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit, max_bad_share=max_bad_share)
+        return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit)
     base, name = Path(data_dir), found.folder or found.name
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     place = next((p for p in places if p.exists()), None)
@@ -94,7 +94,7 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
         raise ConfigError(f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for the hub")
     tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
-    return PromptSet(path=str(place), split=split, subset=found.subset, limit=limit, max_bad_share=max_bad_share)
+    return PromptSet(path=str(place), split=split, subset=found.subset, limit=limit)
 
 
 def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:

@@ -10,6 +10,7 @@ it keeps honest code from the network, not an attacker who breaks the interprete
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -124,7 +125,21 @@ def _silence() -> None:
 
 def _load_usual_modules() -> None:
     """Before the rights are gone: an installation may be readable by its owner alone."""
-    import bisect, collections, copy, datetime, functools, heapq, itertools, math, operator, random, re, string  # noqa: E401, F401
+    for name in (
+        "bisect",
+        "collections",
+        "copy",
+        "datetime",
+        "functools",
+        "heapq",
+        "itertools",
+        "math",
+        "operator",
+        "random",
+        "re",
+        "string",
+    ):
+        importlib.import_module(name)
 
 
 def _cut_off(memory_mib: int, cpu_s: int) -> bool:
