@@ -393,6 +393,14 @@ class Judging:
 
 
 @config
+class GradingConfig:
+    """Grade given completions: `megatron-rl eval --completions`."""
+
+    benchmark: str | None = None  # whose grader to use; null: `reward`
+    reward: Reward = field(default_factory=lambda: Reward(workers=1))
+
+
+@config
 class EvalConfig:
     """Measure a model on problem sets: `megatron-rl eval`."""
 

@@ -30,13 +30,13 @@ class Cast:
 def open_cast(config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack) -> Cast:
     """Collective. Servers that were started here end with `stack`."""
     judging = None if config.verifier is None else config.verifier.model
-    writers = [model for model in dict.fromkeys((config.model, config.junior, judging)) if model is not None]
-    scored = [model for model in dict.fromkeys((config.model, config.junior, config.base)) if model is not None]
-    scored = scored if {LEGIBILITY, DRIFT} & set(config.measures) else []
-    tokenizers = {model: load_tokenizer(model.tokenizer or model.path) for model in dict.fromkeys([*writers, *scored])}
+    writers = _each(config.model, config.junior, judging)
+    scored = _each(config.model, config.junior, config.base) if {LEGIBILITY, DRIFT} & set(config.measures) else []
+    tokenizers = {model: load_tokenizer(model.tokenizer or model.path) for model in _each(*writers, *scored)}
     own: dict[Model, EmbeddedEngine] = {}
     embedded = isinstance(config.engine, Embedded)
-    for model in dict.fromkeys([*(writers if embedded else []), *(scored if embedded or world.rank == 0 else [])]):
+    here = scored if world.rank == 0 else []
+    for model in _each(*writers, *here) if embedded else here:
         batch = config.engine.max_batch
         own[model] = EmbeddedEngine(model.path, max_batch=batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizers[model])
         own[model].load_pretrained()
@@ -48,3 +48,8 @@ def open_cast(config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack
 
         engines |= start(config, config.engine, writers, tokenizers, stack)
     return Cast(engines, {model: own[model] for model in scored if model in own}, tokenizers)
+
+
+def _each(*models: Model | None) -> list[Model]:
+    """Every model once, in order."""
+    return list({model: None for model in models if model is not None})

@@ -118,7 +118,7 @@ def bootstrap(count: int, statistic: Callable[[np.ndarray], float | None], *, se
     return Interval(value, *_percentiles(np.array([f for f in found if f is not None])))
 
 
-def paired(first: Mapping[Hashable, float], second: Mapping[Hashable, float], *, seed: int = 0, resamples: int = RESAMPLES) -> Paired:
+def paired(first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES) -> Paired:
     """Scores by problem of two models, on the problems that both have. Raises ValueError when there is none."""
     shared = [key for key in first if key in second]
     if not shared:
