@@ -104,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-done", action="store_true", help="do nothing where `output` is there already")
-    parser.add_argument("--completions", type=Path, metavar="FILE", help="grade these rows {id, answer, completion} instead of asking a model")
+    parser.add_argument(
+        "--completions", type=Path, metavar="FILE", help="grade these rows {id, answer, completion} instead of asking a model"
+    )
     parser.add_argument("--compare", type=Path, nargs="+", metavar="NAME.json", help="compare finished evaluations, each with the first")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where grades or the comparison go")
 
@@ -274,7 +276,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     elif args.command == "generate":
         from megatron_rl.commands.generate import run
     else:
-        from megatron_rl.commands.evaluate import run
+        from megatron_rl.commands import evaluate
+
+        run = functools.partial(evaluate.run, environment=os.environ)
     from megatron_rl import errors
 
     try:

@@ -32,7 +32,9 @@ def test_every_row_has_a_grade_in_its_place(tmp_path):
     summary = grade_file(rows, tmp_path / "out", same)
     graded = [json.loads(line) for line in (tmp_path / "out/graded.jsonl").read_text().splitlines()]
     assert graded == [{"id": f"r{i}", "score": float(i % 2), "outcome": "score"} for i in range(600)]
-    assert summary == {"rows": 600, "mean_score": 0.5, "outcomes": {"score": 600}} == json.loads((tmp_path / "out/summary.json").read_text())
+    assert (
+        summary == {"rows": 600, "mean_score": 0.5, "outcomes": {"score": 600}} == json.loads((tmp_path / "out/summary.json").read_text())
+    )
 
 
 BAD = [

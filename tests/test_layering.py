@@ -30,7 +30,10 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "ray": (),
 }
 ROLE_NAMES = {"generator", "verifier", "senior", "junior"}
-ROLE_NAME_HOMES = ("megatron_rl.recipes", "megatron_rl.rewards.last_letter", "megatron_rl.evaluation.text_scores")
+ROLE_NAME_HOMES = (
+    *("megatron_rl.recipes", "megatron_rl.rewards.last_letter"),
+    *("megatron_rl.evaluation.text_scores", "megatron_rl.commands.eval_servers"),  # settings of `eval` that are called so
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -27,7 +27,7 @@ class Cast:
     tokenizers: Mapping[Model, Any]
 
 
-def open_cast(config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack) -> Cast:
+def open_cast(config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack, environment: Mapping[str, str]) -> Cast:
     """Collective. Servers that were started here end with `stack`."""
     judging = None if config.verifier is None else config.verifier.model
     writers = _each(config.model, config.junior, judging)
@@ -46,7 +46,7 @@ def open_cast(config: EvalConfig, world: TorchWorld, stack: contextlib.ExitStack
     elif world.rank == 0:
         from megatron_rl.commands.eval_servers import start
 
-        engines |= start(config, config.engine, writers, tokenizers, stack)
+        engines |= start(config, config.engine, writers, tokenizers, stack, environment)
     return Cast(engines, {model: own[model] for model in scored if model in own}, tokenizers)
 
 

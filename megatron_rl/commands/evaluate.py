@@ -62,11 +62,11 @@ class Graders:
         return self.pools[key].grade
 
 
-def run(config: EvalConfig, place: Place) -> int:
-    """Every rank runs it. Prints the figures; returns the exit status."""
+def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
+    """Every rank runs it. Prints the figures; returns the exit status. `environment`: of servers that it starts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
     with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
-        cast = open_cast(config, world, stack)
+        cast = open_cast(config, world, stack, environment or {})
         world.from_driver(functools.partial(_evaluate, config, cast))
     return 0
 

@@ -76,7 +76,11 @@ def _graded(rows: Sequence[Row], grade: Grade) -> list[dict[str, Any]]:
 
 
 def _answer(row: Row, graded: Graded | None) -> dict[str, Any]:
-    answer = {"id": row.id, "score": 0.0 if graded is None else graded.score, "outcome": BAD_ROW if graded is None else graded.outcome.value}
+    answer = {
+        "id": row.id,
+        "score": 0.0 if graded is None else graded.score,
+        "outcome": BAD_ROW if graded is None else graded.outcome.value,
+    }
     detail = f"line {row.line}: {row.why}" if graded is None else graded.detail
     return answer | ({"detail": detail[:MAX_DETAIL]} if detail else {})
 
