@@ -290,7 +290,7 @@ def test_a_verifiers_votes_weigh_samples():
         grade=graded(lambda response, payload: response == payload["answer"]),
     )  # fmt: skip
     rows = solver(problem_set(["1", "2"]), [0, 1])
-    assert [[r["verifier"] for r in group] for group in rows] == [[0.0, 1.0, 0.0]] * 2
+    assert [[r["confidence"] for r in group] for group in rows] == [[0.0, 1.0, 0.0]] * 2
     assert [[r["score"] for r in group] for group in rows] == [[0, 1, 0], [0, 0, 1]] and rows[1][0]["id"] == 1
 
 

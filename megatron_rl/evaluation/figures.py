@@ -57,7 +57,7 @@ def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
         rows = [row for group in groups for row in group]
         counts = {f"grading {kind.value}": sum(r["outcome"] == kind.value for r in rows) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
         counts |= {"empty": sum(not r["tokens"] for r in rows)}
-        if rows and "verifier" in rows[0]:
+        if rows and "confidence" in rows[0]:
             sure = _calibration(rows)
     else:
         values, counts, sure = text_values(groups, measure), {"left out": _left_out(groups, measure)}, None
@@ -74,8 +74,8 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     if n > 1:
         keys = [[row["key"] for row in group] for group in groups]
         out[f"maj@{n}"] = [majority(k, s) for k, s in zip(keys, scores, strict=True)]
-        if "verifier" in groups[0][0]:
-            weights = [[row["verifier"] for row in group] for group in groups]
+        if "confidence" in groups[0][0]:
+            weights = [[row["confidence"] for row in group] for group in groups]
             out[f"best_of_{n}"] = [best_of_n(s, w) for s, w in zip(scores, weights, strict=True)]
             out[f"vote_of_{n}"] = [weighted_vote(k, s, w) for k, s, w in zip(keys, scores, weights, strict=True)]
     out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
@@ -128,4 +128,4 @@ def _left_out(groups: Sequence[Sequence[Sample]], measure: str) -> int:
 
 
 def _calibration(rows: Sequence[Sample]) -> Calibration | None:
-    return calibration([row["verifier"] for row in rows], [row["score"] > RIGHT for row in rows])
+    return calibration([row["confidence"] for row in rows], [row["score"] > RIGHT for row in rows])

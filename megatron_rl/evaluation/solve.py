@@ -69,7 +69,7 @@ class Solver:
         for (place, j, c), text, grade in zip(drawn, texts, graded, strict=True):
             row = sample_of(problems, place, j, self.measure) | answer_of(text, c, grade)
             if self.weigher is not None:
-                row["verifier"] = weights[place * self.sampling.n + j]
+                row["confidence"] = weights[place * self.sampling.n + j]
             groups[place].append(row | ({"token_ids": list(c.tokens)} if self.keep_tokens else {}))
         return [groups[place] for place in places]
 
