@@ -29,6 +29,7 @@ from megatron_rl.rewards.pool import GradePool, Outcome
 BARS = {"itself": 0.99, "reformatted": 0.98, "near_miss": 0.99}
 WRAPPED = "Half of it is $\\frac{{1}}{{2}}$, and so on.\n<answer>\\boxed{{{}}}</answer>"
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
+LIST = re.compile(r"[^(),\[\]{}=]+(,[^(),\[\]{}=]+)+")  # 1,3,5
 Case = tuple[str, str, str, float]  # kind, response, known answer, wanted score
 
 
@@ -80,7 +81,7 @@ def measure(found: Benchmark, answers: list[str], args: argparse.Namespace) -> t
             rows.append({"set": found.name, "kind": kind, "answer": answer, "response": response, "outcome": result.outcome.value})
     figures = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
     figures |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
-    return figures | {f"{found.name}/per_minute": 60 * len(cases) / seconds * 1.0}, rows
+    return figures | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
 
 
 def cases_of(answer: str) -> Iterator[Case]:
@@ -104,6 +105,8 @@ def reformatted(answer: str) -> Iterator[str]:
             yield f"\\boxed{{{int(value):,}}}".replace(",", "{,}")
         else:
             yield f"\\boxed{{{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}}}"
+    if LIST.fullmatch(answer):  # several answers, whose order says nothing
+        yield f"\\boxed{{{', '.join(reversed(answer.split(',')))}}}"
     if "\\frac" in answer:
         yield f"\\boxed{{{answer.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}"
     if "(" in answer and answer.count("(") == answer.count(")"):
@@ -120,6 +123,11 @@ def near_misses(answer: str) -> Iterator[str]:
                 yield f"{float(other):.{digits}f}" if digits else str(int(other))
         yield f"{answer}, {int(value) + 7}"
         return
+    if LIST.fullmatch(answer):
+        yield answer.rpartition(",")[0]
+    pair = re.fullmatch(r"\(([^(),]+),([^(),]+)\)", answer)
+    if pair and pair[1].strip() != pair[2].strip():
+        yield f"({pair[2]},{pair[1]})"
     numbers = list(re.finditer(r"(?<![\w.^_{])\d+(?![\w.])", answer))
     if numbers:
         last = numbers[-1]

@@ -74,11 +74,11 @@ def data(tmp_path) -> Path:
     return base
 
 
-def config_of(models, data, **changes) -> EvalConfig:
+def config_of(models, folder, **changes) -> EvalConfig:
     settings = {
-        "model": {"path": str(models[0])}, "benchmarks": ["gsm8k", "amc23"], "data_dir": str(data), "template": str(data / "short.txt"),
+        "model": {"path": str(models[0])}, "benchmarks": ["gsm8k", "amc23"], "data_dir": str(folder), "template": str(folder / "short.txt"),
         "sampling": {"max_tokens": 24, "temperature": 1.0}, "n": 2, "k": [1, 2], "reward": {"workers": 1, "timeout_s": 120.0},
-        "output": str(data.parent / "out/eval.json"),
+        "output": str(folder.parent / "out/eval.json"),
     } | changes  # fmt: skip
     return config_files.load(EvalConfig, [], [f"{name}={json.dumps(value)}" for name, value in settings.items()])
 
