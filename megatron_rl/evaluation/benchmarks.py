@@ -150,8 +150,8 @@ def _gold(answer: Any) -> str:
 
 
 def _gsm8k(row: Row) -> Values:
-    answer = str(row.get("answer", "")).rpartition("####")[2].strip().replace(",", "")
-    return {"question": _first(row, "question"), "answer": _gold(answer)}
+    _, mark, answer = str(row.get("answer", "")).rpartition("####")
+    return {"question": _first(row, "question"), "answer": _gold(answer.replace(",", "") if mark else None)}
 
 
 def _svamp(row: Row) -> Values:
