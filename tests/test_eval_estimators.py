@@ -5,7 +5,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.evaluation import estimators as est
@@ -18,6 +18,7 @@ def test_pass_at_k_vectors(n, c, k, expected):
     assert est.pass_at_k(n, c, k) == pytest.approx(expected, abs=5e-5)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(numbers):
     n, c, k = numbers
@@ -25,6 +26,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(numbers):
     assert est.pass_at_k(n, c, k) == pytest.approx(fmean(float(any(s)) for s in subsets))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.data())
 def test_pass_at_k_rises_with_k_and_with_right_samples(n, data):
     c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
@@ -55,6 +57,7 @@ def test_the_verifier_decides_best_of_n_and_weighted_votes():
     assert est.weighted_vote(["a", "b"], [1.0, 0.0], [0.0, 0.0]) == 0.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([None, "a", "b", "c"]), st.booleans()), min_size=1), st.randoms())
 def test_votes_do_not_depend_on_order_and_agree_with_equal_weights(samples, random):
     keys, scores = [k for k, _ in samples], [float(s) for _, s in samples]
@@ -66,6 +69,7 @@ def test_votes_do_not_depend_on_order_and_agree_with_equal_weights(samples, rand
     assert est.best_of_n(scores, [1.0] * len(keys)) == pytest.approx(fmean(scores))
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_intervals_hold_their_mean_and_are_repeatable(values):
     found = est.mean_interval(values, resamples=200)
@@ -117,6 +121,7 @@ def test_many_differences_are_tested_by_drawn_signs():
     assert est.sign_flip(rng.normal(0.5, 1.0, 200)) < 0.001
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1))
 def test_calibration_counts_every_prediction_once(rows):
     found = est.calibration([c for c, _ in rows], [t for _, t in rows])
