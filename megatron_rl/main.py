@@ -36,7 +36,7 @@ HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
     "generate": "answers of a teacher model as SFT data (train and validation Parquet)",
-    "eval": "grade a model on a problem set",
+    "eval": "measure a model on benchmarks or a problem set; grade given answers; compare results",
 }
 
 
@@ -190,6 +190,11 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
 
     if hasattr(config, "reward"):
         plugins.build(configs.Use(target=config.reward.target, args=config.reward.args))
+    if isinstance(config, configs.EvalConfig):
+        from megatron_rl.evaluation.benchmarks import benchmark
+
+        for name in config.benchmarks:
+            benchmark(name)
     if not isinstance(config, configs.TrainConfig):
         return []
     recipe = plugins.build(config.recipe)

@@ -106,8 +106,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # What a kill leaves behind: some problems, and a last line that was cut in half.
-    tokenizers = evaluate.Cast({}, {}, {config.model: TOKENIZER})
-    digest = evaluate._digest(config, [evaluate._task(config, tokenizers, *read) for read in evaluate._sets(config)])
+    digest = evaluate._digest(config, [evaluate._task(config, TOKENIZER, source) for source in evaluate._sources(config)])
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])
@@ -395,6 +394,6 @@ def test_settings_that_cannot_work_are_refused(change, says, capsys):
     words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", change]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            list(evaluate._sets(config_files.load(EvalConfig, [], words[1:])))
+            evaluate._sources(config_files.load(EvalConfig, [], words[1:]))
         return
     assert main(words) == 2 and says in capsys.readouterr().err

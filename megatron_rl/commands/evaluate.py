@@ -40,8 +40,20 @@ Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # places of
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """A set as it was read, and how it is asked and graded."""
+
+    name: str
+    title: str
+    problems: list[Problem]
+    reward: Reward
+    judged: bool  # solutions, for a verifier
+    template: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
-    """A set and who grades it."""
+    """A set as prompts, and who grades it."""
 
     problems: ProblemSet
     reward: Reward
@@ -74,7 +86,7 @@ def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None 
 def _evaluate(config: EvalConfig, cast: Cast) -> None:
     """On the driver."""
     start = time.monotonic()
-    tasks = [_task(config, cast, *read) for read in _sets(config)]
+    tasks = [_task(config, cast.tokenizers[config.model], source) for source in _sources(config)]
     output = None if config.output is None else Path(config.output)
     samples = Samples(None if output is None else output.with_suffix(".jsonl"), _digest(config, tasks))
     if samples.resumed:
@@ -92,11 +104,12 @@ def _evaluate(config: EvalConfig, cast: Cast) -> None:
         Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
     _say(sets)
     if output is not None:
-        samples.finish()
+        samples.write()
         text = config_files.dump(config)
         report.write_page(output.with_suffix(".html"), sets, means, samples, text)
         about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
         report.write_figures(output, report.figures_json(sets, means, about))
+        samples.forget()
         print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
     check_failures(gradings(samples, sets), config.reward.max_failure_share)
 
@@ -107,20 +120,25 @@ def _say(sets: Sequence[SetFigures]) -> None:
             print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
 
 
-def _sets(config: EvalConfig) -> Iterator[tuple[str, str, list[Problem], Reward, bool, str]]:
-    """(name, title, problems, grader, whether they are solutions for a verifier, template) of every set."""
+def _sources(config: EvalConfig) -> list[Source]:
+    """Every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
+    out = []
     for name in config.benchmarks:
         found = benchmark(name)
-        source = source_of(found, config.data_dir, limit=config.limit)
+        problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))
         reward = replace(config.reward, target=found.grader, args={})
-        yield name, found.title, read_benchmark(found, source), reward, found.judged, config.template or found.template
+        template = config.template or found.template
+        out.append(Source(name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template))
     if config.data is not None:
-        problems = read_problems(config.data)
-        judged = "steps" in resolve(config.data).fields
+        problems, judged, name = read_problems(config.data), "steps" in resolve(config.data).fields, _name_of(config.data)
         if judged:
             problems = [replace(p, values=solution(p.values)) for p in problems]
-        name = _name_of(config.data)
-        yield name, name, problems, config.reward, judged, config.template or (JUDGED_TEMPLATE if judged else TANGO)
+        template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
+        out.append(Source(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template))
+    names = [source.name for source in out]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"benchmarks and data: {', '.join(twice)} is there twice; name it once, or give data.path a file of another name")
+    return out
 
 
 def _name_of(source: PromptSet) -> str:
@@ -128,20 +146,17 @@ def _name_of(source: PromptSet) -> str:
     return path.stem if path.stem not in ("test", "train") or not path.parent.name else path.parent.name
 
 
-def _task(
-    config: EvalConfig, cast: Cast, name: str, title: str, problems: list[Problem], reward: Reward, judged: bool, template: str
-) -> Task:  # fmt: skip
+def _task(config: EvalConfig, tokenizer: Any, source: Source) -> Task:
     try:
-        text = read_template(template)
+        text = read_template(source.template)
+        values = [verifier_values(p.values) if source.judged else {"question": str(p.values["question"])} for p in source.problems]
+        prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
     except FileNotFoundError as error:
         raise ConfigError(f"template: {error}") from None
-    tokenizer = cast.tokenizers[config.model]
-    values = [verifier_values(p.values) if judged else {"question": str(p.values["question"])} for p in problems]
-    try:
-        prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
-    except ValueError as error:
+    except ValueError as error:  # chat without a template for it
         raise ConfigError(str(error)) from None
-    return Task(problems=ProblemSet(name=name, title=title, problems=problems, prompts=prompts), reward=reward, judged=judged)
+    problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
+    return Task(problems=problems, reward=source.reward, judged=source.judged)
 
 
 def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:

@@ -48,12 +48,15 @@ class Samples:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def finish(self) -> None:
-        """Writes NAME.jsonl, sets in the order of their first rows."""
-        if self._path is None or self._partial is None:
-            return
-        write_text(self._path, "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group))
-        self._partial.unlink(missing_ok=True)
+    def write(self) -> None:
+        """NAME.jsonl, sets in the order of their first rows."""
+        if self._path is not None:
+            write_text(self._path, "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group))
+
+    def forget(self) -> None:
+        """Drops the file to go on from: all is done and written."""
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
 
     def _resume(self, partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
