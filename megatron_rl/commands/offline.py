@@ -1,4 +1,4 @@
-"""`megatron-rl eval` without a model: grading of given completions, comparisons of finished evaluations. No torch."""
+"""`megatron-rl eval` without a model: grading of given completions, comparisons of finished evaluations.."""
 
 from __future__ import annotations
 
