@@ -391,16 +391,59 @@ class GenerateConfig:
 
 
 @config
-class EvalConfig:
-    """Grade a model on a problem set: `megatron-rl eval`."""
+class Judging:
+    """A verifier that weighs a generator's samples: best of n, and weighted votes."""
 
     model: Model
-    data: PromptSet
-    template: str
-    output: str | None = None  # JSON file of the figures and every response
+    template: str = "tango_verifier"
+    votes: PositiveInt = 1  # verifications of one sample
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+@config
+class GradingConfig:
+    """Grade given completions: `megatron-rl eval --completions`."""
+
+    benchmark: str | None = None  # whose grader to use; null: `reward`
+    reward: Reward = field(default_factory=lambda: Reward(workers=1))
+
+
+@config
+class EvalConfig:
+    """Measure a model on problem sets: `megatron-rl eval`."""
+
+    model: Model  # the generator; of sets of solutions (processbench_*) the verifier; of a hand-off the one that starts
+    benchmarks: tuple[str, ...] = ()  # by name, see docs/evaluation.md
+    data_dir: str | None = None  # the benchmarks' local files; null: the Hugging Face hub
+    data: PromptSet | None = None  # a set of your own, graded by `reward`
+    limit: PositiveInt | None = None  # problems of each benchmark
+    template: str | None = None  # null: the benchmark's own, and tango_generator for `data`
+    chat: bool = False  # the prompt is a user's message in the tokenizer's chat template
+    output: str | None = None  # NAME.json, the figures; NAME.jsonl, every sample, and NAME.html, the report, go beside it
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    context: PositiveInt | None = None  # tokens of prompt and answer; max_tokens shrinks to context - prompt - 8
     n: PositiveInt = 1
+    k: tuple[PositiveInt, ...] = (1,)  # of pass@k
     seed: int = 0
-    reward: Reward = field(default_factory=Reward)
-    engine: Embedded = field(default_factory=Embedded)
+    measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
+    junior: Model | None = None  # the other model of handoff, legibility and drift
+    base: Model | None = None  # what training began from, for drift
+    max_rounds: PositiveInt = 150  # turns of a hand-off
+    verifier: Judging | None = None
+    reward: Reward = field(default_factory=Reward)  # the grader of `data`; workers and limits of every grader
+    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)
+
+    def __post_init__(self) -> None:
+        if not self.benchmarks and self.data is None:
+            raise ConfigError(
+                "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own by data.path"
+            )
+        if too_large := [k for k in self.k if k > self.n]:
+            raise ConfigError(f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n")
+        if self.junior is None and (missing := [m for m in self.measures if m != "solve"]):
+            raise ConfigError(f"measures = {list(self.measures)}: {missing[0]} needs a second model; set junior.path")
+        if {"legibility", "drift"} & set(self.measures) and "solve" not in self.measures:
+            raise ConfigError(f"measures = {list(self.measures)}: legibility and drift are of the texts that solve writes; add solve")
+        if self.output is not None and not self.output.endswith(".json"):
+            raise ConfigError(f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it")

@@ -59,26 +59,35 @@ def read_problems(source: PromptSet) -> list[Problem]:
     """
     source = resolve(source)
     pattern = _compiled(source.answer_pattern)
+
+    def read(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if any(_reach(row, key) != value for key, value in source.filters.items()):
+            return None
+        return _mapped(row, source, pattern)
+
+    return read_rows(source, read)
+
+
+def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
+    """As `read_problems`, of rows that `read` understands: it gives a row's values, None for a row to pass over, and raises DataError
+    for a bad one. Of `source` only where the rows are, limit and max_bad_share count."""
     problems: list[Problem] = []
     bad: list[_BadRow] = []
-    read = total = 0
+    count = total = 0
     for where, row in _rows(source.path, source.split, source.subset):
         if source.limit is not None and len(problems) >= source.limit:
             break
-        read += 1
-        if isinstance(row, _BadRow):
-            total += 1
-            bad.append(row)
-            continue
-        if any(_reach(row, key) != value for key, value in source.filters.items()):
-            continue
-        total += 1
-        try:
-            problems.append(Problem(total - 1, _mapped(row, source, pattern)))
-        except DataError as error:
-            bad.append(_BadRow(where, str(error)))
+        count += 1
+        values, why = (None, row) if isinstance(row, _BadRow) else _understood(row, where, read)
+        if why is not None:
+            bad.append(why)
+        elif values is not None:
+            problems.append(Problem(total, values))
+        total += values is not None or why is not None
     if not total:
-        raise DataError(f"none of the {read} rows of {source.path} passes the filters {source.filters}: look at data.filters and data.path")
+        raise DataError(
+            f"none of the {count} rows of {source.path} passes the filters {source.filters}: look at data.filters and data.path"
+        )
     _refuse(bad, total, source.max_bad_share, source.path)
     return problems
 
@@ -219,6 +228,16 @@ def _mapped(row: Mapping[str, Any], source: PromptSet, pattern: re.Pattern[str] 
     if not answer.strip():
         raise DataError("the answer is empty")
     return {**values, "question": question, "answer": answer}
+
+
+def _understood(
+    row: Mapping[str, Any], where: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+) -> tuple[Mapping[str, Any] | None, _BadRow | None]:
+    """-> its values, or why it is bad; neither for a row to pass over."""
+    try:
+        return read(row), None
+    except DataError as error:
+        return None, _BadRow(where, str(error))
 
 
 def _text(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:

@@ -37,6 +37,7 @@ def settings_table() -> dict[str, PromptSet]:
         ),
         "math": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
         "last_letter": PromptSet(path="", fields={"question": "question", "answer": "answer", "words": "words"}),
+        "solutions": PromptSet(path="", fields={"question": "problem", "answer": "label", "steps": "steps", "label": "label"}),
     }
 
 

@@ -41,7 +41,7 @@ HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
     "generate": "answers of a teacher model as SFT data (train and validation Parquet)",
-    "eval": "grade a model on a problem set",
+    "eval": "measure a model on benchmarks or a problem set; grade given answers; compare results",
 }
 
 
@@ -67,6 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return conversions.run(args.form, args)
         if args.command in cluster.NAMES:
             return cluster.run(args, _load)
+        if args.command == "eval" and (args.completions or args.compare):
+            return _grade_or_compare(args)
+        if not args.settings:
+            raise configs.ConfigError("give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file")
         return _run(args, words)
     except configs.ConfigError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
@@ -78,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in HELP.items():
         sub = commands.add_parser(name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW)
-        sub.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
+        sub.add_argument("settings", nargs="*" if name == "eval" else "+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
         if name == "eval":
-            sub.add_argument("--skip-done", action="store_true", help="do nothing where `output` is there already")
+            _evaluation_arguments(sub)
     drift = commands.add_parser("drift", help="whether the engines keep to the trainer: a run at learning rate 0, its log-prob gaps")
     drift.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of a `train` run")
     drift.add_argument("--updates", type=_positive, default=5, help="updates, each with a refit behind it (default: 5)")
@@ -104,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="a run directory, or a sweep's")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
     return parser
+
+
+def _evaluation_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--skip-done", action="store_true", help="do nothing where `output` is there already")
+    parser.add_argument(
+        "--completions", type=Path, metavar="FILE", help="grade these rows {id, answer, completion} instead of asking a model"
+    )
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="NAME.json", help="compare finished evaluations, each with the first")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where grades or the comparison go")
 
 
 def _positive(text: str) -> int:
@@ -185,6 +198,11 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
 
     if hasattr(config, "reward"):
         plugins.build(configs.Use(target=config.reward.target, args=config.reward.args))
+    if isinstance(config, configs.EvalConfig):
+        from megatron_rl.evaluation.benchmarks import benchmark
+
+        for name in config.benchmarks:
+            benchmark(name)
     if not isinstance(config, configs.TrainConfig):
         return []
     recipe = plugins.build(config.recipe)
@@ -229,6 +247,23 @@ def _serve(args: argparse.Namespace) -> int:
         return 1
 
 
+def _grade_or_compare(args: argparse.Namespace) -> int:
+    """`eval` without a model."""
+    from megatron_rl.commands import offline
+    from megatron_rl.rewards.pool import RewardFailure
+
+    if args.out is None or (args.completions and args.compare):
+        raise configs.ConfigError("give --out DIR, and one of --completions FILE and --compare A.json B.json ...")
+    if args.compare:
+        return offline.compare_results(args.compare, args.out)
+    grading = config_files.load(configs.GradingConfig, *_split(args.settings))
+    try:
+        return offline.grade_completions(grading, args.completions, args.out)
+    except RewardFailure as error:
+        print(f"megatron-rl eval: {error}", file=sys.stderr)
+        return 1
+
+
 def _run(args: argparse.Namespace, words: list[str]) -> int:
     files, overrides = _split(args.settings)
     config = config_files.load(SCHEMAS["train" if args.command == "drift" else args.command], files, overrides)
@@ -256,7 +291,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     elif args.command == "generate":
         from megatron_rl.commands.generate import run
     else:
-        from megatron_rl.commands.evaluate import run
+        from megatron_rl.commands import evaluate
+
+        run = functools.partial(evaluate.run, environment=os.environ)
     from megatron_rl import errors
 
     try:

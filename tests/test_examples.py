@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import config, config_checks, config_files, plugins
-from megatron_rl.config import GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.config import EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.gate import GateFailure, check_reward
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.pool import GradePool
@@ -17,6 +18,7 @@ from megatron_rl.types import Prompt
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TRAIN = ["tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "last_letter/tango", "last_letter/grpo", "gsm8k_cpu"]
 SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
+EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
 
 def load(schema, name):
@@ -25,7 +27,7 @@ def load(schema, name):
 
 def test_every_example_is_tested():
     found = {str(p.relative_to(EXAMPLES).with_suffix("")) for p in EXAMPLES.rglob("*.yaml")}
-    assert found == {*TRAIN, *SFT, "generate_sft_llama3.1_70b"}
+    assert found == {*TRAIN, *SFT, *EVAL, "generate_sft_llama3.1_70b"}
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -41,6 +43,13 @@ def test_training_examples_are_valid(name, monkeypatch):
 @pytest.mark.parametrize("name", SFT)
 def test_sft_examples_are_valid(name):
     config_checks.check(load(SftConfig, name), 32)
+
+
+@pytest.mark.parametrize("name", EVAL)
+def test_eval_examples_are_valid(name):
+    config = load(EvalConfig, name)
+    config_checks.check(config, 8)
+    assert all(benchmark(each).template and not benchmark(each).judged for each in config.benchmarks)
 
 
 def test_generate_example_is_valid():

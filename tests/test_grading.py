@@ -248,6 +248,12 @@ def test_too_many_failures_stop_the_run():
         (r"\boxed{19}", "18", 0.0),
         (r"\boxed{51\%}", "0.5", 0.0),
         (r"\boxed{(0, 1)}", r"[0,1]", 0.0),
+        (r"\boxed{1.3 \times 10^{-28}}", r"1.3 \times 10^{-27}", 0.0),  # both are 0 to 6 decimals
+        (r"\boxed{0}", r"1.3 \times 10^{-27}", 0.0),
+        (r"\boxed{1.3 \cdot 10^{-27}}", r"1.3 \times 10^{-27}", 1.0),
+        (r"\boxed{0.00013}", r"1.3 \times 10^{-4}", 1.0),
+        (r"\boxed{m(\gamma^{2}-2) \theta}", r"m(\gamma^{2}-1) \theta", 0.0),  # both are read as infinite
+        (r"\boxed{m(\gamma^{2}-1) \theta}", r"m(\gamma^{2}-1) \theta", 1.0),
         ("no answer at all", "18", 0.0),
         ("", "18", 0.0),
     ],

@@ -10,9 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "megatron_rl"
 LAYERS = [
     ["types", "config", "config_files", "config_checks", "data_settings"],
-    ["algorithms", "rewards", "weights", "planning", "chat", "engines.base", "refit.base"],
+    ["algorithms", "rewards", "weights", "planning", "chat", "engines.base", "refit.base", "evaluation.estimators", "evaluation.confusion"],
     ["rollout", "batching", "data", "sft_data", "metrics", "world", "plugins", "turns", "last_letter"],
-    ["loop", "ahead", "evaluate", "checkpoint", "run", "gate", "report", "report_figures", "report_sweep", "console"],
+    ["loop", "ahead", "evaluation", "checkpoint", "run", "gate", "report", "report_figures", "report_sweep", "console"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["main", "commands", "errors"],
 ]
@@ -30,7 +30,10 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "ray": (),
 }
 ROLE_NAMES = {"generator", "verifier", "senior", "junior"}
-ROLE_NAME_HOMES = ("megatron_rl.recipes", "megatron_rl.rewards.last_letter")
+ROLE_NAME_HOMES = (
+    *("megatron_rl.recipes", "megatron_rl.rewards.last_letter"),
+    *("megatron_rl.evaluation.text_scores", "megatron_rl.commands.eval_servers"),  # settings of `eval` that are called so
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

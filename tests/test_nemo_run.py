@@ -17,7 +17,6 @@ from conftest import ROOT
 from slurm_cluster import Cluster
 
 from megatron_rl import config_files
-from megatron_rl.checkpoint import read_json
 from megatron_rl.cluster import profile, slices
 from megatron_rl.commands import submit
 from megatron_rl.config import SftConfig
@@ -209,7 +208,7 @@ def test_the_graph_runs_here_to_its_end(launch, site, tmp_path):
     assert done.stdout.splitlines()[-5:] == [f"{name}: {DONE}" for name in ("data", "generator", "verifier", "tango", "eval")]
     base = tmp_path / "sft_tango_eval"
     assert slices.finished(base / "tango") and read_metrics(base / "tango")
-    assert len(read_json(base / "eval/last_letter.json")["responses"]) == 32
+    assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
     assert (base / "generator/jobs/config.yaml").read_text() == as_submitted(base / "generator/jobs/config.yaml", site)
 
 
@@ -272,7 +271,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     done = launch(*words, "tango.job.nodes=2", cluster=cluster, timeout_s=400)
     assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
     base = tmp_path / "sft_tango_eval"
-    assert len(read_json(base / "eval/last_letter.json")["responses"]) == 32
+    assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
     assert "turn 1/" in "".join(path.read_text() for path in (base / "tango/logs").glob("log-*.out"))
     trained = (base / "generator/model/model.safetensors").stat().st_mtime_ns
 
@@ -281,7 +280,7 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
     assert done.returncode == 0 and "tango is a chain of 2 slices" in done.stdout and "eval comes after 'tango'" in done.stdout, output_of(
         done
     )
-    assert len(read_json(base / "chain_eval/last_letter.json")["responses"]) == 32
+    assert len((base / "chain_eval/last_letter.jsonl").read_text().splitlines()) == 32
     assert len(slices.read(base / "chain")) == 1
     assert (base / "generator/model/model.safetensors").stat().st_mtime_ns == trained
 

@@ -106,8 +106,9 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     assert not {row["question"] for row in train} & {row["question"] for row in held}
     text = program("eval", *shared, "reward.target=megatron_rl.rewards.last_letter:grade", f"output={tmp_path}/eval.json").stdout
     answer = json.loads((tmp_path / "eval.json").read_text())
-    assert f"{answer['figures']['accuracy']:.4f}" in text and len(answer["responses"]) == 32
-    assert answer["figures"]["accuracy"] == sum(r["score"] for r in answer["responses"]) / 32 > 0
+    responses = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert f"{answer['figures']['accuracy']:.4f}" in text and len(responses) == 32
+    assert answer["figures"]["accuracy"] == pytest.approx(sum(r["score"] for r in responses) / 32) and answer["figures"]["accuracy"] > 0
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from megatron_rl.chat import fill, read_template
 from megatron_rl.config import ConfigError, Loss, Use
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
-from megatron_rl.evaluate import Confusion, confusion, step_confusion
+from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.plugins import build
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import Tango

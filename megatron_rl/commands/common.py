@@ -239,7 +239,7 @@ def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) 
     return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
 
 
-def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWorld, parts: Path | None) -> list[Answered] | None:
+def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> list[Answered] | None:
     """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0.
 
     Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes on.
@@ -256,17 +256,16 @@ def answers(config: configs.GenerateConfig | configs.EvalConfig, world: TorchWor
     digest = hashlib.sha256("\0".join([config_files.dump(config), *prompts]).encode()).hexdigest()[:16]
 
     def one_chunk(start: int) -> list[list[tuple[str, int, bool]]]:
-        kept = None if parts is None else parts / f"{digest}_{start:08d}.json"
-        if kept is not None and kept.exists():
+        kept = parts / f"{digest}_{start:08d}.json"
+        if kept.exists():
             return read_json(kept)
         sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
         drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]], sampling)
         rows = [
             [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), len(c.tokens), c.stop.finished) for c in group] for group in drawn
         ]
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, rows)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, rows)
         return rows
 
     def draw() -> list[Answered]:

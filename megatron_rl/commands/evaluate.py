@@ -1,58 +1,236 @@
-"""`megatron-rl eval`: accuracy of a model on a problem set, with its standard error, and every graded response as JSON."""
+"""`megatron-rl eval`: models on benchmarks and problem sets; comparisons of what it has written, and grading of given completions."""
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
+import contextlib
+import functools
+import hashlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
-from megatron_rl.checkpoint import write_text
-from megatron_rl.commands.common import Answered, answers, open_world
+from rich.console import Console
+
+from megatron_rl import config_files
+from megatron_rl.chat import read_template
+from megatron_rl.commands.common import open_world, sampling_of
+from megatron_rl.commands.eval_engines import Cast, open_cast
 from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import EvalConfig
-from megatron_rl.rewards.pool import GradePool, Outcome, check_failures
+from megatron_rl.config import ConfigError, EvalConfig, Launch, PromptSet, Reward
+from megatron_rl.data import Problem, read_problems
+from megatron_rl.data_settings import resolve
+from megatron_rl.evaluation import report
+from megatron_rl.evaluation.benchmarks import TANGO, benchmark, read_benchmark, solution, source_of
+from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
+from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
+from megatron_rl.evaluation.handoff import HANDOFF, HandOff, check_vocabularies
+from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
+from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.solve import SOLVE, Grade, Solver, Weigher
+from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, drift, legibility
+from megatron_rl.rewards.pool import GradePool, check_failures
+
+CHUNK = 256  # problems asked at once
+JUDGED_TEMPLATE = "tango_verifier"
+Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # places of problems -> the samples of each
 
 
-def run(config: EvalConfig, place: Place) -> int:
-    """Every rank runs it. Prints the figures; returns the exit status."""
-    parts = None if config.output is None else Path(f"{config.output}.parts")
-    with open_world(place, run_directory(config)) as world:
-        found = answers(config, world, parts)
-        if found is not None:
-            _write(config, found)
-            if parts is not None:
-                shutil.rmtree(parts)
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A set as it was read, and how it is asked and graded."""
+
+    name: str
+    title: str
+    problems: list[Problem]
+    reward: Reward
+    judged: bool  # solutions, for a verifier
+    template: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A set as prompts, and who grades it."""
+
+    problems: ProblemSet
+    reward: Reward
+    judged: bool
+
+
+@dataclass
+class Graders:
+    """A pool of worker processes for each grader that is needed, kept until the end."""
+
+    stack: contextlib.ExitStack
+    pools: dict[str, GradePool] = field(default_factory=dict)
+
+    def of(self, reward: Reward) -> Grade:
+        key = f"{reward.target} {reward.args}"
+        if key not in self.pools:
+            self.pools[key] = self.stack.enter_context(GradePool(reward))
+        return self.pools[key].grade
+
+
+def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
+    """Every rank runs it. Prints the figures; returns the exit status. `environment`: of servers that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
+    with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
+        cast = open_cast(config, world, stack, environment or {})
+        world.from_driver(functools.partial(_evaluate, config, cast))
     return 0
 
 
-def _write(config: EvalConfig, found: list[Answered]) -> None:
-    with GradePool(config.reward) as pool:
-        graded = pool.grade([a.text for a in found], [a.problem.values for a in found])
-    by_problem: dict[int, list[float]] = {}
-    for answer, grade in zip(found, graded, strict=True):
-        by_problem.setdefault(answer.problem.row, []).append(grade.score)
-    means = [fmean(scores) for scores in by_problem.values()]
-    accuracy = fmean(means)
-    spread = fmean((m - accuracy) ** 2 for m in means)
-    figures = {
-        "accuracy": accuracy,
-        "standard_error": math.sqrt(spread / max(1, len(means) - 1)),
-        "problems": len(means),
-        "samples_per_problem": config.n,
-        "finished": fmean(float(a.finished) for a in found),
-        "mean_tokens": fmean(float(a.tokens) for a in found),
-        "failed_gradings": sum(g.outcome is not Outcome.SCORE for g in graded),
-    }
-    if config.output is not None:
-        rows = [
-            {**a.problem.values, "response": a.text, "score": g.score, "grading": g.outcome.value}
-            for a, g in zip(found, graded, strict=True)
-        ]
-        path = Path(config.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"figures": figures, "responses": rows}, indent=1, default=str) + "\n")
-    check_failures(graded, config.reward.max_failure_share)
-    print(f"{'graded by':20} {config.reward.target}")
-    print("\n".join(f"{name:20} {value:.4f}" if isinstance(value, float) else f"{name:20} {value}" for name, value in figures.items()))
+def _evaluate(config: EvalConfig, cast: Cast) -> None:
+    """On the driver."""
+    start = time.monotonic()
+    tasks = [_task(config, cast.tokenizers[config.model], source) for source in _sources(config)]
+    output = None if config.output is None else Path(config.output)
+    samples = Samples(None if output is None else output.with_suffix(".jsonl"), _digest(config, tasks))
+    if samples.resumed:
+        print(f"{samples.resumed} problems were done before: going on from there", file=sys.stderr, flush=True)
+    sets: list[SetFigures] = []
+    with contextlib.ExitStack() as stack:
+        graders = Graders(stack)
+        for task in tasks:
+            for name, measure in _measures(config, cast, task, graders, samples):
+                _ask(task.problems, name, measure, samples)
+                own = task.problems
+                sets.append(figures_of(samples, own.name, own.title, name, ks=config.k, seed=config.seed))
+    means = macro(sets, seed=config.seed)
+    for table in report.console_table(sets, means):
+        Console(width=None if sys.stdout.isatty() else 60 + 40 * len(sets)).print(table)
+    _say(sets)
+    if output is not None:
+        samples.write()
+        text = config_files.dump(config)
+        report.write_page(output.with_suffix(".html"), sets, means, samples, text)
+        about = {"model": config.model.path, "seconds": round(time.monotonic() - start, 1)}
+        report.write_figures(output, report.figures_json(sets, means, about))
+        samples.forget()
+        print(f"{output}, {output.with_suffix('.jsonl').name}, {output.with_suffix('.html').name}")
+    check_failures(gradings(samples, sets), config.reward.max_failure_share)
+
+
+def _say(sets: Sequence[SetFigures]) -> None:
+    for s in sets:
+        for what, count in s.counts.items():
+            print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
+
+
+def _sources(config: EvalConfig) -> list[Source]:
+    """Every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
+    out = []
+    for name in config.benchmarks:
+        found = benchmark(name)
+        problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))
+        reward = replace(config.reward, target=found.grader, args={})
+        template = config.template or found.template
+        out.append(Source(name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template))
+    if config.data is not None:
+        problems, judged, name = read_problems(config.data), "steps" in resolve(config.data).fields, _name_of(config.data)
+        if judged:
+            problems = [replace(p, values=solution(p.values)) for p in problems]
+        template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
+        out.append(Source(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template))
+    names = [source.name for source in out]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"benchmarks and data: {', '.join(twice)} is there twice; name it once, or give data.path a file of another name")
+    return out
+
+
+def _name_of(source: PromptSet) -> str:
+    path = Path(source.path)
+    return path.stem if path.stem not in ("test", "train") or not path.parent.name else path.parent.name
+
+
+def _task(config: EvalConfig, tokenizer: Any, source: Source) -> Task:
+    try:
+        text = read_template(source.template)
+        values = [verifier_values(p.values) if source.judged else {"question": str(p.values["question"])} for p in source.problems]
+        prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
+    except FileNotFoundError as error:
+        raise ConfigError(f"template: {error}") from None
+    except ValueError as error:  # chat without a template for it
+        raise ConfigError(str(error)) from None
+    problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
+    return Task(problems=problems, reward=source.reward, judged=source.judged)
+
+
+def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:
+    """Of all that samples depend on."""
+    asked = replace(config, output=None, launch=Launch())
+    digest = hashlib.sha256(config_files.dump(asked).encode())
+    for task in tasks:
+        digest.update(repr((task.problems.name, task.problems.prompts)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _measures(config: EvalConfig, cast: Cast, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
+    """The measures of a set, in the order in which they need each other."""
+    tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
+    engine = cast.engines[config.model]
+    if task.judged:
+        yield JUDGE, Judge(engine=engine, tokenizer=tokenizer, sampling=sampling, context=config.context)
+        return
+    grade, wanted = graders.of(task.reward), config.measures
+    if SOLVE in wanted:
+        yield (
+            SOLVE,
+            Solver(
+                engine=engine, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context,
+                weigher=_weigher(config, cast), keep_tokens=bool({LEGIBILITY, DRIFT} & set(wanted)),
+            ),
+        )  # fmt: skip
+    if config.junior is None:
+        return
+    try:
+        check_vocabularies(tokenizer, cast.tokenizers[config.junior])
+    except ValueError as error:
+        raise ConfigError(f"junior.path = {config.junior.path}: {error}") from None
+    if HANDOFF in wanted:
+        pair = (engine, cast.engines[config.junior])
+        yield (
+            HANDOFF,
+            HandOff(
+                engines=pair, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context, max_rounds=config.max_rounds
+            ),
+        )
+    if LEGIBILITY in wanted:
+        yield LEGIBILITY, _on_texts(samples, functools.partial(legibility, cast.scorers[config.junior]), config)
+    if DRIFT in wanted:
+        others: Mapping[str, Any] = {JUNIOR: cast.scorers[config.junior]}
+        others |= {BASE: cast.scorers[config.base]} if config.base is not None else {}
+        yield DRIFT, _on_texts(samples, functools.partial(drift, cast.scorers[config.model], others), config)
+
+
+def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
+    judging = config.verifier
+    if judging is None:
+        return None
+    return Weigher(
+        engine=cast.engines[judging.model], tokenizer=cast.tokenizers[judging.model], template=read_template(judging.template),
+        sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
+    )  # fmt: skip
+
+
+def _on_texts(samples: Samples, score: Callable[..., list[Sample]], config: EvalConfig) -> Measure:
+    """A measure of the texts that were written before."""
+
+    def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
+        texts = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
+        context = config.context or sys.maxsize
+        return [score(texts[place], problems.prompts[place], context) for place in places]
+
+    return measure
+
+
+def _ask(problems: ProblemSet, name: str, measure: Measure, samples: Samples) -> None:
+    """Chunk by chunk what is not there yet."""
+    missing = samples.missing(problems.name, name, range(len(problems.problems)))
+    for start in range(0, len(missing), CHUNK):
+        part = missing[start : start + CHUNK]
+        samples.add(measure(problems, part))
+        print(f"{problems.title}, {name}: {start + len(part)} of {len(missing)} problems", file=sys.stderr, flush=True)

@@ -78,7 +78,7 @@ class _Serving:
         token, port = make_token(self._token_file), free_port(settings.host)
         words = command(settings)(
             settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
-            token_file=self._token_file, on_gpu=_has_gpu(self._environment),
+            token_file=self._token_file, on_gpu=has_gpu(self._environment),
         )  # fmt: skip
         url = f"http://{settings.host}:{port}"
         job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
@@ -113,7 +113,7 @@ def _directory_of(config: TrainConfig, role: str) -> Path:
         raise ConfigError(f"roles.{role}.model.path: {error}") from error
 
 
-def _has_gpu(environment: Mapping[str, str]) -> bool:
+def has_gpu(environment: Mapping[str, str]) -> bool:
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 

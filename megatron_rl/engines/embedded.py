@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,16 +112,23 @@ class EmbeddedEngine:
 
         Raises as `generate_rows` does.
         """
-        decoder, out = self._loaded(), []
-        for i, tokens in enumerate(sequences):
-            self._check_tokens(tokens, f"sequence {i}")
-            row = torch.tensor([list(tokens)], device=self._device)
-            hidden, labels = decoder.prefill(row)[0][0, :-1], row[0, 1:, None]
-            scores = [0.0]
-            for part, wanted in zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True):
-                scores += decoder.logits(part).float().log_softmax(dim=-1).gather(1, wanted)[:, 0].tolist()
+        out = []
+        for tokens in sequences:
+            labels, scores = torch.tensor(tokens[1:], device=self._device)[:, None], [0.0]
+            for logprobs in self.distributions(tokens):
+                scores += logprobs.gather(1, labels[len(scores) - 1 :][: len(logprobs)])[:, 0].tolist()
             out.append(scores)
         return out
+
+    @torch.inference_mode()
+    def distributions(self, tokens: Sequence[int]) -> Iterator[Tensor]:
+        """Log-probabilities of every token that may come after each one but the last, at temperature 1: [T - 1, V] float32, in parts of
+        some rows. Raises as `generate_rows` does."""
+        decoder = self._loaded()
+        self._check_tokens(tokens, "a sequence")
+        hidden = decoder.prefill(torch.tensor([list(tokens)], device=self._device))[0][0, :-1]
+        for part in hidden.split(SCORE_TOKENS):
+            yield decoder.logits(part).float().log_softmax(dim=-1)
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:

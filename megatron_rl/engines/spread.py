@@ -50,6 +50,12 @@ class SpreadEngine(Generic[E]):
         found = {place: c for share, answer in zip(shares, answers, strict=True) for place, c in zip(share, answer, strict=True)}
         return [[found[i, j] for j in range(sampling.n)] for i in range(len(prompts))]
 
+    def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
+        """One completion per row, in order: for a caller that chooses the indices its draws depend on. Called and raises as `generate`."""
+        ranks = self._world.size
+        answers = self._world.call_all(self._call, [(list(rows[rank::ranks]), sampling) for rank in range(ranks)])
+        return [answers[i % ranks][i // ranks] for i in range(len(rows))]
+
     @property
     def local(self) -> E:
         """This rank's own engine."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.chat import fill
 from megatron_rl.engines.base import Sampling
-from megatron_rl.evaluate import Confusion, agreement, confusion, step_confusion
+from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.recipes.base import Solution, with_steps
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.tags import generator_format, step_texts

@@ -1,11 +1,15 @@
-"""Grades a mathematical answer with math-verify."""
+"""Grades a mathematical answer with math-verify, and refuses two kinds of equality that it finds where there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import sympy
 from math_verify import parse, verify
+
+SMALL = 1e-3  # math-verify rounds to 6 decimals: below, two different numbers may become the same
+CLOSE = 1e-4  # relative difference of small numbers that count as equal
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
@@ -15,8 +19,31 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     \boxed{2}` is the set of both). Its own time-outs are off: they need the main thread's alarm; the worker that runs this is killed
     instead. What it cannot read or compare is wrong, not an error: a model may write anything.
     """
-    gold = parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=None)
+    gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=None))
     if not gold:
         raise ValueError(f"the known answer {payload['answer']!r} cannot be read by math-verify: mend or drop this problem")
-    answer = parse(response, parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    answer = _defined(parse(response, parsing_timeout=None))
+    return float(verify(gold, answer, timeout_seconds=None) and not _differ_in_size(gold, answer))
+
+
+def _defined(parsed: list[Any]) -> list[Any]:
+    """Without expressions that latex2sympy could only read as infinite or undefined (`\\gamma^2 - 1`): these equal each other. Their texts
+    stay."""
+    return [part for part in parsed if not (isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan))]
+
+
+def _differ_in_size(gold: list[Any], answer: list[Any]) -> bool:
+    """Whether both are numbers, the known one is small, and they are not close beside its size."""
+    known, found = _number(gold), _number(answer)
+    return known is not None and found is not None and 0 < abs(known) < SMALL and abs(found - known) > CLOSE * abs(known)
+
+
+def _number(parsed: list[Any]) -> float | None:
+    """The value of the first reading, when it is one real number."""
+    first = parsed[0] if parsed else None
+    if not isinstance(first, sympy.Expr) or not first.is_number:
+        return None
+    try:
+        return float(first)
+    except (TypeError, ValueError, OverflowError):
+        return None

@@ -1,0 +1,140 @@
+"""How far the graders can be trusted: every known answer of the data sets at hand against itself, reformatted, and against near misses.
+
+    itself       \\boxed{answer} is right
+    reformatted  the same answer, written otherwise (a decimal, a fraction, thousands, units, a sentence around it), is right
+    near_miss    another answer that looks alike (one more, ten times, the other sign, an element too many) is wrong
+
+Needs a folder of data sets as `megatron-rl eval` reads them (data_dir); sets that it does not have are left out. Disagreements go to
+--disagreements, a JSONL file, one row each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import common
+
+from megatron_rl.config import ConfigError, Reward
+from megatron_rl.evaluation.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
+from megatron_rl.rewards.pool import GradePool, Outcome
+
+BARS = {"itself": 0.99, "reformatted": 0.98, "near_miss": 0.99}
+WRAPPED = "Half of it is $\\frac{{1}}{{2}}$, and so on.\n<answer>\\boxed{{{}}}</answer>"
+NUMBER = re.compile(r"-?\d+(\.\d+)?")
+LIST = re.compile(r"[^(),\[\]{}=]+(,[^(),\[\]{}=]+)+")  # 1,3,5
+Case = tuple[str, str, str, float]  # kind, response, known answer, wanted score
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/, amc23/, ...")
+    parser.add_argument("--limit", type=int, help="problems of each set, drawn at random (default: all)")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="of one grading")
+    parser.add_argument("--disagreements", type=Path, metavar="FILE")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    figures: dict[str, float] = {}
+    rows: list[dict[str, str]] = []
+    for found in benchmarks().values():
+        if found.grader != MATH or found.judged:
+            continue
+        try:
+            source = source_of(found, str(args.data))
+        except ConfigError:
+            continue
+        answers = [str(problem.values["answer"]) for problem in read_benchmark(found, source)]
+        if args.limit and args.limit < len(answers):
+            answers = random.Random(0).sample(answers, args.limit)
+        own, wrong = measure(found, answers, args)
+        figures |= own
+        rows += wrong
+    if not figures:
+        parser.error(f"{args.data} has none of the sets that math-verify grades")
+    if args.disagreements:
+        args.disagreements.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bars = {name: BARS[name.partition("/")[2]] for name in figures if name.partition("/")[2] in BARS}
+    common.finish(figures, bars, args)
+
+
+def measure(found: Benchmark, answers: list[str], args: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """-> the set's figures, and the cases in which the grader disagrees."""
+    cases = [case for answer in answers for case in cases_of(answer)]
+    with GradePool(Reward(target=found.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
+        pool.grade(["\\boxed{1}"], [{"answer": "1"}])
+        start = time.perf_counter()
+        graded = pool.grade([case[1] for case in cases], [{"answer": case[2]} for case in cases])
+        seconds = time.perf_counter() - start
+    counts, hits, rows = Counter(case[0] for case in cases), Counter[str](), []
+    for (kind, response, answer, wanted), result in zip(cases, graded, strict=True):
+        agrees = result.outcome is Outcome.SCORE and result.score == wanted
+        hits[kind] += agrees
+        if not agrees:
+            rows.append({"set": found.name, "kind": kind, "answer": answer, "response": response, "outcome": result.outcome.value})
+    figures = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
+    figures |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
+    return figures | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
+
+
+def cases_of(answer: str) -> Iterator[Case]:
+    yield "itself", f"\\boxed{{{answer}}}", answer, 1.0
+    for text in dict.fromkeys(reformatted(answer)):
+        yield "reformatted", text, answer, 1.0
+    for text in dict.fromkeys(near_misses(answer)):
+        yield "near_miss", f"\\boxed{{{text}}}", answer, 0.0
+
+
+def reformatted(answer: str) -> Iterator[str]:
+    """Responses that give the same answer."""
+    yield WRAPPED.format(answer)
+    yield f"\\boxed{{ {answer} }}"
+    if NUMBER.fullmatch(answer):
+        value = Fraction(answer)
+        yield f"\\boxed{{{answer}\\text{{ units}}}}"
+        yield f"\\boxed{{x = {answer}}}"
+        if value.denominator == 1:
+            yield f"\\boxed{{{int(value)}.0}}"
+            yield f"\\boxed{{{int(value):,}}}".replace(",", "{,}")
+        else:
+            yield f"\\boxed{{{'-' if value < 0 else ''}\\frac{{{abs(value.numerator)}}}{{{value.denominator}}}}}"
+    if LIST.fullmatch(answer):  # several answers, whose order says nothing
+        yield f"\\boxed{{{', '.join(reversed(answer.split(',')))}}}"
+    if "\\frac" in answer:
+        yield f"\\boxed{{{answer.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}"
+    if "(" in answer and answer.count("(") == answer.count(")"):
+        yield "\\boxed{" + answer.replace("\\left", "").replace("\\right", "").replace("(", "\\left(").replace(")", "\\right)") + "}"
+
+
+def near_misses(answer: str) -> Iterator[str]:
+    """Other answers that look like it."""
+    if NUMBER.fullmatch(answer):
+        value, digits = Fraction(answer), len(answer.partition(".")[2])
+        step = Fraction(1, 10**digits)
+        for other in (value + step, value * 10, -value):
+            if other != value:
+                yield f"{float(other):.{digits}f}" if digits else str(int(other))
+        yield f"{answer}, {int(value) + 7}"
+        return
+    if LIST.fullmatch(answer):
+        yield answer.rpartition(",")[0]
+    pair = re.fullmatch(r"\(([^(),]+),([^(),]+)\)", answer)
+    if pair and pair[1].strip() != pair[2].strip():
+        yield f"({pair[2]},{pair[1]})"
+    numbers = list(re.finditer(r"(?<![\w.^_{])\d+(?![\w.])", answer))
+    if numbers:
+        last = numbers[-1]
+        yield answer[: last.start()] + str(int(last.group()) + 1) + answer[last.end() :]
+    if not re.search(r"[=,;<>]|\\(?:in|cup|infty|text|le|ge)\b|^[(\[]", answer):
+        yield f"{answer} + 1"
+
+
+if __name__ == "__main__":
+    main()

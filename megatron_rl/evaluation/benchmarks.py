@@ -1,0 +1,238 @@
+"""The benchmarks by name: where their rows are, how a row becomes a question and an answer, and who grades it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import ConfigError, PromptSet
+from megatron_rl.data import DataError, Problem, read_rows
+from megatron_rl.rewards.tags import boxed
+
+Row = Mapping[str, Any]
+Values = Mapping[str, Any]
+
+MATH = "megatron_rl.rewards.math_answer:grade"
+LABEL = "megatron_rl.rewards.short_answer:grade_label"
+SHORT = "megatron_rl.rewards.short_answer:grade_text"
+CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
+CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
+TANGO, GENERAL = "tango_generator", "tango_general"  # the paper's prompt, and that for everything but mathematics
+TABLE_ROWS = 400  # of a table that a question shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A set of problems for a generator or, where `judged`, of solutions for a verifier."""
+
+    name: str
+    title: str
+    hub: str  # the data set on the Hugging Face hub
+    read: Callable[[Row], Values | None]  # a row's question, answer and what else its grader wants; None: not one of the set
+    grader: str = MATH
+    template: str = TANGO
+    split: str = "test"
+    subset: str | None = None
+    folder: str | None = None  # of the local files; null: the name
+    judged: bool = False
+
+
+def benchmarks() -> dict[str, Benchmark]:
+    """By name."""
+    maths = [
+        Benchmark(name="math500", title="MATH-500", hub="HuggingFaceH4/MATH-500", read=_plain),
+        Benchmark(name="aime24", title="AIME 2024", hub="Maxwell-Jia/AIME_2024", read=_plain, split="train"),
+        Benchmark(name="aime25", title="AIME 2025", hub="yentinglin/aime_2025", read=_plain, split="train"),
+        Benchmark(name="aime26", title="AIME 2026", hub="MathArena/aime_2026", read=_plain, split="train"),
+        Benchmark(name="amc23", title="AMC 2023", hub="math-ai/amc23", read=_plain),
+        Benchmark(name="minerva_math", title="Minerva", hub="math-ai/minervamath", read=_plain),
+        Benchmark(name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"),
+        Benchmark(name="gsm8k", title="GSM8K", hub="openai/gsm8k", read=_gsm8k, subset="main"),
+        Benchmark(name="svamp", title="SVAMP", hub="ChilleD/SVAMP", read=_svamp),
+    ]
+    others = [
+        Benchmark(name="boardgameqa", title="BoardgameQA", hub="tasksource/Boardgame-QA", read=_boardgame, grader=LABEL, template=GENERAL),
+        Benchmark(name="cruxeval", title="CRUXEval (output)", hub="cruxeval-org/cruxeval", read=_crux_output, grader=CODE_OUTPUT,
+                  template=GENERAL),
+        Benchmark(name="cruxeval_input", title="CRUXEval (input)", hub="cruxeval-org/cruxeval", read=_crux_input, grader=CODE_INPUT,
+                  template=GENERAL, folder="cruxeval"),
+        Benchmark(name="strategyqa", title="StrategyQA", hub="ChilleD/StrategyQA", read=_strategy, grader=LABEL, template=GENERAL),
+        Benchmark(name="tablebench", title="TableBench", hub="Multilingual-Multimodal-NLP/TableBench", read=_table, grader=SHORT,
+                  template=GENERAL),
+    ]  # fmt: skip
+    judged = [
+        Benchmark(name=f"processbench_{subset}", title=f"ProcessBench {title}", hub="Qwen/ProcessBench", read=solution, split=subset,
+                  folder="processbench", template="tango_verifier", judged=True)
+        for subset, title in (("gsm8k", "GSM8K"), ("math", "MATH"), ("olympiadbench", "OlympiadBench"), ("omnimath", "Omni-MATH"))
+    ]  # fmt: skip
+    return {b.name: b for b in [*maths, *others, *judged]}
+
+
+def benchmark(name: str) -> Benchmark:
+    """Raises ConfigError for an unknown name."""
+    table = benchmarks()
+    if name not in table:
+        raise ConfigError(f"benchmarks: {name!r} is not known; there are {', '.join(table)}; any other set is given by `data`")
+    return table[name]
+
+
+def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
+    """Where its rows are: data_dir/NAME (a folder), data_dir/NAME.jsonl or .parquet; without a data_dir the hub.
+
+    Raises ConfigError when data_dir has none of these.
+    """
+    if data_dir is None:
+        return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit)
+    base, name = Path(data_dir), found.folder or found.name
+    places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
+    place = next((p for p in places if p.exists()), None)
+    if place is None:
+        raise ConfigError(f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for the hub")
+    tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
+    split = "test" if tests else found.split
+    return PromptSet(path=str(place), split=split, subset=found.subset, limit=limit)
+
+
+def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
+    """All its problems. Raises as data.read_rows does."""
+    return read_rows(source, found.read)
+
+
+def solution(row: Row) -> Values:
+    """A solution for a verifier: question, steps, and `label`, the first wrong step (from 0; -1: none), or all `step_labels`.
+
+    `correct` is whether its final answer is right; without such a field, whether no step is wrong.
+    """
+    steps = row.get("steps")
+    if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
+        raise DataError(f"steps is {str(steps)[:60]!r}: give a list of texts, one or more")
+    labels = row.get("step_labels")
+    label = row.get("label")
+    if labels is not None:
+        if len(labels) != len(steps):
+            raise DataError(f"{len(labels)} step_labels for {len(steps)} steps: give one for each")
+        label = next((i for i, right in enumerate(labels) if not right), -1)
+    if not isinstance(label, int) or isinstance(label, bool) or not -1 <= label < len(steps):
+        raise DataError(f"label is {label!r}: give the first wrong step, 0 to {len(steps) - 1}, or -1 for none")
+    correct = row.get("final_answer_correct", row.get("correct"))
+    values = {"question": _first(row, "question", "problem"), "steps": list(steps), "label": label, "answer": str(label)}
+    return values | {"correct": label < 0 if correct is None else bool(correct), "step_labels": labels}
+
+
+def _plain(row: Row) -> Values:
+    """Sets of a problem and its answer, under whatever name; without an answer that of the solution's last box."""
+    question = _first(row, "question", "problem", "Question", "Problem")
+    context = row.get("context")
+    answer = next((row[name] for name in ("answer", "final_answer", "Answer") if row.get(name) not in (None, "", [])), None)
+    if answer is None:
+        answer = boxed(str(row.get("solution") or row.get("Solution") or ""))
+    if isinstance(answer, (list, tuple)):
+        answer = ", ".join(map(str, answer))
+    return {"question": f"{context}\n{question}" if context else question, "answer": _gold(answer)}
+
+
+def _gold(answer: Any) -> str:
+    """A known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollars."""
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
+    text = str(answer if answer is not None else "").replace("$", "").strip()
+    text = re.sub(r"(?<![\w.])(-?\d+)\.(?=$|/|,|\s)", r"\1", text)  # 3./2
+    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)", text)
+    if number:
+        text = rf"{number[1]} \times 10^{{{int(number[2])}}}"
+    if not text:
+        raise DataError("there is no answer")
+    return text
+
+
+def _gsm8k(row: Row) -> Values:
+    _, mark, answer = str(row.get("answer", "")).rpartition("####")
+    return {"question": _first(row, "question"), "answer": _gold(answer.replace(",", "") if mark else None)}
+
+
+def _svamp(row: Row) -> Values:
+    body, question = _first(row, "Body").strip(), _first(row, "Question").strip()
+    body = body if body.endswith((".", "?", "!", ",")) else f"{body}."
+    answer = row.get("Answer")
+    if isinstance(answer, str) and re.fullmatch(r"-?\d+\.0+", answer):
+        answer = float(answer)
+    return {"question": f"{body} {question}", "answer": _gold(answer)}
+
+
+def _boardgame(row: Row) -> Values:
+    choices = ["proved", "disproved", "unknown"]
+    example = _first(row, "example", "question")
+    ask = 'Is the statement in question "proved", "disproved" or "unknown" by the rules? Answer with one of these three words.'
+    return {"question": f"{example}\n{ask}", "answer": _one_of(row.get("label", row.get("answer")), choices), "choices": choices}
+
+
+def _strategy(row: Row) -> Values:
+    facts, answer = row.get("facts") or [], row.get("answer")
+    shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
+    question = _first(row, "question") + ' Answer with "yes" or "no".'
+    answer = {True: "yes", False: "no"}.get(answer, answer) if isinstance(answer, bool) else answer
+    choices = ["yes", "no"]
+    return {
+        "question": f"Facts:\n{shown}\n\nQuestion: {question}" if shown else question,
+        "answer": _one_of({"true": "yes", "false": "no"}.get(str(answer).lower(), answer), choices),
+        "choices": choices,
+    }
+
+
+def _table(row: Row) -> Values | None:
+    """NumericalReasoning and FactChecking alone; of the rows that differ in their instruction, the direct ones."""
+    if row.get("qtype") not in ("NumericalReasoning", "FactChecking") or row.get("instruction_type", "DP") != "DP":
+        return None
+    table = row.get("table")
+    if isinstance(table, str):
+        try:
+            table = json.loads(table)
+        except ValueError as error:
+            raise DataError(f"the table is not JSON: {error}") from error
+    if not isinstance(table, Mapping) or not {"columns", "data"} <= set(table):
+        raise DataError("the table has no columns and data")
+    lines = [table["columns"], *table["data"][:TABLE_ROWS]]
+    shown = "\n".join(" | ".join(map(str, line)) for line in lines)
+    question = f"Table:\n{shown}\n\nQuestion: {_first(row, 'question')}\nGive the answer alone, as short as possible."
+    return {"question": question, "answer": _needed(row.get("answer"))}
+
+
+def _crux_output(row: Row) -> Values:
+    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
+    question = f"Here is a Python function.\n\n{code}\n\nWhat does f({given}) return? Answer with a Python literal."
+    return {"question": question, "answer": output, "code": code, "input": given}
+
+
+def _crux_input(row: Row) -> Values:
+    code, given, output = (_first(row, name) for name in ("code", "input", "output"))
+    question = (
+        f"Here is a Python function.\n\n{code}\n\nFind arguments with which f returns {output}. "
+        "Answer with the arguments as Python literals, separated by commas, without the function's name."
+    )
+    return {"question": question, "answer": output, "code": code, "input": given}
+
+
+def _one_of(value: Any, choices: Iterable[str]) -> str:
+    text = str(value).strip().lower()
+    if text not in choices:
+        raise DataError(f"the label is {value!r}, not one of {', '.join(choices)}")
+    return text
+
+
+def _first(row: Row, *names: str) -> str:
+    """The text under the first of the names that the row has."""
+    for name in names:
+        value = row.get(name)
+        if isinstance(value, str) and value.strip():
+            return value
+    raise DataError(f"no text under {' or '.join(names)}; the row has {', '.join(map(str, row))}")
+
+
+def _needed(value: Any) -> str:
+    if value is None or not str(value).strip():
+        raise DataError("there is no answer")
+    return str(value)

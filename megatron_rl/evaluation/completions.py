@@ -1,0 +1,131 @@
+"""Grades a file of given completions, row by row; a row that is bad or hostile costs only itself, and a killed run goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint import write_text
+from megatron_rl.config import ConfigError
+from megatron_rl.rewards.pool import Graded
+
+CHUNK = 256  # rows graded between two writes
+BAD_ROW = "bad_row"  # the outcome of a row that is no completion; beside those of rewards.pool.Outcome
+GRADED = "graded.jsonl"
+MAX_DETAIL = 300
+Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the file; `why` it cannot be graded, or nothing."""
+
+    line: int
+    id: Any
+    payload: Mapping[str, Any]
+    completion: str
+    why: str = ""
+
+
+def grade_file(source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+    """Rows {"id", "answer", "completion"} -> DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json.
+
+    Other fields of a row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a `detail`.
+    What an earlier start left in DIR is kept; a last line that was cut is graded again. Raises ConfigError when DIR holds the grades of
+    other rows, or there is no file. -> the summary: rows, counts by outcome, mean score.
+    """
+    if not source.is_file():
+        raise ConfigError(f"--completions {source}: there is no such file")
+    directory.mkdir(parents=True, exist_ok=True)
+    out = directory / GRADED
+    done = _done(out)
+    counts, total = Counter(row["outcome"] for row in done), sum(row["score"] for row in done)
+    rows = _rows(source)
+    for number, old in enumerate(done, start=1):
+        row = next(rows, None)
+        if row is None or row.id != old["id"]:
+            there = "no such row" if row is None else repr(row.id)
+            raise ConfigError(f"{out}:{number} is the grade of {old['id']!r}, {source} has {there}: give --out another directory")
+    with out.open("a", encoding="utf-8") as file:
+        while chunk := list(itertools.islice(rows, CHUNK)):
+            answers = _graded(chunk, grade)
+            file.writelines(json.dumps(answer) + "\n" for answer in answers)
+            file.flush()
+            os.fsync(file.fileno())
+            counts.update(answer["outcome"] for answer in answers)
+            total += sum(answer["score"] for answer in answers)
+            say(sum(counts.values()))
+    count = sum(counts.values())
+    if not count:
+        raise ConfigError(f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}")
+    summary = {"rows": count, "mean_score": total / count, "outcomes": dict(counts)}
+    write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _graded(rows: Sequence[Row], grade: Grade) -> list[dict[str, Any]]:
+    good = [row for row in rows if not row.why]
+    found = iter(grade([row.completion for row in good], [row.payload for row in good]))
+    return [_answer(row, None if row.why else next(found)) for row in rows]
+
+
+def _answer(row: Row, graded: Graded | None) -> dict[str, Any]:
+    answer = {
+        "id": row.id,
+        "score": 0.0 if graded is None else graded.score,
+        "outcome": BAD_ROW if graded is None else graded.outcome.value,
+    }
+    detail = f"line {row.line}: {row.why}" if graded is None else graded.detail
+    return answer | ({"detail": detail[:MAX_DETAIL]} if detail else {})
+
+
+def _rows(source: Path) -> Iterator[Row]:
+    """Every line that is not empty."""
+    with source.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _row(number, line)
+
+
+def _row(number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except (ValueError, RecursionError) as error:
+        return Row(number, None, {}, "", f"not a JSON object: {error or type(error).__name__}")
+    if not isinstance(row, dict):
+        return Row(number, None, {}, "", f"a {type(row).__name__}, not a JSON object")
+    own, answer, completion = row.get("id"), row.get("answer"), row.get("completion")
+    if missing := [name for name in ("id", "answer", "completion") if name not in row]:
+        return Row(number, own, {}, "", f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}")
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        return Row(number, own, {}, "", f"its answer is {str(answer)[:60]!r}: give text or a number")
+    if not isinstance(completion, str):
+        return Row(number, own, {}, "", f"its completion is {str(completion)[:60]!r}: give text")
+    return Row(number, own, {**{k: v for k, v in row.items() if k != "completion"}, "answer": answer}, completion)
+
+
+def _done(out: Path) -> list[dict[str, Any]]:
+    """Whole lines of an earlier start; what is cut goes."""
+    if not out.exists():
+        return []
+    kept: list[bytes] = []
+    rows: list[dict[str, Any]] = []
+    for line in out.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not {"id", "score", "outcome"} <= row.keys():
+            break
+        kept.append(line)
+        rows.append(row)
+    os.truncate(out, sum(map(len, kept)))
+    return rows

@@ -1,0 +1,186 @@
+"""Figures from scores: pass@k, votes, bootstrap intervals over problems, paired tests and calibration. Pure functions.
+
+P problems   n samples of one problem   R resamples
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+RESAMPLES = 2000
+EXACT_SIGNS = 16  # differing problems up to which all sign patterns are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure with its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """Two models on the same problems: `difference` = second - first."""
+
+    problems: int
+    difference: Interval
+    p_permutation: float  # sign-flip permutation test of the mean difference, two-sided
+    p_mcnemar: float | None  # exact McNemar test; None unless every score is 0 or 1
+    better: int  # problems on which the second is better
+    worse: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Predictions whose confidence lies in one tenth."""
+
+    count: int
+    confidence: float  # mean
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by their counts
+    brier: float
+    bins: tuple[Bin, ...]  # those that are not empty
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k), without bias (arXiv 2107.03374).
+
+    Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} of {n} samples with {c} right: k must lie in 1..n, the right ones in 0..n")
+    if n - c < k:
+        return 1.0
+    return 1.0 - math.prod((n - c - i) / (n - i) for i in range(k))
+
+
+def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
+    """Score of the most frequent answer of one problem. [n] answer keys and scores.
+
+    None is no answer and has no vote. Among answers with equally many votes each is taken with equal chance (the mean of their scores);
+    0.0 without any answer. An answer's score is the mean of its members'.
+    """
+    return weighted_vote(keys, scores, [1.0] * len(keys))
+
+
+def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
+    """As `majority`, every sample's vote with a weight: verifier-weighted voting. 0.0 where all weights are 0."""
+    votes: dict[Hashable, float] = defaultdict(float)
+    members: dict[Hashable, list[float]] = defaultdict(list)
+    for key, score, weight in zip(keys, scores, weights, strict=True):
+        if key is not None:
+            votes[key] += weight
+            members[key].append(score)
+    most = max(votes.values(), default=0.0)
+    return fmean(fmean(members[key]) for key, vote in votes.items() if math.isclose(vote, most)) if most > 0 else 0.0
+
+
+def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
+    """Score of the sample with the greatest weight; among equal ones each with equal chance. 0.0 for no samples."""
+    most = max(weights, default=0.0)
+    return fmean(score for score, weight in zip(scores, weights, strict=True) if weight == most) if scores else 0.0
+
+
+def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """Mean over problems, with its interval. [P], not empty."""
+    return macro_interval([values], seed=seed, resamples=resamples)
+
+
+def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+    """Equal-weight mean of the means of sets, problems resampled inside each set. [sets][P], none empty."""
+    rng = np.random.default_rng(seed)
+    means = np.zeros(resamples)
+    for values in sets:
+        means += _resampled_means(np.asarray(values, dtype=float), rng, resamples) / len(sets)
+    return Interval(fmean(fmean(values) for values in sets), *_percentiles(means))
+
+
+def bootstrap(count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
+    """Any statistic of resampled problems: `statistic` gets problem indices [count], and gives None where it is not defined
+    (resamples without it are left out). None when it is not defined on the problems themselves."""
+    value = statistic(np.arange(count)) if count else None
+    if value is None:
+        return None
+    rng = np.random.default_rng(seed)
+    found = [statistic(rng.integers(0, count, count)) for _ in range(resamples)]
+    return Interval(value, *_percentiles(np.array([f for f in found if f is not None])))
+
+
+def paired(first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES) -> Paired:
+    """Scores by problem of two models, on the problems that both have. Raises ValueError when there is none."""
+    shared = [key for key in first if key in second]
+    if not shared:
+        raise ValueError("the two results have no problem in common: compare evaluations of the same sets")
+    a, b = (np.array([scores[key] for key in shared], dtype=float) for scores in (first, second))
+    difference = b - a
+    rng = np.random.default_rng(seed)
+    interval = Interval(float(difference.mean()), *_percentiles(_resampled_means(difference, rng, resamples)))
+    binary = bool(np.isin(a, (0.0, 1.0)).all() and np.isin(b, (0.0, 1.0)).all())
+    better, worse = int((difference > 0).sum()), int((difference < 0).sum())
+    return Paired(
+        problems=len(shared),
+        difference=interval,
+        p_permutation=sign_flip(difference, seed=seed),
+        p_mcnemar=mcnemar(better, worse) if binary else None,
+        better=better,
+        worse=worse,
+    )
+
+
+def mcnemar(better: int, worse: int) -> float:
+    """Exact two-sided p-value: how likely a fair coin splits the differing problems at least so unevenly."""
+    total = better + worse
+    tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_000) -> float:
+    """Two-sided p-value of a mean difference under random signs: all sign patterns for few differing problems, else drawn ones."""
+    own = difference[difference != 0]
+    if not len(own):
+        return 1.0
+    at_least = abs(own.sum()) * (1 - 1e-12)
+    if len(own) <= EXACT_SIGNS:
+        patterns = (np.arange(2 ** len(own))[:, None] >> np.arange(len(own)) & 1) * 2 - 1
+        return float((np.abs(patterns @ own) >= at_least).mean())
+    rng = np.random.default_rng(seed)
+    hits = 0
+    for _ in range(0, permutations, 1000):
+        signs = rng.integers(0, 2, (1000, len(own))) * 2 - 1
+        hits += int((np.abs(signs @ own) >= at_least).sum())
+    return (hits + 1) / (permutations + 1)
+
+
+def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: int = 10) -> Calibration | None:
+    """Confidences in [0, 1] that something is true, against whether it is. None for no predictions."""
+    if not confidences:
+        return None
+    inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for confidence, truth in zip(confidences, truths, strict=True):
+        inside[min(int(confidence * bins), bins - 1)].append((confidence, truth))
+    made = tuple(Bin(len(rows), fmean(c for c, _ in rows), fmean(float(t) for _, t in rows)) for _, rows in sorted(inside.items()))
+    ece = sum(b.count * abs(b.confidence - b.accuracy) for b in made) / len(confidences)
+    brier = fmean((c - float(t)) ** 2 for c, t in zip(confidences, truths, strict=True))
+    return Calibration(ece=ece, brier=brier, bins=made)
+
+
+def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
+    """[R] means of draws with replacement."""
+    return np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
+
+
+def _percentiles(values: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)

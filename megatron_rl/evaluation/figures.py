@@ -1,0 +1,131 @@
+"""From samples to figures: per set, with intervals over problems, and the equal-weight mean over sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.evaluation.estimators import (
+    Calibration,
+    Interval,
+    best_of_n,
+    calibration,
+    macro_interval,
+    majority,
+    mean_interval,
+    pass_at_k,
+    weighted_vote,
+)
+from megatron_rl.evaluation.handoff import HANDOFF
+from megatron_rl.evaluation.judge import JUDGE, judged
+from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.solve import SOLVE
+from megatron_rl.evaluation.text_scores import LEGIBILITY
+from megatron_rl.rewards.pool import Graded, Outcome
+
+RIGHT = 0.5  # a sample whose score is above counts as right
+MACRO = "mean over sets"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetFigures:
+    """One measure of one set. `values`: those figures that are means over problems, [P] each."""
+
+    name: str
+    title: str
+    measure: str
+    problems: int
+    samples: int
+    figures: Mapping[str, Interval]
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    calibration: Calibration | None = None
+
+
+def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetFigures:
+    """The figures of a set whose samples are all there."""
+    groups = samples.rows(name, measure)
+    about: dict[str, Any] = {"name": name, "title": title, "measure": measure, "problems": len(groups), "samples": sum(map(len, groups))}
+    if measure == JUDGE:
+        found = judged(groups, seed=seed)
+        unread = sum(row["predicted"] is None for group in groups for row in group)
+        return SetFigures(**about, figures=found.figures, calibration=found.calibration, counts={"unreadable": unread})
+    if measure in (SOLVE, HANDOFF):
+        values, sure = answer_values(groups, ks), None
+        rows = [row for group in groups for row in group]
+        counts = {f"grading {kind.value}": sum(r["outcome"] == kind.value for r in rows) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+        counts |= {"empty": sum(not r["tokens"] for r in rows)}
+        if rows and "confidence" in rows[0]:
+            sure = _calibration(rows)
+    else:
+        values, counts, sure = text_values(groups, measure), {"left out": _left_out(groups, measure)}, None
+    own = {figure: mean_interval(column, seed=seed) for figure, column in values.items() if column}
+    return SetFigures(**about, figures=own, values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure)
+
+
+def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
+    """[P][n] graded answers -> per problem: accuracy (mean@n), pass@k, maj@n, what a verifier's weights choose, and lengths."""
+    n = min((len(group) for group in groups), default=0)
+    scores = [[row["score"] for row in group] for group in groups]
+    out = {"accuracy": [fmean(s) for s in scores]}
+    out |= {f"pass@{k}": [pass_at_k(len(s), sum(x > RIGHT for x in s), k) for s in scores] for k in ks if k <= n and (n > 1 or k > 1)}
+    if n > 1:
+        keys = [[row["key"] for row in group] for group in groups]
+        out[f"maj@{n}"] = [majority(k, s) for k, s in zip(keys, scores, strict=True)]
+        if "confidence" in groups[0][0]:
+            weights = [[row["confidence"] for row in group] for group in groups]
+            out[f"best_of_{n}"] = [best_of_n(s, w) for s, w in zip(scores, weights, strict=True)]
+            out[f"vote_of_{n}"] = [weighted_vote(k, s, w) for k, s, w in zip(keys, scores, weights, strict=True)]
+    out["finished"] = [fmean(float(row["finished"]) for row in group) for group in groups]
+    out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
+    if groups and "turns" in groups[0][0]:
+        out["turns"] = [fmean(len(row["turns"]) for row in group) for group in groups]
+        out["first_share"] = [fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups]
+    return out
+
+
+def text_values(groups: Sequence[Sequence[Sample]], measure: str) -> dict[str, list[float]]:
+    """Per problem, the mean over its texts that fit: cross_entropy, or each kl_ and gap_. Problems without such a text are left out."""
+    names = ["cross_entropy"] if measure == LEGIBILITY else [name for name in groups[0][0] if name.startswith(("kl_", "gap_"))]
+    return {
+        name: [fmean(kept) for group in groups if (kept := [row[name] for row in group if row[name] is not None])] for name in names
+    }  # fmt: skip
+
+
+def macro(sets: Sequence[SetFigures], *, seed: int) -> dict[str, dict[str, Interval]]:
+    """{measure: {figure: equal-weight mean over its sets}}; of figures that every set of the measure has.
+
+    Where a figure is no mean over problems (an F1), the interval is from the sets' own, as if they were independent and normal.
+    """
+    out: dict[str, dict[str, Interval]] = {}
+    for measure in dict.fromkeys(s.measure for s in sets):
+        own = [s for s in sets if s.measure == measure]
+        shared = [name for name in own[0].figures if all(name in s.figures for s in own)]
+        out[measure] = {name: _combined(own, name, seed) for name in shared}
+    return out
+
+
+def gradings(samples: Samples, sets: Sequence[SetFigures]) -> list[Graded]:
+    """How every grading went, for check_failures."""
+    rows = [row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group]
+    return [Graded(Outcome(row["outcome"]), row["score"], row.get("detail", "")) for row in rows]
+
+
+def _combined(sets: Sequence[SetFigures], name: str, seed: int) -> Interval:
+    if all(name in s.values for s in sets):
+        return macro_interval([s.values[name] for s in sets], seed=seed)
+    found = [s.figures[name] for s in sets]
+    value = fmean(f.value for f in found)
+    half = sum(((f.high - f.low) / 2) ** 2 for f in found) ** 0.5 / len(found)
+    return found[0] if len(found) == 1 else Interval(value, max(0.0, value - half), min(1.0, value + half))
+
+
+def _left_out(groups: Sequence[Sequence[Sample]], measure: str) -> int:
+    name = "cross_entropy" if measure == LEGIBILITY else next((n for n in groups[0][0] if n.startswith("kl_")), "") if groups else ""
+    return sum(row[name] is None for group in groups for row in group)
+
+
+def _calibration(rows: Sequence[Sample]) -> Calibration | None:
+    return calibration([row["confidence"] for row in rows], [row["score"] > RIGHT for row in rows])

@@ -1,0 +1,128 @@
+"""Hand-off: two models write one answer by turns, and it is graded as one text (the protocol of Tandem RL's release, arXiv 2606.28166).
+
+The first model begins; each turn goes on until a double newline, which stays in the text; then the other goes on from prompt and text. The
+token budget is shared. A chain ends on its budget, on a turn cut by length, on any stop other than the double newline, or after
+`max_rounds` turns. A turn's draw depends on 1000 * problem + sample + tokens written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.evaluation.draw import ProblemSet, cut, draw, limit
+from megatron_rl.evaluation.samples import Sample
+from megatron_rl.evaluation.solve import Grade, answer_of, decoded, sample_of
+from megatron_rl.types import Stop
+
+SWITCH = "\n\n"
+PROBLEM_STRIDE = 1000
+MAX_ROUNDS = 150
+HANDOFF = "handoff"
+
+
+@dataclass(slots=True)
+class Chain:
+    """One answer under way."""
+
+    prompt: list[int]
+    first_index: int  # of its first draw
+    budget: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # tokens of each turn; even ones are the first model's
+    stop: Stop | None = None  # None: goes on
+
+    @property
+    def left(self) -> int:
+        return self.budget - len(self.tokens)
+
+    @property
+    def completion(self) -> Completion:
+        return Completion(tokens=self.tokens, logprobs=self.logprobs, stop=self.stop or Stop.LENGTH)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandOff:
+    """Answers the problems of a set `sampling.n` times each, `engines` by turns. They must have one vocabulary."""
+
+    engines: tuple[Engine, Engine]
+    tokenizer: Any
+    sampling: Sampling
+    grade: Grade
+    context: int | None = None
+    max_rounds: int = MAX_ROUNDS
+    measure: str = field(default=HANDOFF, init=False)
+
+    def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
+        """The samples of problems[place], for each place; each with the token counts of its turns."""
+        chains = {
+            (place, j): self._chain(problems.prompts[place], place * PROBLEM_STRIDE + j) for place in places for j in range(self.sampling.n)
+        }
+        write(list(chains.values()), self.engines, self.tokenizer, self.sampling, max_rounds=self.max_rounds)
+        texts = decoded(self.tokenizer, [chain.completion for chain in chains.values()])
+        graded = self.grade(texts, [problems.problems[place].values for place, _ in chains])
+        groups: dict[int, list[Sample]] = {place: [] for place in places}
+        for ((place, j), chain), text, grade in zip(chains.items(), texts, graded, strict=True):
+            row = sample_of(problems, place, j, self.measure) | answer_of(text, chain.completion, grade)
+            groups[place].append(row | {"turns": chain.turns})
+        return [groups[place] for place in places]
+
+    def _chain(self, prompt: Sequence[int], index: int) -> Chain:
+        return Chain(list(prompt), index, limit(len(prompt), self.sampling.max_tokens, self.context))
+
+
+def write(
+    chains: Sequence[Chain], engines: Sequence[Engine], tokenizer: Any, sampling: Sampling, *, max_rounds: int = MAX_ROUNDS
+) -> None:  # fmt: skip
+    """Writes every chain to its end. All chains take their turns together, so that each turn is one call of one engine."""
+    one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
+    for number in range(max_rounds):
+        for chain in chains:
+            if chain.stop is None and chain.left <= 0:
+                chain.stop = Stop.LENGTH
+        going = [chain for chain in chains if chain.stop is None]
+        if not going:
+            return
+        asked = {i: chain.prompt + chain.tokens for i, chain in enumerate(going)}
+        turns = _draw_turn(engines[number % len(engines)], going, asked, replace(one_turn, max_tokens=max(chain.left for chain in going)))
+        for chain, turn in zip(going, turns, strict=True):
+            _append(chain, cut(turn, chain.left), tokenizer)
+    for chain in chains:
+        chain.stop = chain.stop or Stop.LENGTH
+
+
+def _draw_turn(engine: Engine, chains: Sequence[Chain], prompts: Mapping[int, Sequence[int]], sampling: Sampling) -> list[Completion]:
+    """One turn of each chain. Two chains whose indices are the same number are asked in calls of their own: a call names each once."""
+    found: dict[int, Completion] = {}
+    waiting = list(prompts)
+    while waiting:
+        calls: dict[int, int] = {}
+        for place in waiting:
+            calls.setdefault(chains[place].first_index + len(chains[place].tokens), place)
+        drawn = draw(engine, {index: prompts[place] for index, place in calls.items()}, sampling)
+        found |= {place: drawn[index][0] for index, place in calls.items()}
+        waiting = [place for place in waiting if place not in found]
+    return [found[place] for place in prompts]
+
+
+def _append(chain: Chain, turn: Completion, tokenizer: Any) -> None:
+    chain.tokens += turn.tokens
+    chain.logprobs += turn.logprobs
+    chain.turns.append(len(turn.tokens))
+    switched = turn.stop is Stop.STOP and SWITCH in str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
+    if not switched:
+        chain.stop = turn.stop
+
+
+def check_vocabularies(first: Any, second: Any) -> None:
+    """Raises ValueError unless both tokenizers give every text the same ids, as far as their vocabularies say."""
+    one, other = first.get_vocab(), second.get_vocab()
+    if one != other:
+        differing = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+        raise ValueError(
+            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off passes token ids from "
+            "one to the other and needs models of one family"
+        )

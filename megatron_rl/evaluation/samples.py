@@ -1,0 +1,100 @@
+"""The samples of an evaluation as JSON lines: each is kept as soon as it is graded, so that a killed evaluation goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint import write_text
+
+Sample = dict[str, Any]  # `set`, `measure`, `id` (of the problem), `sample` (0..n-1), and what the measure found
+PARTIAL = ".partial"
+
+
+class Samples:
+    """Rows in the file NAME.jsonl.partial, behind a line that names the evaluation; NAME.jsonl once all are there.
+
+    A problem's samples are written together. When an evaluation of the same `digest` left a file behind, its whole problems are kept; a
+    line that was cut, and rows of a problem that is not whole, go. Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, digest: str) -> None:
+        self._path, self._partial, self._digest = path, None if path is None else Path(f"{path}{PARTIAL}"), digest
+        self._rows: dict[tuple[str, str], dict[int, list[Sample]]] = defaultdict(dict)
+        self.resumed = 0  # problems of an earlier start
+        if self._partial is not None:
+            self._resume(self._partial)
+
+    def rows(self, name: str, measure: str) -> list[list[Sample]]:
+        """By problem, in order of their ids. [P][n]"""
+        found = self._rows[name, measure]
+        return [found[key] for key in sorted(found)]
+
+    def missing(self, name: str, measure: str, ids: Iterable[int]) -> list[int]:
+        return [key for key in ids if key not in self._rows[name, measure]]
+
+    def add(self, groups: Iterable[Sequence[Sample]]) -> None:
+        """Whole problems: all samples of each."""
+        kept = [list(group) for group in groups if group]
+        for group in kept:
+            self._rows[group[0]["set"], group[0]["measure"]][group[0]["id"]] = group
+        if self._partial is not None:
+            with self._partial.open("a", encoding="utf-8") as file:
+                file.writelines(_line(row, len(group)) for group in kept for row in group)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def write(self) -> None:
+        """NAME.jsonl, sets in the order of their first rows."""
+        if self._path is not None:
+            write_text(self._path, "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group))
+
+    def forget(self) -> None:
+        """Drops the file to go on from: all is done and written."""
+        if self._partial is not None:
+            self._partial.unlink(missing_ok=True)
+
+    def _resume(self, partial: Path) -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        lines = partial.read_bytes().splitlines() if partial.exists() else []
+        if not lines or _decoded(lines[0]) != {"evaluation": self._digest}:
+            write_text(partial, json.dumps({"evaluation": self._digest}) + "\n")
+            return
+        groups: dict[tuple[str, str, int], list[Sample]] = defaultdict(list)
+        for row in filter(None, map(_decoded, lines[1:])):
+            groups[row["set"], row["measure"], row["id"]].append(row)
+        whole = [group for group in groups.values() if len(group) == group[0]["of"]]
+        text = [json.dumps({"evaluation": self._digest}) + "\n"]
+        for group in whole:
+            kept = [{name: value for name, value in row.items() if name != "of"} for row in group]
+            self._rows[kept[0]["set"], kept[0]["measure"]][kept[0]["id"]] = kept
+            text += [_line(row, len(kept)) for row in kept]
+        write_text(partial, "".join(text))
+        self.resumed = len(whole)
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Rows of a NAME.jsonl. Raises FileNotFoundError, and ValueError for a line that is no sample."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        row = _decoded(line)
+        if row is None or not {"set", "measure", "id", "sample"} <= row.keys():
+            raise ValueError(f"{path}:{number} is not a sample of an evaluation")
+        rows.append(row)
+    return rows
+
+
+def _line(row: Sample, count: int) -> str:
+    return json.dumps(row | {"of": count}) + "\n"
+
+
+def _decoded(line: bytes) -> Sample | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

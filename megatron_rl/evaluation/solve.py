@@ -1,0 +1,92 @@
+"""A generator's samples of one set: drawn, graded, and weighed by a verifier where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.chat import fill
+from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.evaluation.draw import ProblemSet, draw_within
+from megatron_rl.evaluation.samples import Sample
+from megatron_rl.rewards.answer_key import answer_key
+from megatron_rl.rewards.pool import Graded
+from megatron_rl.rewards.tags import step_texts
+from megatron_rl.rewards.verdicts import final_verdict
+from megatron_rl.rollout import tokenize
+
+Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
+SOLVE = "solve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weigher:
+    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and {num_steps}."""
+
+    engine: Engine
+    tokenizer: Any
+    template: str
+    sampling: Sampling
+    context: int | None = None
+
+    def weigh(self, asked: Mapping[int, tuple[str, str]]) -> dict[int, float]:
+        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}; an unreadable vote does not."""
+        prompts = {}
+        for index, (question, text) in asked.items():
+            filled = fill(self.template, question=question, solution=text, num_steps=str(len(step_texts(text))))
+            prompts[index] = tokenize(self.tokenizer, filled)
+        found = draw_within(self.engine, prompts, self.sampling, self.context)
+        return {index: fmean(float(final_verdict(text) is True) for text in decoded(self.tokenizer, c)) for index, c in found.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """Answers the problems of a set, `sampling.n` times each."""
+
+    engine: Engine
+    tokenizer: Any
+    sampling: Sampling
+    grade: Grade
+    context: int | None = None
+    weigher: Weigher | None = None
+    keep_tokens: bool = False  # for measures of the text that count its tokens
+    measure: str = field(default=SOLVE, init=False)
+
+    def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
+        """The samples of problems[place], for each place. A problem's draws do not depend on which others are asked."""
+        found = draw_within(self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context)
+        drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
+        texts = decoded(self.tokenizer, [c for *_, c in drawn])
+        graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])
+        weights: Mapping[int, float] = {}
+        if self.weigher is not None:
+            asked = [str(problems.problems[place].values["question"]) for place, *_ in drawn]
+            indices = [place * self.sampling.n + j for place, j, _ in drawn]
+            weights = self.weigher.weigh(dict(zip(indices, zip(asked, texts, strict=True), strict=True)))
+        groups: dict[int, list[Sample]] = {place: [] for place in places}
+        for (place, j, c), text, grade in zip(drawn, texts, graded, strict=True):
+            row = sample_of(problems, place, j, self.measure) | answer_of(text, c, grade)
+            if self.weigher is not None:
+                row["confidence"] = weights[place * self.sampling.n + j]
+            groups[place].append(row | ({"token_ids": list(c.tokens)} if self.keep_tokens else {}))
+        return [groups[place] for place in places]
+
+
+def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sample:
+    """What every sample has."""
+    problem = problems.problems[place]
+    shown = {name: str(problem.values[name]) for name in ("question", "answer") if name in problem.values}
+    return {"set": problems.name, "measure": measure, "id": place, "row": problem.row, "sample": sample} | shown
+
+
+def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
+    """What a graded answer adds."""
+    found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
+    found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
+    return found | ({"detail": graded.detail} if graded.detail else {})
+
+
+def decoded(tokenizer: Any, completions: Sequence[Completion]) -> list[str]:
+    return [str(tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]

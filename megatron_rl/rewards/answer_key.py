@@ -1,0 +1,40 @@
+"""A cheap normal form of the answer in a response, so that equal answers get one vote together. Pure text: nothing is evaluated."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from megatron_rl.rewards.short_answer import said
+from megatron_rl.rewards.tags import boxed
+
+MAX_CHARACTERS = 400
+_LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
+_FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?\d{1,40})\}\{(-?\d{1,40})\}|(\d)(\d))")
+_RATIO = re.compile(r"(-?\d{1,40}(?:\.\d{1,40})?|-?\.\d{1,40})(?:/(\d{1,40}))?")
+_DROPPED = re.compile(r"\\(?:left|right|displaystyle|[,;!: ])|[\s$~]|\^\{?\\circ\}?|\\(?:text|mathrm|mathbf|mbox)\{[^{}]*\}")
+
+
+def answer_key(response: str) -> str | None:
+    """The normal form; None where the response gives no answer (no box, no answer block, no number)."""
+    found = boxed(response)
+    if found is None and "<answer>" not in response:
+        numbers = _LAST_NUMBER.findall(response[-4 * MAX_CHARACTERS :])
+        return normal_form(numbers[-1]) if numbers else None
+    return normal_form(said(response) if found is None else found) or None
+
+
+def normal_form(answer: str) -> str:
+    """`\\frac12`, `1/2` and `0.5` become 1/2; `x = 5` becomes 5; spaces, units in text and LaTeX's spacing go."""
+    text = _DROPPED.sub("", answer[:MAX_CHARACTERS]) or re.sub(r"\s", "", answer[:MAX_CHARACTERS])
+    text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", text).rstrip(".")
+    text = re.sub(r"^[A-Za-z]=", "", text)
+    number = text.removesuffix("\\%").removesuffix("%")
+    found = _FRACTION.fullmatch(number)
+    if found:
+        above, below = (found[2], found[3]) if found[2] else (found[4], found[5])
+        number = f"{found[1] if not above.startswith('-') else ''}{above}/{below}"
+    ratio = _RATIO.fullmatch(number)
+    if ratio and (ratio[2] is None or int(ratio[2])):
+        return str(Fraction(ratio[1]) / int(ratio[2] or 1))
+    return text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").lower()

@@ -1,0 +1,72 @@
+"""Grades answers that are a label or a short text, by comparing texts. Any response is allowed; nothing of it is evaluated."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import ROUND_HALF_UP, Decimal
+from typing import Any
+
+from megatron_rl.rewards.tags import boxed
+
+MAX_CHARACTERS = 2000  # of an answer that is compared
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|texttt|textit)\s*\{([^{}]*)\}")
+_NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?|[-+]?\.\d{1,40}")
+_SYNONYMS = {"true": "yes", "false": "no"}
+
+
+def said(response: str) -> str:
+    r"""What a response gives as its answer: the last \boxed{}, else the last <answer> block, else its last line."""
+    found = boxed(response)
+    if found is None:
+        _, opened, rest = response.rpartition("<answer>")
+        found = rest.partition("</answer>")[0] if opened else (response.strip().splitlines() or [""])[-1]
+    for _ in range(4):  # nested \text
+        found = _TEXT.sub(r"\1", found)
+    return found.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]
+
+
+def grade_label(response: str, payload: Mapping[str, Any]) -> float:
+    """1.0 when the answer is the label payload["answer"], or a text that names it and none of the other payload["choices"]."""
+    choices = [str(choice).lower() for choice in payload["choices"]]
+    words = [_SYNONYMS.get(word, word) if word not in choices else word for word in re.findall(r"[a-z]+", said(response).lower())]
+    named = {word for word in words if word in choices}
+    return float(named == {str(payload["answer"]).lower()})
+
+
+def grade_text(response: str, payload: Mapping[str, Any]) -> float:
+    """1.0 when the answer is that of payload["answer"]: part by part between commas, numbers to the decimals that the known one has."""
+    return float(same_text(said(response), str(payload["answer"])))
+
+
+def same_text(answer: str, known: str) -> bool:
+    if _plain(answer) == _plain(known):
+        return True
+    numbers = _number(answer), _number(known)
+    if numbers[0] is not None and numbers[1] is not None:
+        return _agree(numbers[0], numbers[1])
+    parts, wanted = ([_plain(part) for part in text.split(", ")] for text in (answer, known))
+    return len(parts) == len(wanted) > 1 and all(same_text(a, b) for a, b in zip(parts, wanted, strict=True))
+
+
+def _plain(text: str) -> str:
+    """Lower case, without quotes, articles, trailing full stops and doubled spaces."""
+    text = re.sub(r"[\"'`“”‘’*]", "", text.lower()).strip().rstrip(".")
+    return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
+
+
+def _number(text: str) -> Decimal | None:
+    text = text.strip().rstrip(".").removeprefix("$").removesuffix("%").strip()
+    return Decimal(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+
+
+def _agree(answer: Decimal, known: Decimal) -> bool:
+    """Equal, or equal once a longer answer is rounded to the known one's decimals (at least one)."""
+    if answer == known:
+        return True
+    exponent = known.as_tuple().exponent
+    if not isinstance(exponent, int) or exponent >= 0:
+        return False
+    step = Decimal(1).scaleb(exponent)
+    finer = isinstance(own := answer.as_tuple().exponent, int) and own < exponent
+    return finer and answer.quantize(step, rounding=ROUND_HALF_UP) == known
