@@ -17,6 +17,8 @@ from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import Http, ServerLost
 from megatron_rl.types import Stop
 
+TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
+ARCHITECTURE = "MegatronRlTandem"
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 
 
@@ -51,6 +53,21 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
             "OMP_NUM_THREADS": str(settings.threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         }  # fmt: skip
     return Command([*words, *settings.args], environment)
+
+
+def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -> Command:
+    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in: launch.PLUGIN."""
+    architectures = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"]
+    settings = {"architectures": architectures, "junior": str(junior), "tokenizer": str(tokenizer)}
+    words = [
+        "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
+        "--additional-config", json.dumps({TANDEM: settings}),
+        "--logits-processors", "megatron_rl.engines.vllm_tandem:Authors",
+        "--no-async-scheduling",  # the author of a token depends on the one before it
+    ]  # fmt: skip
+    words += [] if "--enforce-eager" in start.words else ["--enforce-eager"]
+    # Its second model runner has no logits processors of this kind.
+    return Command([*start.words, *words], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
 
 
 class VllmServer:
