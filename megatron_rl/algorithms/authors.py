@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]
+from megatron_rl.config import Strategy
+
 WORD_MARKS = ("\u0120", "\u2581", " ")  # what a vocabulary writes for a leading space: byte-level BPE, SentencePiece, plain text
 SENTENCE_END = "\n\n"
 
@@ -93,6 +94,14 @@ def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Iterable[in
     """[T] tokens of a text -> [T], True where the senior wrote it."""
     pen = Pen(rule, boundaries, key)
     return [pen.write(token) for token in tokens]
+
+
+def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Iterable[int]) -> Pen:
+    """The pen after the tokens that are written already."""
+    pen = Pen(rule, boundaries, key)
+    for token in written:
+        pen.write(token)
+    return pen
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:

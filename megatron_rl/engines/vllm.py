@@ -6,15 +6,17 @@ import contextlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config import ConfigError, Vllm
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import Http, ServerLost
+from megatron_rl.engines.server import Http, RequestRefused, ServerLost
 from megatron_rl.types import Stop
 
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
@@ -73,12 +75,16 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
 class VllmServer:
     """Implements server.Server. Verified with vLLM 0.32."""
 
-    def __init__(self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float) -> None:
-        """`ends`: the model's end-of-sequence tokens."""
+    def __init__(
+        self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float,
+        boundaries: frozenset[int] | None = None,
+    ) -> None:  # fmt: skip
+        """`ends`: the model's end-of-sequence tokens. `boundaries`: of a tandem's strategy."""
         self._http, self.url = Http(url, token), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
         self._ends = frozenset(ends)
         self._context: int | None = None
+        self._boundaries, self._is_tandem = boundaries, False
 
     def ready(self) -> bool:
         return self._http.answers("/health")
@@ -88,12 +94,16 @@ class VllmServer:
         sampler.check(sampling)
         room = self._room() - len(prompt)
         if room <= 0:
-            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
-        if sampling.temperature == 0:  # vLLM draws a greedy answer once
+            authors = None if sampling.tandem is None else []
+            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH, authors=authors) for _ in range(sampling.n)]
+        if sampling.tandem is not None:
+            self._check_tandem(sampling.tandem)
+        at_once = self._at_once if sampling.temperature > 0 else 1  # vLLM draws a greedy answer once
+        if sampling.temperature == 0 and sampling.tandem is None:
             return self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
         out: list[Completion] = []
         while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
-            out += self._draw(prompt, sampling, min(sampling.n - len(out), self._at_once), seed + len(out), room, timeout_s)
+            out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
         return out
 
     def join(self, host: str, port: int, replica: int) -> None:
@@ -142,13 +152,37 @@ class VllmServer:
             "detokenize": bool(sampling.stop_strings),
             "include_stop_str_in_output": True,
         }
+        if sampling.tandem is not None:
+            parameters["extra_args"] = {TANDEM: {name: value for name, value in asdict(sampling.tandem).items() if value is not None}}
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         answer = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
         with self._understood():
             completions = [_completion(c, sampling, self._ends) for c in sorted(answer["choices"], key=lambda c: c["index"])]
         if len(completions) != n:
             raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
+        if sampling.tandem is not None:
+            return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
         return completions
+
+    def _with_authors(self, completion: Completion, tandem: Tandem, prompt: Sequence[int], seed: int) -> Completion:
+        """vLLM's answers have no room for authors: they are a function of seed and tokens, and are worked out again."""
+        assert self._boundaries is not None
+        before = list(prompt[len(prompt) - tandem.written :])
+        authors = replay(tandem.rule, self._boundaries, seed if tandem.seed is None else tandem.seed, before + completion.tokens)
+        return replace(completion, authors=authors[len(before) :])
+
+    def _check_tandem(self, tandem: Tandem) -> None:
+        """Once: the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is asked."""
+        if self._is_tandem:
+            return
+        if self._boundaries is None:
+            raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
+        answer = self._http.call("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [tandem.rule.strategy]})
+        with self._understood():
+            found = set(answer["results"])
+        if found != {fingerprint(self._boundaries)}:
+            raise RequestRefused(f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config")
+        self._is_tandem = True
 
     def _post(self, path: str, body: Any, **options: float) -> None:
         self._http.call("POST", path, body, **options)

@@ -18,8 +18,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from megatron_rl.algorithms.authors import Pen, Rule, Strategy, boundaries
+from megatron_rl.algorithms.authors import Pen, Rule, boundaries, resumed
 from megatron_rl.chat import load_tokenizer
+from megatron_rl.config import Strategy
 from megatron_rl.engines.vllm import ARCHITECTURE, TANDEM
 from megatron_rl.weights import hf
 
@@ -106,8 +107,8 @@ class Authors(LogitsProcessor):
         self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
         self._boundaries: dict[Strategy, frozenset[int]] = {}
         self.texts: dict[int, Text] = {}  # by row of vLLM's batch
-        self.keep = 0  # records that are kept of requests that ended; for tests
-        self.kept: dict[int, list[bool]] = {}  # by key
+        self.keep = False  # a record of requests
+        self.kept: dict[int, list[bool]] = {}  # by key: the authors of every token that another one followed
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -137,10 +138,8 @@ class Authors(LogitsProcessor):
         if settings is None:
             return None
         rule, key, written = rule_from(settings), settings.get("seed", params.seed), settings.get("written", 0)
-        pen = Pen(rule, self.boundaries(rule.strategy), key)
-        for token in (prompt or [])[len(prompt or []) - written :]:
-            pen.write(token)
-        text = Text(pen, output)
+        before = prompt or []
+        text = Text(resumed(rule, self.boundaries(rule.strategy), key, before[len(before) - written :]), output)
         if self.keep:
             self.kept[key] = text.authors
         return text
@@ -152,4 +151,3 @@ def rule_from(settings: Mapping[str, Any]) -> Rule:
         return Rule(**settings["rule"])
     except (TypeError, KeyError) as error:
         raise ValueError(f"extra_args.{TANDEM} = {dict(settings)}: {error}") from error
-
