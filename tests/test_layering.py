@@ -29,7 +29,7 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "hydra": (),
     "ray": (),
 }
-ROLE_NAMES = {"generator", "verifier", "senior", "junior"}
+ROLE_NAMES = {"generator", "verifier"}
 ROLE_NAME_HOMES = ("megatron_rl.recipes", "megatron_rl.rewards.last_letter")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -65,7 +65,6 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
         "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
         "--additional-config", json.dumps({TANDEM: settings}),
         "--logits-processors", "megatron_rl.engines.vllm_tandem:Authors",
-        "--no-async-scheduling",  # the author of a token depends on the one before it
     ]  # fmt: skip
     words += [] if "--enforce-eager" in start.words else ["--enforce-eager"]
     # Its second model runner has no logits processors of this kind.
