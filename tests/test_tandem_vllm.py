@@ -34,7 +34,7 @@ roles:
     micro_batch_tokens: 64
 recipe: {{target: megatron_rl.recipes.tandem:Tandem}}
 data: {{path: nowhere.jsonl}}
-engine: {{kind: vllm, python: {python}, max_batch: 16, args: [--block-size, "32", --num-gpu-blocks-override, "40"]}}
+engine: {{kind: vllm, python: {python}, max_batch: 16, start_timeout_s: 1200, args: [--block-size, "32", --num-gpu-blocks-override, "40"]}}
 run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
@@ -59,7 +59,7 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(base):
     script, config = Path(__file__).parent / "tandem_worker.py", base / "run/config.yaml"
-    return run_ranks(script, 2, base / "ranks", str(config), timeout_s=900)[0]
+    return run_ranks(script, 2, base / "ranks", str(config), timeout_s=1500)[0]
 
 
 @pytest.fixture(scope="module")
