@@ -147,6 +147,9 @@ def explain(config: Any, ranks: int) -> list[str]:
         data_parallel = ranks // role.layout.model_ranks
         lines.append(f"{name}: tp {role.layout.tp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
                      f"micro-batches of up to {role.micro_batch_tokens} tokens per rank")  # fmt: skip
+        if role.tandem is not None:
+            junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
+            lines.append(f"{name}: its rollouts are written along by {junior}, strategy {role.tandem.strategy}")
     return lines
 
 

@@ -109,7 +109,8 @@ class _Serving:
         from megatron_rl.engines.vllm import with_tandem
 
         junior = _directory_of(f"roles.{self._role}.tandem.junior", role.tandem.junior or self._model)
-        return with_tandem(words, model=self._model, junior=junior, tokenizer=Path(role.model.tokenizer or self._model).resolve())
+        tokenizer = _directory_of(f"roles.{self._role}.model.tokenizer", role.model.tokenizer or self._model)
+        return with_tandem(words, model=self._model, junior=junior, tokenizer=tokenizer)
 
 
 def _directory_of(setting: str, path: str | Path) -> Path:

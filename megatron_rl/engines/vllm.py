@@ -58,8 +58,11 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
 
 
 def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -> Command:
-    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in: launch.PLUGIN."""
-    architectures = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"]
+    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in: launch.PLUGIN.
+    Raises ConfigError for a model that does not name its class."""
+    architectures = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
+    if not architectures:
+        raise ConfigError(f"{model}/config.json has no `architectures`: a tandem must be told the senior's class, such as Qwen2ForCausalLM")
     settings = {"architectures": architectures, "junior": str(junior), "tokenizer": str(tokenizer)}
     words = [
         "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
