@@ -22,7 +22,7 @@ from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
 from megatron_rl.engines.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.vllm import VllmServer, command, with_tandem
+from megatron_rl.engines.vllm import Boundaries, VllmServer, command, with_tandem
 
 OFFLINE = Path(__file__).parent / "vllm_offline.py"
 ROLE = "model"
@@ -49,9 +49,9 @@ class Untrained(VllmServer):
 
 @contextlib.contextmanager
 def open_pool(
-    directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: frozenset[int] | None = None
+    directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Boundaries | None = None
 ) -> Iterator[tuple[Pool, int]]:
-    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategy, the model is its own
+    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the model is its own
     junior."""
     token_file = directory / "token"
     token, port = make_token(token_file), free_port(settings.host)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import signal
 import statistics
 import sys
@@ -82,10 +83,10 @@ def embedded_figures(model: Path, args: argparse.Namespace) -> dict[str, float]:
 def vllm_figures(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     prompts = _prompts(args.preset, max(1, args.sequences // args.samples))
     settings = Vllm(python=str(args.python), max_batch=served.MAX_BATCH, wait_s=60.0)
-    ids, pairs = boundaries(load_tokenizer(model), "word"), []
+    found, pairs = functools.cache(functools.partial(boundaries, load_tokenizer(model))), []
     with contextlib.ExitStack() as stack:
         pools = []
-        for name, own in (("alone", None), ("tandem", ids)):
+        for name, own in (("alone", None), ("tandem", found)):
             (folder / name).mkdir()
             pools.append(stack.enter_context(served.open_pool(folder / name, model, settings, EOS, boundaries=own)))
         for number in range(args.rounds + 1):

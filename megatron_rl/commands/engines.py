@@ -71,9 +71,10 @@ def _about(config: TrainConfig, role: str) -> About:
     directory = hf.local_directory(model.path)
     architecture = hf.read_architecture(directory)
     tokenizer: Any = load_tokenizer(model.tokenizer or model.path)
-    own, tandem = tokenizer.eos_token_id, config.roles[role].tandem
+    own = tokenizer.eos_token_id
     ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
-    return About(ends=ends, vocab=architecture.vocab, boundaries=None if tandem is None else boundaries(tokenizer, tandem.strategy))
+    found = None if config.roles[role].tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
+    return About(ends=ends, vocab=architecture.vocab, boundaries=found)
 
 
 def _embedded(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import Servers, Sglang
+from megatron_rl.config import Servers, Sglang, Strategy
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
@@ -20,7 +20,7 @@ class About:
 
     ends: frozenset[int] = frozenset()  # end-of-sequence tokens
     vocab: int = 0
-    boundaries: frozenset[int] | None = None  # of a tandem's strategy
+    boundaries: Callable[[Strategy], frozenset[int]] | None = None  # of a tandem's strategies
 
 
 def command(settings: Servers) -> Callable[..., Command]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithms.authors import fingerprint, replay
-from megatron_rl.config import ConfigError, Vllm
+from megatron_rl.config import ConfigError, Strategy, Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.guard import TOKEN_FILE
@@ -22,6 +22,7 @@ from megatron_rl.types import Stop
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
 ARCHITECTURE = "MegatronRlTandem"
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+Boundaries = Callable[[Strategy], frozenset[int]]
 
 
 def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
@@ -79,14 +80,15 @@ class VllmServer:
 
     def __init__(
         self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float,
-        boundaries: frozenset[int] | None = None,
+        boundaries: Boundaries | None = None,
     ) -> None:  # fmt: skip
-        """`ends`: the model's end-of-sequence tokens. `boundaries`: of a tandem's strategy."""
+        """`ends`: the model's end-of-sequence tokens. `boundaries`: of a tandem's strategies."""
         self._http, self.url = Http(url, token), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
         self._ends = frozenset(ends)
         self._context: int | None = None
-        self._boundaries, self._is_tandem = boundaries, False
+        self._boundaries = boundaries
+        self._agreed: dict[Strategy, frozenset[int]] = {}  # boundaries that the server has too
 
     def ready(self) -> bool:
         return self._http.answers("/health")
@@ -99,7 +101,7 @@ class VllmServer:
             authors = None if sampling.tandem is None else []
             return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH, authors=authors) for _ in range(sampling.n)]
         if sampling.tandem is not None:
-            self._check_tandem(sampling.tandem)
+            self._agree(sampling.tandem.rule.strategy)
         at_once = self._at_once if sampling.temperature > 0 else 1  # vLLM draws a greedy answer once
         if sampling.temperature == 0 and sampling.tandem is None:
             return self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
@@ -168,23 +170,23 @@ class VllmServer:
 
     def _with_authors(self, completion: Completion, tandem: Tandem, prompt: Sequence[int], seed: int) -> Completion:
         """vLLM's answers have no room for authors: they are a function of seed and tokens, and are worked out again."""
-        assert self._boundaries is not None
-        before = list(prompt[len(prompt) - tandem.written :])
-        authors = replay(tandem.rule, self._boundaries, seed if tandem.seed is None else tandem.seed, before + completion.tokens)
+        before, ids = list(prompt[len(prompt) - tandem.written :]), self._agreed[tandem.rule.strategy]
+        authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, before + completion.tokens)
         return replace(completion, authors=authors[len(before) :])
 
-    def _check_tandem(self, tandem: Tandem) -> None:
+    def _agree(self, strategy: Strategy) -> None:
         """Once: the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is asked."""
-        if self._is_tandem:
+        if strategy in self._agreed:
             return
         if self._boundaries is None:
             raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
-        answer = self._http.call("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [tandem.rule.strategy]})
+        ids = self._boundaries(strategy)
+        answer = self._http.call("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
         with self._understood():
             found = set(answer["results"])
-        if found != {fingerprint(self._boundaries)}:
+        if found != {fingerprint(ids)}:
             raise RequestRefused(f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config")
-        self._is_tandem = True
+        self._agreed[strategy] = ids
 
     def _post(self, path: str, body: Any, **options: float) -> None:
         self._http.call("POST", path, body, **options)
