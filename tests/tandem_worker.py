@@ -78,6 +78,13 @@ class Scenario:
     def crowded(self) -> None:
         """More tokens than the cache holds: requests are preempted and begin again."""
         self.ask("crowded", drawn("word", max_tokens=150, n=8), times=3)
+        self.world.from_driver(self.keep_preemptions)
+
+    def keep_preemptions(self) -> None:
+        assert self.pool is not None
+        server = self.pool._living()[0].server
+        lines = server._http._client.get("/metrics").text.splitlines()
+        self.found["preemptions"] = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
     def refit_while_requests_run(self, version: int) -> None:
         def ask() -> None:

@@ -34,7 +34,7 @@ roles:
     micro_batch_tokens: 64
 recipe: {{target: megatron_rl.recipes.tandem:Tandem}}
 data: {{path: nowhere.jsonl}}
-engine: {{kind: vllm, python: {python}, max_batch: 16, start_timeout_s: 1200, args: [--block-size, "32", --num-gpu-blocks-override, "40"]}}
+engine: {{kind: vllm, python: {python}, max_batch: 16, start_timeout_s: 1200, args: [--block-size, "32", --num-gpu-blocks-override, "20"]}}
 run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
@@ -125,11 +125,9 @@ def test_without_a_tandem_the_server_answers_as_the_senior_alone(found, judges, 
         assert c.authors is None
 
 
-def test_requests_that_were_preempted_keep_their_authors(base, found, judges):
-    log = (base / "run/logs/engine_generator_0.log").read_text()
+def test_requests_that_were_preempted_keep_their_authors(found, judges):
     groups = completions(found["crowded"])
-    assert sum(len(c.tokens) for g in groups for c in g) > 1280, "more than the cache holds"
-    assert log
+    assert found["preemptions"] > 0
     for place, (prompt, group) in enumerate(zip(prompts(VOCAB) * 3, groups, strict=True)):
         for j, c in enumerate(group[:3]):
             check(judges, 0, prompt, c)
