@@ -41,6 +41,9 @@ class TandemForCausalLM(nn.Module):
         own, other = vllm_config.model_config.hf_config, AutoConfig.from_pretrained(settings["junior"])
         if own.vocab_size != other.vocab_size:
             raise ValueError(f"the senior has {own.vocab_size} tokens, the junior {other.vocab_size}: a tandem needs one vocabulary")
+        context = vllm_config.model_config.max_model_len
+        if other.max_position_embeddings < context:
+            raise ValueError(f"the junior reads {other.max_position_embeddings} tokens, the server {context}: lower engine.max_model_len")
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
         # Prefixes of their own: attention layers are known by name, and each has its own cache.
