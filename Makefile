@@ -16,7 +16,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench arms gsm8k clean
+.PHONY: help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -70,6 +70,9 @@ demo-seeds: setup ## the demo on three seeds, and its bars
 
 demo-sparse: setup ## regime B: Tango against GRPO where outcomes are sparse, three seeds each
 	$(PY) examples/last_letter/compare.py --regime b --arms tango grpo --seeds $(SEEDS) --out runs/demo_sparse --check
+
+tandem: setup ## Tandem RL against GRPO on the last-letter task: alone, handed over, and as the junior reads it
+	$(PY) examples/tandem_last_letter/compare.py
 
 arms: setup ## the paper's four arms over seeds, with a comparison
 	$(PY) examples/last_letter/compare.py --regime a --arms tango grpo frozen_verifier frozen_generator --seeds $(SEEDS) --out runs/arms
@@ -132,7 +135,7 @@ check: setup ## format, lint, types, layering
 	$(PY) -m pytest tests/test_layering.py -q
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed
-	@missed=0; for name in rollout train_step refit import_export convert loop_overhead; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
+	@missed=0; for name in rollout tandem train_step refit import_export convert loop_overhead; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
 	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo runs

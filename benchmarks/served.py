@@ -22,7 +22,7 @@ from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
 from megatron_rl.engines.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.engines.vllm import VllmServer, command
+from megatron_rl.engines.vllm import Boundaries, VllmServer, command, with_tandem
 
 OFFLINE = Path(__file__).parent / "vllm_offline.py"
 ROLE = "model"
@@ -48,18 +48,22 @@ class Untrained(VllmServer):
 
 
 @contextlib.contextmanager
-def open_pool(directory: Path, model: Path, settings: Vllm, eos: int) -> Iterator[tuple[Pool, int]]:
-    """A pool whose one server is ready, and that server's process."""
+def open_pool(
+    directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Boundaries | None = None
+) -> Iterator[tuple[Pool, int]]:
+    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the model is its own
+    junior."""
     token_file = directory / "token"
     token, port = make_token(token_file), free_port(settings.host)
     assert settings.python is not None
     words = command(settings, python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False)
+    words = words if boundaries is None else with_tandem(words, model=model, junior=model, tokenizer=model)
     log = directory / "server.log"
     process = ServerProcess(words, log, os.environ, imports=directory / "imports")
     listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
 
     def connect(found: Listing) -> VllmServer:
-        return Untrained(found.url, token, settings, ends={eos}, refit_timeout_s=60.0)
+        return Untrained(found.url, token, settings, ends={eos}, refit_timeout_s=60.0, boundaries=boundaries)
 
     roster = Roster(directory / "engines")
     try:

@@ -13,6 +13,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 C = TypeVar("C")
 Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # of a whole
+Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]  # see algorithms/authors.py
 
 
 class ConfigError(ValueError):
@@ -139,6 +140,17 @@ class SamplingConfig:
 
 
 @config
+class Tandem:
+    """A frozen junior writes the role's rollouts along with it; the role, the senior, is trained on its own tokens (docs/tandem.md)."""
+
+    junior: str | None = None  # a model directory or hub name with the same vocabulary; null: the role's own start, model.path
+    strategy: Strategy = "word"  # when the author changes
+    p: Share = 0.5  # chance that a draw gives the pen to the senior (bernoulli, word)
+    max_gap: PositiveInt = 32  # tokens without a new word after which there is a draw all the same (word)
+    chunk_size: PositiveInt = 16  # tokens of one author (chunk)
+
+
+@config
 class PromptSet:
     """Where problems come from. `path` is a JSONL or Parquet file, a directory of them, or a Hugging Face data set."""
 
@@ -165,6 +177,7 @@ class Role:
     optimizer: Optimizer = field(default_factory=Optimizer)
     loss: Loss = field(default_factory=Loss)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    tandem: Tandem | None = None  # of its training rollouts; it is evaluated alone
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
     micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and context parallel rank

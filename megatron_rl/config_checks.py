@@ -65,6 +65,12 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
         if settings.start:
             problems.append("engine.urls with engine.start = true: servers that run already are not started; set engine.start=false")
     if isinstance(settings, Sglang):
+        tandems = [name for name, role in config.roles.items() if role.tandem is not None]
+        problems += [
+            f"roles.{name}.tandem with engine.kind = 'sglang': two models in one server are there for vLLM and the embedded engine alone; "
+            "set engine.kind to one of them"
+            for name in tandems
+        ]
         for name, role in config.roles.items():
             drawn = role.sampling
             if drawn.temperature > 0 and (drawn.top_p < 1 or drawn.min_p > 0) and not drawn.top_k:
@@ -142,6 +148,9 @@ def explain(config: Any, ranks: int) -> list[str]:
         cp = f" x cp {role.layout.cp}" if role.layout.cp > 1 else ""
         lines.append(f"{name}: tp {role.layout.tp}{cp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
                      f"micro-batches of up to {role.micro_batch_tokens * role.layout.cp} tokens per replica")  # fmt: skip
+        if role.tandem is not None:
+            junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
+            lines.append(f"{name}: its rollouts are written along by {junior}, strategy {role.tandem.strategy}")
     return lines
 
 

@@ -9,8 +9,11 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.engines.base import Completion, Engine, Sampling, Streaming
+from megatron_rl.algorithms.authors import switches
+from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, Streaming, Tandem
 from megatron_rl.types import Prompt, Stop, Trajectory
+
+SHARE_SLACK = 0.2  # of a tandem's tokens, by which the senior's share may miss what is expected
 
 
 def sample(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
@@ -50,20 +53,25 @@ class Draws:
             yield self._read(index, completions)
 
     def _read(self, index: int, completions: Sequence[Completion]) -> tuple[int, list[Trajectory]]:
-        prompt = self._prompts[index]
+        """Raises EngineError for a tandem's completion that does not say who wrote what: it would be trained on as the senior's own."""
+        prompt, tandem = self._prompts[index], self._sampling.tandem is not None
         start = len(prompt.tokens)
+        if tandem and any(c.authors is None or len(c.authors) != len(c.tokens) for c in completions):
+            raise EngineError("an engine sent completions of a tandem without an author for each token: has it a junior at all?")
+        own = [c.authors if tandem and c.authors is not None else [True] * len(c.tokens) for c in completions]
         return index, [
             Trajectory(
                 group=f"{index}:{prompt.id}",
                 tokens=[*prompt.tokens, *c.tokens],
-                trainable=[False] * start + [True] * len(c.tokens),
-                logprobs=[0.0] * start + list(c.logprobs),
+                trainable=[False] * start + list(mine),
+                logprobs=[0.0] * start + [value if on else 0.0 for value, on in zip(c.logprobs, mine, strict=True)],
                 version=min((version for _, version in c.versions), default=self._engine.version),
                 stop=c.stop,
                 payload=prompt.payload,
                 versions=[(start + at, version) for at, version in c.versions] if len(c.versions) > 1 else [],
+                start=start if tandem else None,
             )
-            for c in completions
+            for c, mine in zip(completions, own, strict=True)
         ]
 
 
@@ -73,28 +81,51 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:
-    """One completion, always the likeliest token."""
-    return replace(sampling, temperature=0.0, n=1, seed=seed)
+    """One completion, always the likeliest token; of the model alone."""
+    return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None)
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
-    """One completion from the model's own distribution: temperature 1, nothing truncated."""
-    return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed)
+    """One completion from the model's own distribution: alone, temperature 1, nothing truncated."""
+    return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
 
 
 def measure(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means every recipe logs: reward/*, length (sampled tokens), finished (share not cut), samples, tokens. Empty for none."""
+    """Means every recipe logs: reward/*, length (sampled tokens), finished (share not cut), samples, tokens; of a tandem senior_share (of
+    the sampled tokens) and switches (of the author, per sample). Empty for none."""
     if not trajectories:
         return {"samples": 0.0, "tokens": 0.0}
-    lengths = [sum(t.trainable) for t in trajectories]
+    lengths = [len(t.response) for t in trajectories]
     names = sorted({name for t in trajectories for name in t.rewards})
     rewards = {f"reward/{name}": fmean(t.rewards[name] for t in trajectories if name in t.rewards) for name in names}
-    return rewards | {
-        "length": fmean(lengths),
-        "finished": fmean(float(t.stop.finished) for t in trajectories),
-        "samples": float(len(trajectories)),
-        "tokens": float(sum(lengths)),
-    }
+    return (
+        rewards
+        | {
+            "length": fmean(lengths),
+            "finished": fmean(float(t.stop.finished) for t in trajectories),
+            "samples": float(len(trajectories)),
+            "tokens": float(sum(lengths)),
+        }
+        | _authors(trajectories)
+    )
+
+
+def _authors(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of a tandem's trajectories. Empty for others, and where nothing was written."""
+    parts = [t.trainable[t.prompt_length :] for t in trajectories if t.start is not None]
+    written = sum(map(len, parts))
+    return {"senior_share": sum(map(sum, parts)) / written, "switches": fmean(map(switches, parts))} if written else {}
+
+
+def check_senior_share(trajectories: Sequence[Trajectory], tandem: Tandem | None) -> None:
+    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong then."""
+    expected = None if tandem is None else tandem.rule.senior_share
+    found = _authors(trajectories).get("senior_share")
+    if expected is not None and found is not None and abs(found - expected) > SHARE_SLACK:
+        raise EngineError(
+            f"the senior wrote {found:.2f} of {sum(len(t.response) for t in trajectories)} tokens, not {expected:g} +- {SHARE_SLACK}: "
+            "either the engine's author mask is wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
+        )
 
 
 def without_signal(trajectories: Sequence[Trajectory], reward: str) -> float:
@@ -127,6 +158,6 @@ def _to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _from_json(row: Mapping[str, Any]) -> Trajectory:
-    own = {f.name: row[f.name] for f in fields(Trajectory)}
+    own = {f.name: row[f.name] for f in fields(Trajectory) if f.name in row or f.name != "start"}  # older rows have none
     pairs = {name: [(a, b) for a, b in row[name]] for name in ("steps", "versions")}
     return Trajectory(**own | {"stop": Stop(row["stop"])} | pairs)

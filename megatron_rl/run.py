@@ -301,16 +301,21 @@ def _rollout_row(turn: int, role: str, trajectory: Trajectory, decode: Callable[
         "text": decode(t.tokens[start:]),
         "stop": t.stop.value,
         "version": t.version,
-        "num_tokens": sum(t.trainable),
+        "num_tokens": len(t.response),
         "correct": None if correct is None else bool(correct),
         "rewards": [(name, float(value)) for name, value in t.rewards.items()],
         "steps": [decode(t.tokens[first:end]) for first, end in t.steps],
         "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
         "step_rewards": [float(reward) for reward in t.step_rewards],
-        "step_advantages": [float(t.advantages[end - 1]) for _, end in t.steps] if t.advantages else [],
-        "advantage": float(t.advantages[start]) if t.advantages and start < len(t.tokens) else None,
+        "step_advantages": [_last_advantage(t, first, end) or 0.0 for first, end in t.steps] if t.advantages else [],
+        "advantage": float(t.advantages[t.trainable.index(True)]) if t.advantages and True in t.trainable else None,
         "review": _text(payload.get("review")),
     }
+
+
+def _last_advantage(t: Trajectory, first: int, end: int) -> float | None:
+    """Of the last trained token in [first, end)."""
+    return next((float(t.advantages[i]) for i in range(end - 1, first - 1, -1) if t.trainable[i]), None)
 
 
 def _text(value: Any) -> str | None:

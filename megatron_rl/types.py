@@ -53,6 +53,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
     versions: list[tuple[int, int]] = field(default_factory=list)  # (position, version from there on), where there were several
+    start: int | None = None  # of a text that two models wrote: its first position, whoever wrote it
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -69,12 +70,14 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Position of the first trainable token (T when there is none)."""
+        """Position of the first sampled token: `start`, else the first trainable one (T when there is none)."""
+        if self.start is not None:
+            return self.start
         return self.trainable.index(True) if True in self.trainable else len(self.tokens)
 
     @property
     def response(self) -> list[int]:
-        """Everything from the first trainable token on."""
+        """Everything from the first sampled token on."""
         return self.tokens[self.prompt_length :]
 
 

@@ -387,3 +387,10 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     _leave({"generator": both[:1], "verifier": both[1:]})
     assert [s._process.returncode for s in both] == [0, 0] and not list((run / "engines").glob("*.json"))
     assert "and none is started again" in (_hopeless(both, stay) or "") and "generator-0 serves at" in (_hopeless(both, stay) or "")
+
+
+def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):
+    from importlib.metadata import distributions
+
+    found = [e for d in distributions(path=[str(launch._only_this_package(tmp_path))]) for e in d.entry_points]
+    assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm_tandem:register")]

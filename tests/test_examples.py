@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl import config, config_checks, config_files, plugins
-from megatron_rl.config import EvalConfig, GenerateConfig, SftConfig, TrainConfig
+from megatron_rl.config import EvalConfig, GenerateConfig, SftConfig, Tandem, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.gate import GateFailure, check_reward
 from megatron_rl.recipes.tango import Tango
@@ -16,7 +16,10 @@ from megatron_rl.rewards.pool import GradePool
 from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TRAIN = ["tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "last_letter/tango", "last_letter/grpo", "gsm8k_cpu"]
+TRAIN = [
+    *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
+    *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu"),
+]
 SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
@@ -76,6 +79,15 @@ def test_published_runs_have_the_papers_numbers(name):
         loss = settings.loss
         assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (0.2, 0.2, "k3", 0.001, 0.001)
         assert (settings.sampling.temperature, settings.sampling.top_p, settings.sampling.top_k) == (1.0, 1.0, 0)
+
+
+def test_the_tandem_has_the_papers_numbers():
+    config = load(TrainConfig, "tandem_qwen3_4b")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert role.tandem == Tandem(junior=None, strategy="word", p=0.5, max_gap=32)
+    assert (role.optimizer.lr, role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.entropy_coef) == (1e-6, 0.2, 0.2, 0, 0)
+    assert (role.sampling.temperature, role.sampling.max_tokens, role.max_prompt_tokens) == (0.6, 3000, 1024)
+    assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (16, 8, 8 * 8)
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

@@ -22,14 +22,14 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "megatron.core": ("megatron_rl.megatron",),
     "transformer_engine": ("megatron_rl.megatron",),
     "apex": ("megatron_rl.megatron",),
-    "vllm": ("megatron_rl.engines.vllm_worker",),
+    "vllm": ("megatron_rl.engines.vllm_worker", "megatron_rl.engines.vllm_tandem"),
     "sglang": ("megatron_rl.engines.sglang_worker",),
     "nemo_run": (),  # tools/ only
     "omegaconf": (),  # changes what math-verify accepts
     "hydra": (),
     "ray": (),
 }
-ROLE_NAMES = {"generator", "verifier", "senior", "junior"}
+ROLE_NAMES = {"generator", "verifier"}
 ROLE_NAME_HOMES = (
     *("megatron_rl.recipes", "megatron_rl.rewards.last_letter"),
     *("megatron_rl.evaluation.text_scores", "megatron_rl.commands.eval_servers"),  # settings of `eval` that are called so

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.chat import load_tokenizer
 from megatron_rl.cluster.address import own_address
 from megatron_rl.commands.common import Driver
@@ -69,9 +70,11 @@ def _about(config: TrainConfig, role: str) -> About:
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
     architecture = hf.read_architecture(directory)
-    own: Any = load_tokenizer(model.tokenizer or model.path).eos_token_id
+    tokenizer: Any = load_tokenizer(model.tokenizer or model.path)
+    own = tokenizer.eos_token_id
     ends = hf.eos_tokens(directory, architecture) | (frozenset() if own is None else {own})
-    return About(ends=ends, vocab=architecture.vocab)
+    found = None if config.roles[role].tandem is None else functools.cache(functools.partial(boundaries, tokenizer))
+    return About(ends=ends, vocab=architecture.vocab, boundaries=found)
 
 
 def _embedded(
@@ -80,9 +83,11 @@ def _embedded(
 ) -> Fleet:  # fmt: skip
     engines, refits = {}, {}
     for name, policy in policies.items():
-        model = config.roles[name].model
-        dtype = getattr(torch, model.dtype)
-        own = EmbeddedEngine(model.path, max_batch=settings.max_batch, dtype=dtype, tokenizer=tokenizers[name])
+        model, tandem = config.roles[name].model, config.roles[name].tandem
+        own = EmbeddedEngine(
+            model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizers[name],
+            junior=None if tandem is None else tandem.junior or model.path,
+        )  # fmt: skip
         engines[name] = SpreadEngine(world, name, own)
         layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
         side = TrainerSide(_topology(policy, layout, model.dtype), config.refit, policy.shards(), group=policy.groups.control, endpoint=own)

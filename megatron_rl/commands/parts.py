@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl import loop
+from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.commands.common import Driver, sampling_of
-from megatron_rl.config import TrainConfig
+from megatron_rl.config import Role, TrainConfig
 from megatron_rl.data import PromptReader, read_problems
-from megatron_rl.engines.base import Engine
+from megatron_rl.engines.base import Engine, Tandem
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rollout import tokenize
@@ -58,13 +59,21 @@ def players(
     return Players(
         engines=engines,
         tokenizers=tokenizers,
-        samplings={name: sampling_of(role.sampling) for name, role in config.roles.items()},
+        samplings={name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role)) for name, role in config.roles.items()},
         max_prompt_tokens={name: role.max_prompt_tokens for name, role in config.roles.items()},
         grade=grade,
         watch=driver.watch,
         seed=config.run.seed,
         max_failure_share=config.reward.max_failure_share,
     )
+
+
+def tandem_of(role: Role) -> Tandem | None:
+    """The engine's terms for a role's tandem."""
+    if role.tandem is None:
+        return None
+    rule = {name: value for name, value in dataclasses.asdict(role.tandem).items() if name != "junior"}
+    return Tandem(rule=Rule(**rule))
 
 
 def role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:

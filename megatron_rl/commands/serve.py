@@ -19,7 +19,7 @@ from megatron_rl.cluster.slices import over
 from megatron_rl.commands.launch import run_directory
 from megatron_rl.commands.servers import ENGINES, TOKEN, command, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
-from megatron_rl.engines.launch import ServerProcess, StartError, free_port, make_token
+from megatron_rl.engines.launch import Command, ServerProcess, StartError, free_port, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 
 POLL_S = 0.5
@@ -68,7 +68,7 @@ class _Serving:
         self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
         self._imports = directory / ENGINES / "imports"
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
-        self._model = _directory_of(config, role)
+        self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
         self._environment = {**environment, **_gpus(config, settings, role, replica)}
         self._job = job_from(environment)
 
@@ -80,6 +80,7 @@ class _Serving:
             settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
             token_file=self._token_file, on_gpu=has_gpu(self._environment),
         )  # fmt: skip
+        words = self._with_junior(words)
         url = f"http://{settings.host}:{port}"
         job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
         listing = Listing(
@@ -100,9 +101,20 @@ class _Serving:
             process.stop()
             client.close()
 
+    def _with_junior(self, words: Command) -> Command:
+        """The server's command for a role with a tandem."""
+        role = self._config.roles[self._role]
+        if role.tandem is None:
+            return words
+        from megatron_rl.engines.vllm import with_tandem
 
-def _directory_of(config: TrainConfig, role: str) -> Path:
-    path = Path(config.roles[role].model.path)
+        junior = _directory_of(f"roles.{self._role}.tandem.junior", role.tandem.junior or self._model)
+        tokenizer = _directory_of(f"roles.{self._role}.model.tokenizer", role.model.tokenizer or self._model)
+        return with_tandem(words, model=self._model, junior=junior, tokenizer=tokenizer)
+
+
+def _directory_of(setting: str, path: str | Path) -> Path:
+    path = Path(path)
     if path.is_dir():
         return path.resolve()
     from megatron_rl.weights import hf  # takes seconds, and is for hub names
@@ -110,7 +122,7 @@ def _directory_of(config: TrainConfig, role: str) -> Path:
     try:
         return hf.local_directory(path)
     except FileNotFoundError as error:
-        raise ConfigError(f"roles.{role}.model.path: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def has_gpu(environment: Mapping[str, str]) -> bool:

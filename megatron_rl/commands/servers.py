@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import Servers, Sglang
+from megatron_rl.config import Servers, Sglang, Strategy
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
@@ -20,6 +20,7 @@ class About:
 
     ends: frozenset[int] = frozenset()  # end-of-sequence tokens
     vocab: int = 0
+    boundaries: Callable[[Strategy], frozenset[int]] | None = None  # of a tandem's strategies
 
 
 def command(settings: Servers) -> Callable[..., Command]:
@@ -38,7 +39,9 @@ def connect(settings: Servers, token: str, refit_timeout_s: float, about: About 
         )
     from megatron_rl.engines.vllm import VllmServer
 
-    return lambda listing: VllmServer(listing.url, token, settings, ends=known.ends, refit_timeout_s=refit_timeout_s)
+    return lambda listing: VllmServer(
+        listing.url, token, settings, ends=known.ends, refit_timeout_s=refit_timeout_s, boundaries=known.boundaries
+    )
 
 
 def _module(settings: Servers) -> Any:

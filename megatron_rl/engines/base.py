@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from megatron_rl.algorithms.authors import Rule
 from megatron_rl.types import Stop
 
 Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
@@ -13,6 +14,15 @@ Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample inde
 
 class EngineError(RuntimeError):
     """Engines cannot go on; the message says which, why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tandem:
+    """The engine's junior writes along. Authors are drawn by a stream of each row's own, a function of (seed, i, j) too."""
+
+    rule: Rule
+    seed: int | None = None  # of the authors, for a text that is gone on with; None: the row's own
+    written: int = 0  # tokens at the end of the prompt that the two have written already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +43,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     n: int = 1
     seed: int = 0
+    tandem: Tandem | None = None  # None: the model alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +55,7 @@ class Completion:
     stop: Stop
     model_logprobs: list[float] | None = None  # [T_completion] log p of the model at temperature 1, where the engine tells
     versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on); empty: the engine's
+    authors: list[bool] | None = None  # [T_completion] of a tandem: whether the senior wrote it; log-probs are its author's
 
 
 class Engine(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.authors import Pen, boundaries, resumed
+from megatron_rl.config import Strategy
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Row, Sampling
 from megatron_rl.engines.embedded_model import Decoder, Places, gather_weights, storage
@@ -28,22 +31,19 @@ class EmbeddedEngine:
     """Generates on this rank with a copy of the weights. Implements engines.base.Engine for a world of one rank.
 
     Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory and of
-    `tokenizer`, which stop strings need. `max_batch` rows are decoded together. Raises ValueError for a family that is not supported.
+    `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that writes along where
+    `Sampling.tandem` says so; its weights are read now, from its directory. Raises ValueError for a model that is not supported.
     """
 
     def __init__(
         self, model_dir: str | Path, *, max_batch: int = 256, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-        tokenizer: Any = None,
+        tokenizer: Any = None, junior: str | Path | None = None,
     ) -> None:  # fmt: skip
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
         self._directory = hf.local_directory(model_dir)
-        self.arch = hf.read_architecture(self._directory)
-        if self.arch.experts:
-            raise ValueError(
-                f"{model_dir}: the embedded engine runs dense models only, this {self.arch.family} has {self.arch.experts} experts"
-            )
+        self.arch = _dense(self._directory)
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = hf.eos_tokens(self._directory, self.arch)
@@ -51,6 +51,14 @@ class EmbeddedEngine:
             self._eos |= {tokenizer.eos_token_id}
         self._decoder: Decoder | None = None
         self._landing: tuple[Decoder, Places] | None = None
+        self._boundaries: dict[Strategy, frozenset[int]] = {}
+        self._junior: Decoder | None = None
+        if junior is not None:
+            directory = hf.local_directory(junior)
+            arch = _dense(directory)
+            if arch.vocab != self.arch.vocab:
+                raise ValueError(f"{junior} has {arch.vocab} tokens, {model_dir} {self.arch.vocab}: a tandem needs one vocabulary")
+            self._junior = Decoder(arch, gather_weights(hf.read_tensors(directory), arch, dtype, self._device))
 
     @property
     def targets(self) -> Places:
@@ -92,8 +100,8 @@ class EmbeddedEngine:
         """One completion per row, in order; a row's draw depends on its indices and the seed, not on its neighbours.
 
         A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load; ValueError for an empty
-        prompt, a token outside the vocabulary, an impossible sampling setting, and stop strings without a tokenizer;
-        FloatingPointError when the model's log-probs are not finite.
+        prompt, a token outside the vocabulary, an impossible sampling setting, stop strings without a tokenizer, and a tandem without a
+        junior; FloatingPointError when the model's log-probs are not finite.
         """
         decoder = self._loaded()
         sampler.check(sampling)
@@ -104,7 +112,10 @@ class EmbeddedEngine:
         if not rows:
             return []
         ends = _Ends(self._eos, sampling, self._tokenizer, decoder)
-        return _Batch(decoder, rows, sampling, ends=ends, max_batch=self._max_batch).run()
+        pens, decoders = self._pens(rows, sampling), [decoder]
+        if pens is not None and self._junior is not None:
+            decoders.append(self._junior)
+        return _Batch(decoders, rows, sampling, ends=ends, max_batch=self._max_batch, pens=pens).run()
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -130,6 +141,21 @@ class EmbeddedEngine:
         for part in hidden.split(SCORE_TOKENS):
             yield decoder.logits(part).float().log_softmax(dim=-1)
 
+    def _pens(self, rows: Sequence[Row], sampling: Sampling) -> list[Pen] | None:
+        """Of each row who writes next; None for the model alone."""
+        if sampling.tandem is None:
+            return None
+        if self._junior is None:
+            raise ValueError("sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)")
+        rule = sampling.tandem.rule
+        if rule.strategy not in self._boundaries:
+            if self._tokenizer is None:
+                raise ValueError(f"sampling.tandem with strategy {rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine")
+            self._boundaries[rule.strategy] = boundaries(self._tokenizer, rule.strategy)
+        ids, own, written = self._boundaries[rule.strategy], sampling.tandem.seed, sampling.tandem.written
+        seeds = [sampler.request_seed(sampling.seed, i) + j if own is None else own for _, i, j in rows]
+        return [resumed(rule, ids, seed, prompt[len(prompt) - written :]) for seed, (prompt, _, _) in zip(seeds, rows, strict=True)]
+
     def _loaded(self) -> Decoder:
         if self._decoder is None:
             raise RuntimeError("the engine has no whole weights: call load (or load_pretrained), or finish the refit first")
@@ -141,6 +167,13 @@ class EmbeddedEngine:
         if min(tokens) < 0 or max(tokens) >= self.arch.vocab:
             worst = next(t for t in tokens if not 0 <= t < self.arch.vocab)
             raise ValueError(f"{name} holds token {worst}, the model's vocabulary has {self.arch.vocab}: use the model's own tokenizer")
+
+
+def _dense(directory: Path) -> hf.Architecture:
+    arch = hf.read_architecture(directory)
+    if arch.experts:
+        raise ValueError(f"{directory}: the embedded engine runs dense models only, this {arch.family} has {arch.experts} experts")
+    return arch
 
 
 class _Ends:
@@ -195,12 +228,16 @@ class _Request:
 class _Batch:
     """Continuous batching of one call: rows that end leave their slot, waiting ones take it.
 
-    Slots 0 .. size - 1 are in use, living rows and, until the next packing, dead ones.
+    Slots 0 .. size - 1 are in use, living rows and, until the next packing, dead ones. With `pens`, one per row, there are two decoders:
+    both read every token, each with a cache of its own, and the one whose turn it is gives the next token's logits.
     """
 
-    def __init__(self, decoder: Decoder, rows: Sequence[Row], sampling: Sampling, *, ends: _Ends, max_batch: int) -> None:
-        self._decoder, self._sampling, self._ends = decoder, sampling, ends
-        context = decoder.arch.config.max_position_embeddings
+    def __init__(
+        self, decoders: list[Decoder], rows: Sequence[Row], sampling: Sampling, *, ends: _Ends, max_batch: int, pens: list[Pen] | None
+    ) -> None:  # fmt: skip
+        self._decoders, self._sampling, self._ends, self._pens = decoders, sampling, ends, pens
+        self._device = decoders[0].device
+        context = min(decoder.arch.config.max_position_embeddings for decoder in decoders)
         requests = [
             _Request(place, tuple(prompt), sampler.stream_key(sampling.seed, i, j), min(len(prompt) + sampling.max_tokens, context))
             for place, (prompt, i, j) in enumerate(rows)
@@ -213,13 +250,14 @@ class _Batch:
         self._waiting = deque(sorted(fitting, key=lambda r: (-len(r.prompt), r.prompt, r.place)))
         self._slots = min(max_batch, len(fitting))
         self._size = 0
-        self._cache = decoder.new_cache(self._slots, 0)
+        self._caches = [decoder.new_cache(self._slots, 0) for decoder in decoders]
         self._width = 0
-        state = torch.zeros(5, self._slots, dtype=torch.int64, device=decoder.device)
+        state = torch.zeros(5, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
         self._tokens, self._positions, self._keys, self._limits, self._places = state  # [slots] each; positions: of `tokens`
         self._alive = [False] * self._slots
         self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # places, tokens, log-probs, model's log-probs of each draw
+        self._authors: list[list[bool]] = [[] for _ in rows]  # of each completion, with pens
         self._texts: dict[int, list[int]] = {r.place: [] for r in fitting} if ends.by_text else {}
 
     def run(self) -> list[Completion]:
@@ -251,13 +289,16 @@ class _Batch:
 
     def _prefill(self, new: list[_Request], prompts: dict[tuple[int, ...], int]) -> None:
         """Puts `new` rows behind those in use; `prompts` numbers their distinct prompts."""
-        device, part = self._decoder.device, slice(self._size, self._size + len(new))
+        device, part = self._device, slice(self._size, self._size + len(new))
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)
-        hidden, fresh = self._decoder.prefill(padded)
         source = torch.tensor([prompts[r.prompt] for r in new], device=device)
         last = torch.tensor([len(r.prompt) - 1 for r in new], device=device)
-        for held, made in zip(self._cache, fresh, strict=True):
-            held[:, part, :, : made.shape[3]] = made[:, source]
+        states = []
+        for decoder, cache in zip(self._decoders, self._caches, strict=True):
+            hidden, fresh = decoder.prefill(padded)
+            states.append(hidden[source, last])
+            for held, made in zip(cache, fresh, strict=True):
+                held[:, part, :, : made.shape[3]] = made[:, source]
         self._positions[part] = last
         for state, values in (
             (self._keys, [r.key for r in new]),
@@ -267,15 +308,26 @@ class _Batch:
             state[part] = torch.tensor(values, device=device)
         self._alive[part] = [True] * len(new)
         self._size = part.stop
-        self._draw(self._decoder.logits(hidden[source, last]), part)
+        self._draw(self._logits(states, part), part)
 
     def _step(self) -> None:
         """Decodes one token of every row in use."""
         part = slice(0, self._size)
         window = int(self._positions[part].max()) + 1
         self._reserve(window)
-        hidden = self._decoder.decode(self._tokens[part], self._positions[part], self._cache, window)
-        self._draw(self._decoder.logits(hidden), part)
+        tokens, positions = self._tokens[part], self._positions[part]
+        states = [d.decode(tokens, positions, cache, window) for d, cache in zip(self._decoders, self._caches, strict=True)]
+        self._draw(self._logits(states, part), part)
+
+    def _logits(self, states: list[Tensor], part: slice) -> Tensor:
+        """Of each decoder [B, h] for the rows in slots `part` -> [B, V], of the one that writes the row's next token."""
+        if self._pens is None:
+            return self._decoders[0].logits(states[0])
+        senior = torch.tensor([self._pens[place].senior for place in self._places[part].tolist()], device=self._device)
+        logits = torch.empty(len(senior), self._decoders[0].arch.vocab, dtype=states[0].dtype, device=self._device)
+        for decoder, state, own in zip(self._decoders, states, (senior, ~senior), strict=True):
+            logits[own] = decoder.logits(state[own])
+        return logits
 
     def _draw(self, logits: Tensor, part: slice) -> None:
         """Draws the next token of the rows in slots `part` and ends those that it finishes."""
@@ -284,6 +336,10 @@ class _Batch:
         self._tokens[part] = tokens
         places = self._places[part].clone()
         self._drawn.append((places, tokens, logprobs, model_logprobs))
+        if self._pens is not None:
+            for row, (place, token) in enumerate(zip(places.tolist(), tokens.tolist(), strict=True)):
+                if self._alive[part.start + row]:
+                    self._authors[place].append(self._pens[place].write(token))
         by_text = self._ended_by_text(part, places, tokens) if self._ends.by_text else frozenset()
         ended = (self._ends.by_token(tokens) | (positions + 1 >= self._limits[part])).nonzero()[:, 0].tolist()
         for row in by_text.union(ended):
@@ -309,9 +365,9 @@ class _Batch:
         living = [slot for slot in range(self._size) if self._alive[slot]]
         holes = [slot for slot in range(len(living)) if not self._alive[slot]]
         if holes:
-            to = torch.tensor(holes, device=self._decoder.device)
-            origin = torch.tensor(living[-len(holes) :], device=self._decoder.device)
-            for held in self._cache:
+            to = torch.tensor(holes, device=self._device)
+            origin = torch.tensor(living[-len(holes) :], device=self._device)
+            for held in itertools.chain(*self._caches):
                 held[:, to] = held[:, origin]
             self._state[:, to] = self._state[:, origin]
         self._size = len(living)
@@ -323,15 +379,19 @@ class _Batch:
             return
         if not self._waiting:
             self._slots = self._size
-        wider = self._decoder.new_cache(self._slots, -(-width // GROWTH) * GROWTH)
-        for held, grown in zip(self._cache, wider, strict=True):
-            grown[:, : self._size, :, : self._width] = held[:, : self._size]
-        self._cache, self._width = wider, wider[0].shape[3]
+        columns = -(-width // GROWTH) * GROWTH
+        for i, decoder in enumerate(self._decoders):
+            wider = decoder.new_cache(self._slots, columns)
+            for held, grown in zip(self._caches[i], wider, strict=True):
+                grown[:, : self._size, :, : self._width] = held[:, : self._size]
+            self._caches[i] = wider
+        self._width = columns
 
     def _completions(self) -> list[Completion]:
         """Every row's draws, in the order of the call."""
         if not self._drawn:
-            return [Completion(tokens=[], logprobs=[], model_logprobs=[], stop=stop) for stop in self._stops]
+            authors = None if self._pens is None else []
+            return [Completion(tokens=[], logprobs=[], model_logprobs=[], stop=stop, authors=authors) for stop in self._stops]
         places, tokens, logprobs, model_logprobs = (torch.cat(column).cpu() for column in zip(*self._drawn, strict=True))
         if not bool(model_logprobs.isfinite().all()):
             raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
@@ -339,7 +399,10 @@ class _Batch:
         starts = [0, *places.bincount(minlength=len(self._lengths)).cumsum(0).tolist()]
         tokens, logprobs, model_logprobs = (column[order].tolist() for column in (tokens, logprobs, model_logprobs))
         out = []
-        for start, length, stop in zip(starts, self._lengths, self._stops, strict=False):
+        for start, length, stop, wrote in zip(starts, self._lengths, self._stops, self._authors, strict=False):
             part = slice(start, start + length)  # a dead row may have been drawn a few times more
-            out.append(Completion(tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop))
+            authors = None if self._pens is None else wrote
+            out.append(
+                Completion(tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop, authors=authors)
+            )
         return out

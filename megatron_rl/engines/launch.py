@@ -22,6 +22,10 @@ GRACE_S = 20.0  # between asking a server to leave and killing it
 POLL_S = 0.2
 # A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PLUGIN = {  # what `pip install` would leave of a package with this entry point
+    "METADATA": "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n",
+    "entry_points.txt": "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm_tandem:register\n",
+}
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
@@ -130,11 +134,18 @@ def make_token(path: Path) -> str:
 
 
 def _only_this_package(directory: Path) -> Path:
-    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment has its own torch."""
+    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment has its own torch.
+    What names the plug-in that vLLM loads stands there too."""
     package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink() or link.resolve() != package:
         draft = link.with_name(f".{secrets.token_hex(8)}")
         draft.symlink_to(package, target_is_directory=True)
         draft.replace(link)
+    about = link.parent / "megatron_rl_plugin-0.dist-info"
+    about.mkdir(exist_ok=True)
+    for name, text in PLUGIN.items():
+        draft = about / f".{secrets.token_hex(8)}"
+        draft.write_text(text)
+        draft.replace(about / name)
     return link.parent

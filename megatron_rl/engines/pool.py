@@ -249,7 +249,7 @@ class Pool:
 
     def _ask(self, call: Asking, index: int, prompt: list[int]) -> Finished:
         """On a thread: one prompt's completions. Each one that a refit cut short becomes a task of its own."""
-        seed = sampler.stream_key(call.sampling.seed, index, 0) & (1 << 62) - 1
+        seed = sampler.request_seed(call.sampling.seed, index)
         finished = {}
         for j, completion in enumerate(self._send(call, prompt, call.sampling, seed)):
             if completion.stop is Stop.ABORTED:
@@ -261,12 +261,13 @@ class Pool:
     def _complete(self, call: Asking, index: int, sample: int, prompt: list[int], begun: Completion, seed: int) -> Finished:
         """On a thread: a completion written to its end, however many refits cut it short."""
         while begun.stop is Stop.ABORTED:
-            kept = begun if self._settings.partial == "continue" else replace(begun, tokens=[], logprobs=[], model_logprobs=[], versions=[])
+            kept = begun if self._settings.partial == "continue" else _nothing_of(begun)
             left = call.sampling.max_tokens - len(kept.tokens)
             if left <= 0:
                 begun = replace(kept, stop=Stop.LENGTH)
                 break
-            sampling = replace(call.sampling, n=1, max_tokens=left)
+            tandem = call.sampling.tandem and replace(call.sampling.tandem, seed=seed, written=len(kept.tokens))
+            sampling = replace(call.sampling, n=1, max_tokens=left, tandem=tandem)
             [more] = self._send(call, [*prompt, *kept.tokens], sampling, seed_after(seed, len(kept.tokens)))
             begun = _joined(kept, more)
         return index, {sample: begun}
@@ -436,6 +437,11 @@ def _those(members: Sequence[_Member], good: Iterator[bool]) -> list[_Member]:
     return [member for member, well in zip(members, good, strict=True) if well]
 
 
+def _nothing_of(begun: Completion) -> Completion:
+    authors = None if begun.authors is None else []
+    return replace(begun, tokens=[], logprobs=[], model_logprobs=[], versions=[], authors=authors)
+
+
 def _joined(begun: Completion, more: Completion) -> Completion:
     """A completion and what was written after it."""
     offset = len(begun.tokens)
@@ -446,6 +452,7 @@ def _joined(begun: Completion, more: Completion) -> Completion:
         logprobs=begun.logprobs + more.logprobs,
         stop=more.stop,
         model_logprobs=model,
+        authors=None if begun.authors is None or more.authors is None else begun.authors + more.authors,
         versions=_spans(begun.versions + later, offset + len(more.tokens)),
     )
 

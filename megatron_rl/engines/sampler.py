@@ -42,6 +42,11 @@ def stream_key(seed: int, prompt: int, sample: int) -> int:
     return _signed(key)
 
 
+def request_seed(seed: int, prompt: int) -> int:
+    """Of a prompt's first sample, in [0, 2^62); the j-th has j more."""
+    return stream_key(seed, prompt, 0) & (1 << 62) - 1
+
+
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """One uniform in [0, 1) per row, a function of its key and position alone. int64 [B] each -> float64 [B].
 

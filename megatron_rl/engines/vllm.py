@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, Vllm
+from megatron_rl.algorithms.authors import fingerprint, replay
+from megatron_rl.config import ConfigError, Strategy, Vllm
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import Http, ServerLost
+from megatron_rl.engines.server import Http, RequestRefused, ServerLost
 from megatron_rl.types import Stop
 
+TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
+ARCHITECTURE = "MegatronRlTandem"
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+Boundaries = Callable[[Strategy], frozenset[int]]
 
 
 def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
@@ -53,15 +58,37 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
     return Command([*words, *settings.args], environment)
 
 
+def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -> Command:
+    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in: launch.PLUGIN.
+    Raises ConfigError for a model that does not name its class."""
+    architectures = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
+    if not architectures:
+        raise ConfigError(f"{model}/config.json has no `architectures`: a tandem must be told the senior's class, such as Qwen2ForCausalLM")
+    settings = {"architectures": architectures, "junior": str(junior), "tokenizer": str(tokenizer)}
+    words = [
+        "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
+        "--additional-config", json.dumps({TANDEM: settings}),
+        "--logits-processors", "megatron_rl.engines.vllm_tandem:Authors",
+    ]  # fmt: skip
+    words += [] if "--enforce-eager" in start.words else ["--enforce-eager"]
+    # Its second model runner has no logits processors of this kind.
+    return Command([*start.words, *words], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+
 class VllmServer:
     """Implements server.Server. Verified with vLLM 0.32."""
 
-    def __init__(self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float) -> None:
-        """`ends`: the model's end-of-sequence tokens."""
+    def __init__(
+        self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float,
+        boundaries: Boundaries | None = None,
+    ) -> None:  # fmt: skip
+        """`ends`: the model's end-of-sequence tokens. `boundaries`: of a tandem's strategies."""
         self._http, self.url = Http(url, token), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
         self._ends = frozenset(ends)
         self._context: int | None = None
+        self._boundaries = boundaries
+        self._agreed: dict[Strategy, frozenset[int]] = {}  # boundaries that the server has too
 
     def ready(self) -> bool:
         return self._http.answers("/health")
@@ -71,12 +98,16 @@ class VllmServer:
         sampler.check(sampling)
         room = self._room() - len(prompt)
         if room <= 0:
-            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
-        if sampling.temperature == 0:  # vLLM draws a greedy answer once
+            authors = None if sampling.tandem is None else []
+            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH, authors=authors) for _ in range(sampling.n)]
+        if sampling.tandem is not None:
+            self._agree(sampling.tandem.rule.strategy)
+        at_once = self._at_once if sampling.temperature > 0 else 1  # vLLM draws a greedy answer once
+        if sampling.temperature == 0 and sampling.tandem is None:
             return self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
         out: list[Completion] = []
         while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
-            out += self._draw(prompt, sampling, min(sampling.n - len(out), self._at_once), seed + len(out), room, timeout_s)
+            out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
         return out
 
     def join(self, host: str, port: int, replica: int) -> None:
@@ -125,13 +156,37 @@ class VllmServer:
             "detokenize": bool(sampling.stop_strings),
             "include_stop_str_in_output": True,
         }
+        if sampling.tandem is not None:
+            parameters["extra_args"] = {TANDEM: {name: value for name, value in asdict(sampling.tandem).items() if value is not None}}
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         answer = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
         with self._understood():
             completions = [_completion(c, sampling, self._ends) for c in sorted(answer["choices"], key=lambda c: c["index"])]
         if len(completions) != n:
             raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
+        if sampling.tandem is not None:
+            return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
         return completions
+
+    def _with_authors(self, completion: Completion, tandem: Tandem, prompt: Sequence[int], seed: int) -> Completion:
+        """vLLM's answers have no room for authors: they are a function of seed and tokens, and are worked out again."""
+        before, ids = list(prompt[len(prompt) - tandem.written :]), self._agreed[tandem.rule.strategy]
+        authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, before + completion.tokens)
+        return replace(completion, authors=authors[len(before) :])
+
+    def _agree(self, strategy: Strategy) -> None:
+        """Once: the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is asked."""
+        if strategy in self._agreed:
+            return
+        if self._boundaries is None:
+            raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
+        ids = self._boundaries(strategy)
+        answer = self._http.call("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
+        with self._understood():
+            found = set(answer["results"])
+        if found != {fingerprint(ids)}:
+            raise RequestRefused(f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config")
+        self._agreed[strategy] = ids
 
     def _post(self, path: str, body: Any, **options: float) -> None:
         self._http.call("POST", path, body, **options)

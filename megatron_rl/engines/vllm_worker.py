@@ -16,6 +16,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from megatron_rl.algorithms.authors import fingerprint
+from megatron_rl.config import Strategy
+from megatron_rl.engines.vllm_tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.engine_side import EngineSide
@@ -106,7 +109,8 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     def init_transfer_engine(self, init_info: Join) -> None:
         """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
         self.shutdown()
-        landing = Landing(self.model, self.model_config, self.device)
+        trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
+        landing = Landing(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         side = EngineSide(Board.join(init_info.host, init_info.port), rank, landing, self.device)
         wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
@@ -164,7 +168,25 @@ def _plain(layer: nn.Module) -> bool:
 
 
 class Extension:
-    """What vLLM mixes into its worker class. Importing this module is what it is for: the backend is registered then."""
+    """What vLLM mixes into its worker class, callable by /collective_rpc. Importing this module registers the refits' backend."""
+
+    model_runner: Any
+
+    def tandem_boundaries(self, strategy: Strategy) -> str | None:
+        """Fingerprint of the boundaries that this server's tandem goes by; None when it is none."""
+        found = self._authors()
+        return None if found is None else fingerprint(found.boundaries(strategy))
+
+    def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
+        """Who wrote the tokens of the requests since the last call with `keep`, by key: what the engine did, to hold a replay against."""
+        found = self._authors()
+        if found is None:
+            return {}
+        kept, found.kept, found.keep = found.kept, {}, keep
+        return {str(key): authors for key, authors in kept.items()}
+
+    def _authors(self) -> Authors | None:
+        return next((p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, Authors)), None)
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, RefitBackend)

@@ -13,7 +13,7 @@ from megatron_rl.config import ConfigError
 from megatron_rl.engines.base import Sampling, Streaming
 from megatron_rl.rewards.pool import Graded, Outcome, check_failures
 from megatron_rl.rewards.tags import step_spans
-from megatron_rl.rollout import Draws, greedy, plain
+from megatron_rl.rollout import Draws, check_senior_share, greedy, plain
 from megatron_rl.turns import Players
 from megatron_rl.types import Prompt, Trajectory
 
@@ -33,7 +33,8 @@ class Solution:
 def solve(
     players: Players, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Callable[[int, Solution], None] = lambda i, s: None
 ) -> list[Solution]:  # fmt: skip
-    """Samples [P * n] solutions and grades them. Raises RewardFailure when too many gradings fail.
+    """Samples [P * n] solutions and grades them. Raises RewardFailure when too many gradings fail; EngineError for a tandem whose
+    author mask is missing or cannot be true.
 
     `then` gets each (place among the [P * n], solution) when it is graded: with an engine that streams, while others are still written.
     """
@@ -52,6 +53,7 @@ def solve(
     players.watch.add("reward", graded_s)
     players.watch.add("rollout", time.perf_counter() - start - graded_s)
     check_failures([s.graded for _, s in sorted(found.items())], players.max_failure_share)
+    check_senior_share([s.trajectory for s in found.values()], sampling.tandem)
     return [found[place] for place in sorted(found)]
 
 

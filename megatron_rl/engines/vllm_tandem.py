@@ -1,0 +1,156 @@
+"""Two models inside one vLLM, which itself pages the caches of both with one block table; loaded by vLLM as a plug-in, without a patch.
+
+`TandemForCausalLM` runs senior and junior over the same tokens. `Authors`, a logits processor, keeps for every request who writes its
+next token, and puts the junior's logits in the place of the senior's where it is the junior's turn: temperature, truncation, the draw
+and its log-prob are then vLLM's own. The junior's weights stay as they were loaded; a refit is given the senior alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from vllm import ModelRegistry, SamplingParams
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_prefix
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+
+from megatron_rl.algorithms.authors import Pen, Rule, boundaries, resumed
+from megatron_rl.chat import load_tokenizer
+from megatron_rl.config import Strategy
+from megatron_rl.engines.vllm import ARCHITECTURE, TANDEM
+from megatron_rl.weights import hf
+
+PLACE = "megatron_rl.tandem"  # of the model among vLLM's layers, where the logits processor finds it
+
+
+def register() -> None:
+    """vLLM calls it in each of its processes: the entry point of the plug-in."""
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}:TandemForCausalLM")
+
+
+class TandemForCausalLM(nn.Module):
+    """Senior and junior. Hidden states of both go side by side from `forward` to `compute_logits`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        settings = vllm_config.additional_config[TANDEM]
+        own, other = vllm_config.model_config.hf_config, AutoConfig.from_pretrained(settings["junior"])
+        if own.vocab_size != other.vocab_size:
+            raise ValueError(f"the senior has {own.vocab_size} tokens, the junior {other.vocab_size}: a tandem needs one vocabulary")
+        context = vllm_config.model_config.max_model_len
+        if other.max_position_embeddings < context:
+            raise ValueError(f"the junior reads {other.max_position_embeddings} tokens, the server {context}: lower engine.max_model_len")
+        self._junior_directory = settings["junior"]
+        self._widths = [own.hidden_size, other.hidden_size]
+        # Prefixes of their own: attention layers are known by name, and each has its own cache.
+        self.senior = init_vllm_registered_model(
+            vllm_config, prefix=maybe_prefix(prefix, "senior"), hf_config=own, architectures=settings["architectures"]
+        )
+        self.junior = init_vllm_registered_model(vllm_config, prefix=maybe_prefix(prefix, "junior"), hf_config=other)
+        self.junior_logits: Tensor | None = None  # [rows, V] of the last `compute_logits`
+        vllm_config.compilation_config.static_forward_context[PLACE] = self
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.senior.embed_input_ids(input_ids)
+
+    def forward(
+        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """[N] tokens -> [N, h_senior + h_junior]."""
+        if input_ids is None or inputs_embeds is not None:
+            raise ValueError("a tandem reads token ids: prompts of embeddings have no junior")
+        return torch.cat([self.senior(input_ids, positions), self.junior(input_ids, positions)], dim=-1)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """The senior's [rows, V]; the junior's are kept for the logits processor."""
+        senior, junior = hidden_states.split(self._widths, dim=-1)
+        self.junior_logits = self.junior.compute_logits(junior.contiguous())
+        return self.senior.compute_logits(senior.contiguous())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """`weights` are the senior's; the junior's are read from its own directory."""
+        loaded = {f"senior.{name}" for name in self.senior.load_weights(weights)}
+        return loaded | {f"junior.{name}" for name in self.junior.load_weights(hf.read_tensors(self._junior_directory))}
+
+
+class Text:
+    """One request: whose turn it is, after the tokens that have come so far."""
+
+    def __init__(self, pen: Pen, output: list[int]) -> None:
+        """`output`: vLLM's own list, which grows."""
+        self._pen, self._output = pen, output
+        self.authors: list[bool] = []  # [tokens so far] True for the senior
+
+    def senior_is_next(self) -> bool:
+        """Raises RuntimeError for a token that is not known yet: the author after it would be a guess."""
+        for token in self._output[len(self.authors) :]:
+            if token < 0:
+                raise RuntimeError("vLLM has not told a token that was chosen: start it with --no-async-scheduling")
+            self.authors.append(self._pen.write(token))
+        return self._pen.senior
+
+
+class Authors(LogitsProcessor):
+    """Puts the junior's logits into the rows that it writes. Requests without `extra_args["tandem"]` are the senior's alone."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        settings = (sampling_params.extra_args or {}).get(TANDEM)
+        if settings is not None:
+            rule_from(settings)
+            if sampling_params.seed is None:
+                raise ValueError("a tandem request needs a seed: its authors are replayed from it")
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
+        self._places = vllm_config.compilation_config.static_forward_context
+        self._settings: Mapping[str, Any] = vllm_config.additional_config[TANDEM]
+        self._boundaries: dict[Strategy, frozenset[int]] = {}
+        self.texts: dict[int, Text] = {}  # by row of vLLM's batch
+        self.keep = False  # a record of requests
+        self.kept: dict[int, list[bool]] = {}  # by key: the authors of every token that another one followed
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def boundaries(self, strategy: Strategy) -> frozenset[int]:
+        if strategy not in self._boundaries:
+            self._boundaries[strategy] = boundaries(load_tokenizer(self._settings["tokenizer"]), strategy)
+        return self._boundaries[strategy]
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(self.texts, batch_update, self._begin)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """[rows, V] of the senior -> the same with the junior's in its rows."""
+        others = [row for row, text in self.texts.items() if not text.senior_is_next()]
+        if not others:
+            return logits
+        model = self._places[PLACE]
+        if model.junior_logits is None or model.junior_logits.shape != logits.shape:
+            raise RuntimeError(f"no logits of the junior for rows of shape {tuple(logits.shape)}: speculative decoding is not for tandems")
+        index = torch.tensor(others, device=logits.device)
+        logits[index] = model.junior_logits[index].to(logits.dtype)
+        return logits
+
+    def _begin(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> Text | None:
+        settings = (params.extra_args or {}).get(TANDEM)
+        if settings is None:
+            return None
+        rule, key, written = rule_from(settings), settings.get("seed", params.seed), settings.get("written", 0)
+        before = prompt or []
+        text = Text(resumed(rule, self.boundaries(rule.strategy), key, before[len(before) - written :]), output)
+        if self.keep:
+            self.kept[key] = text.authors
+        return text
+
+
+def rule_from(settings: Mapping[str, Any]) -> Rule:
+    """Raises ValueError for settings that are none."""
+    try:
+        return Rule(**settings["rule"])
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"extra_args.{TANDEM} = {dict(settings)}: {error}") from error
