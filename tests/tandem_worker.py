@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
-from parity_worker import WeightedLogprobs, make_batch
+from layouts_worker import WeightedLogprobs, make_batch
 
 from megatron_rl import config_files
 from megatron_rl.algorithms.authors import Rule
