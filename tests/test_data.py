@@ -163,6 +163,10 @@ READY = {
     "deepscaler": ({"problem": "1 + 1?", "answer": "2", "solution": "s"}, {"question": "1 + 1?", "answer": "2"}),
     "gsm8k": ({"question": "1 + 1?", "answer": "#### 5 so\n#### -1,234.5"}, {"question": "1 + 1?", "answer": "-1234.5"}),
     "math": ({"problem": "1 + 1?", "answer": "(1,2)", "level": 1}, {"question": "1 + 1?", "answer": "(1,2)"}),
+    "solutions": (
+        {"problem": "1 + 1?", "steps": ["two"], "label": -1},
+        {"question": "1 + 1?", "answer": "-1", "steps": ["two"], "label": -1},
+    ),
     "last_letter": (
         {"question": "q", "answer": "ab", "words": ["xa", "yb"], "more": 1},
         {"question": "q", "answer": "ab", "words": ["xa", "yb"]},

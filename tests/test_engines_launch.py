@@ -122,14 +122,15 @@ def test_a_servers_environment(tmp_path):
     """TORCHELASTIC_USE_AGENT_STORE made its ranks wait for torchrun's store; the packages beside this one hid its own torch."""
     (tmp_path / "engine.py").write_text(
         "import megatron_rl.engines.guard, os\nroot = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
-        "print(os.listdir(root), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' in k or 'RANK' in k])"
+        "print(sorted(os.listdir(root)), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' in k or 'RANK' in k])"
     )
+    plain = "['megatron_rl', 'megatron_rl_plugin-0.dist-info'] True []"  # the package, and what names its plug-in to vLLM
     command = Command([sys.executable, str(tmp_path / "engine.py")], {})
     inherited = {"RANK": "0", "LOCAL_WORLD_SIZE": "2", "ROLE_RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": "/elsewhere"}
     for _ in range(2):
         process = ServerProcess(command, tmp_path / "log", inherited, imports=tmp_path / "imports")
         until("its end", lambda: process.ended() is not None)  # noqa: B023
-        assert (tmp_path / "log").read_text().splitlines()[-1] == "['megatron_rl'] True []", tail(tmp_path / "log")
+        assert (tmp_path / "log").read_text().splitlines()[-1] == plain, tail(tmp_path / "log")
     (tmp_path / "imports/megatron_rl").unlink()
     (tmp_path / "imports/megatron_rl").symlink_to("/moved/away")
     assert launch._only_this_package(tmp_path / "imports") == tmp_path / "imports"
