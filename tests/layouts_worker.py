@@ -49,20 +49,31 @@ def make_batch(vocab: int) -> Batch:
     return pack(out)
 
 
-def reference(path: str, batch: Batch, loss_function=None, *, stored=torch.float32, dtype=torch.float32):
+def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
+    """Load-balancing loss of a layer of experts (Switch Transformer, eq. 4, for several choices): [T, E] logits -> E sum_e f_e P_e, f_e the
+    share of the choices that fell on e, P_e its mean probability."""
+    probabilities = torch.cat(routers).softmax(-1)
+    shares = torch.nn.functional.one_hot(probabilities.topk(chosen).indices, probabilities.shape[-1]).sum(1).float().mean(0) / chosen
+    return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
+
+
+def reference(path: str, batch: Batch, loss_function=None, *, stored=torch.float32, dtype=torch.float32, aux: float = 0.0):
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy, gradients, weights
-    after one AdamW step, gradient norm."""
+    after one AdamW step, gradient norm. `aux`: weight of the experts' load-balancing loss, which is not in the loss that is returned."""
     arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
     eager = {"experts_implementation": "eager"} if arch.experts else {}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
-    cu, logprobs, entropies = batch.cu_seqlens.tolist(), [], []
+    cu, logprobs, entropies, routers = batch.cu_seqlens.tolist(), [], [], []
     for a, b in zip(cu, cu[1:], strict=False):
-        logp = model(input_ids=batch.tokens[None, a:b]).logits[0].float().log_softmax(-1)
+        out = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
+        routers.append(out.router_logits if aux else ())
+        logp = out.logits[0].float().log_softmax(-1)
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
     live, entropy = torch.cat(logprobs), torch.cat(entropies)
     loss = loss_function(live, entropy, batch)[0] / loss_function.denominator(batch)
-    loss.backward()
+    extra = sum(balance([*layer], arch.config.num_experts_per_tok) for layer in zip(*routers, strict=True))
+    (loss + aux * extra).backward()
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     named = dict(model.named_parameters())
@@ -135,7 +146,8 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     policy = make_policy(path, case)
     arch = policy.arch
     loss, batch = make_loss(case.get("loss", "weighted"), make_batch(arch.vocab))
-    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm = reference(path, batch, loss)
+    aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
+    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm = reference(path, batch, loss, aux=aux)
     errors = {"logprobs": (policy.logprobs(batch) - ref_logprobs).abs().max().item()}
     errors["loss_forward"] = abs(policy.loss(batch, loss) - ref_loss)
     errors["gradients"] = gradient_error(policy, batch, loss, grads)

@@ -17,6 +17,7 @@ SP = {"tp": 2, "sequence_parallel": True}
 EP, ETP, CP = {"ep": 2}, {"etp": 2}, {"cp": 2}
 VPP = {"pp": 2, "vpp": 2, "overlap_p2p": True}
 AT_ONCE = 12  # cases of one set of processes: a layout's groups keep threads, some fifty, for as long as its process lives
+AUX = {"router_aux_loss": 0.1}
 RECOMPUTE = {"recompute": "full"}
 
 
@@ -40,6 +41,7 @@ CASES: dict[int, list[dict]] = {
             "model_settings": selective("core_attn", "moe"),
         },
         {"name": "qwen2_moe-shared", "model": "qwen2_moe", "layout": {}, "packed": True, "model_settings": selective("shared_experts")},
+        {"name": "qwen3_moe-aux", "model": "qwen3_moe", "layout": {}, "packed": True, "budget": 4096, "model_settings": AUX},
         {"name": "bf16-packed", "layout": {}, "packed": True, "dtype": "bfloat16"},
         {"name": "bf16-experts", "model": "qwen3_moe", "layout": {}, "packed": False, "dtype": "bfloat16"},
         {"name": "qwen3-packed", "model": "qwen3", "layout": {}, "packed": True},
