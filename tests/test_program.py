@@ -10,6 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, environment, program, tango_settings
 from ranks import free_port
+from tiny_models import make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_rl.commands.launch import Place, place_from
 
@@ -139,3 +142,33 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     for name in ("generator", "verifier"):
         first, second = (tmp_path / run / "models" / name / "model.safetensors" for run in ("run", "again"))
         assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter, tmp_path):
+    """A Llama whose words have other numbers judges a Qwen2: between them goes text. Context parallel beside tensor parallel."""
+    words = AutoTokenizer.from_pretrained(last_letter / "task/model").get_vocab()
+    named = sorted(words, key=lambda word: (words[word] > 2, -words[word] if words[word] > 2 else words[word]))  # the special three stay
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(named)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    make_model(
+        tmp_path / "llama", "llama", vocab_size=len(named), hidden_size=32, num_hidden_layers=2, intermediate_size=96,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    own.save_pretrained(tmp_path / "llama")
+    program(
+        "sft", "examples/last_letter/sft.yaml", f"model.path={tmp_path}/llama", f"data.train={last_letter}/task/verifier_sft.jsonl",
+        "steps=60", "optimizer.decay_steps=60", "run.name=verifier", f"run.dir={tmp_path}", "launch.nproc=1",
+    )  # fmt: skip
+    program(
+        "train", *tango_settings(last_letter, tmp_path, "run"), f"roles.verifier.model.path={tmp_path}/verifier/model",
+        "roles.generator.layout.cp=2", "roles.verifier.layout.tp=2", "recipe.args.generator_updates=2",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("generator", "verifier"):
+        turns = [row["metrics"] for row in rows if row["scope"] == name]
+        assert turns and all(metrics["engine_gap"] < 1e-4 for metrics in turns if "engine_gap" in metrics), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/models/verifier").get_vocab() == own.get_vocab() != words
+    assert json.loads((tmp_path / "run/models/verifier/config.json").read_text())["model_type"] == "llama"
