@@ -53,9 +53,14 @@ def figures(run: Path) -> list[tuple[int, str, dict[str, float]]]:
     return [(row.turn, row.scope, dict(row.metrics)) for row in read_metrics(run)]
 
 
-def goes_on(run: Path, starts: int, turns: int) -> None:
-    """Until the run has started so often and saved so much."""
-    wait(f"start {starts} and {turns} turns of {run}", lambda: slices.turns_done(run) >= turns and len(slices.read(run)) >= starts)
+def works(run: Path, starts: int) -> None:
+    """Until the run has started so often and saved a turn since."""
+
+    def saved() -> bool:
+        begun = slices.read(run)
+        return len(begun) >= starts and slices.turns_done(run) > begun[starts - 1].turns_before
+
+    wait(f"a turn of start {starts} of {run}", saved)
 
 
 def wait(what: str, condition: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, program, tango_settings
-from slurm_site import figures, goes_on, logs, rank_process, running, said, submit, wait
+from slurm_site import figures, logs, rank_process, running, said, submit, wait, works
 
 from megatron_rl.cluster import slices
 from megatron_rl.metrics import read_metrics
@@ -25,18 +25,18 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     (job,) = submit(
         site, *tango_settings(last_letter, tmp_path, "chain"), "recipe.args.generator_updates=31", "job.nodes=2", "job.slices=3"
     )
-    goes_on(run, 1, 1)
+    works(run, 1)
+    assert "running" in said(cluster, "status", str(run))
     rank_process(1, run).kill()
-    goes_on(run, 2, 5)
+    works(run, 2)
     cluster.run("scontrol", "requeue", running(cluster, job))
-    goes_on(run, 3, 9)
+    works(run, 3)
     node = cluster.field(running(cluster, job), "BatchHost")
     cluster.crash_node(node)
     cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=crash")
-    goes_on(run, 4, 13)
-    assert "running" in said(cluster, "status", str(run))
+    works(run, 4)
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))  # as --signal does before the time limit
-    goes_on(run, 5, 17)
+    works(run, 5)
     cluster.run("scancel", "--batch", "--signal=USR1", running(cluster, job))
     wait("the run's end", lambda: slices.finished(run))
     cluster.wait(job, timeout_s=300)
@@ -69,7 +69,7 @@ def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_
     settings = [*tango_settings(last_letter, tmp_path, "stopped"), "recipe.args.generator_updates=25"]
     run = tmp_path / "stopped"
     (job,) = submit(site, *settings, "job.slices=4")
-    goes_on(run, 1, 1)
+    works(run, 1)
     assert "leaves after the turn" in said(cluster, "stop", str(run))
     cluster.wait(job, timeout_s=300)
     assert len(slices.read(run)) == 1 and not slices.finished(run)
