@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +26,15 @@ environment: {{OMP_NUM_THREADS: "1"}}
 python: {sys.executable}
 """
 torch.set_num_threads(1)  # tiny tensors: a thread pool only adds waiting
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_left() -> Iterator[None]:
+    """A test that leaves this process a rank of something changes what the tests after it see."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left this process a rank of a process group")
 
 
 def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -130,8 +130,13 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     world.barrier()
     if place.rank == 0:
         file.unlink(missing_ok=True)
-    yield world
-    world.barrier()  # only after a good end: a rank that failed must not wait for the others
+    try:
+        yield world
+    except BaseException:
+        if world.size == 1:  # a rank that failed must not wait for others; alone, it leaves the process as it found it
+            dist.destroy_process_group()
+        raise
+    world.barrier()
     dist.destroy_process_group()
 
 
