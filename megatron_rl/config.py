@@ -148,6 +148,7 @@ class Tandem:
     p: Share = 0.5  # chance that a draw gives the pen to the senior (bernoulli, word)
     max_gap: PositiveInt = 32  # tokens without a new word after which there is a draw all the same (word)
     chunk_size: PositiveInt = 16  # tokens of one author (chunk)
+    junior_weight: Share = 0.0  # of the junior's tokens in the senior's loss; the paper's runs have 0
 
 
 @config
@@ -183,6 +184,7 @@ class Role:
     micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and context parallel rank
     samples_per_optimizer_step: int | None = None  # B; null: one optimizer step per update
     data: PromptSet | None = None  # problems of this role's turns; null: the run's
+    router_replay: bool = False  # experts: train each token with those that its engine chose; engine.kind must be vllm
     sleep: bool = False  # off-load optimizer and gradients between this role's turns
 
 

@@ -39,6 +39,16 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
             )
         if isinstance(config.engine, Servers):
             problems += _server_problems(config, config.engine)
+        problems += [
+            f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: vLLM's servers alone tell what they choose"
+            for name, role in config.roles.items()
+            if role.router_replay and config.engine.kind != "vllm"
+        ]
+        problems += [
+            f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; leave one of them out"
+            for name, role in config.roles.items()
+            if role.router_replay and role.tandem is not None
+        ]
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)

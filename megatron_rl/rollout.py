@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,10 +10,14 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_rl.algorithms.authors import switches
 from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, Streaming, Tandem
 from megatron_rl.types import Prompt, Stop, Trajectory
 
+_LATER = ("start", "experts", "other_weight")  # fields that older rows do not have
 SHARE_SLACK = 0.2  # of a tandem's tokens, by which the senior's share may miss what is expected
 
 
@@ -70,6 +75,8 @@ class Draws:
                 payload=prompt.payload,
                 versions=[(start + at, version) for at, version in c.versions] if len(c.versions) > 1 else [],
                 start=start if tandem else None,
+                other_weight=0.0 if self._sampling.tandem is None else self._sampling.tandem.junior_weight,
+                experts=c.experts,
             )
             for c, mine in zip(completions, own, strict=True)
         ]
@@ -154,10 +161,21 @@ def trajectories_from_jsonl(text: str) -> list[Trajectory]:
 
 def _to_json(trajectory: Trajectory) -> dict[str, Any]:
     row = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
+    row["experts"] = None if trajectory.experts is None else _packed(trajectory.experts)
     return row | {"stop": trajectory.stop.value, "payload": dict(trajectory.payload), "rewards": dict(trajectory.rewards)}
 
 
 def _from_json(row: Mapping[str, Any]) -> Trajectory:
-    own = {f.name: row[f.name] for f in fields(Trajectory) if f.name in row or f.name != "start"}  # older rows have none
+    own = {f.name: row[f.name] for f in fields(Trajectory) if f.name in row or f.name not in _LATER}
     pairs = {name: [(a, b) for a, b in row[name]] for name in ("steps", "versions")}
-    return Trajectory(**own | {"stop": Stop(row["stop"])} | pairs)
+    experts = row.get("experts")
+    return Trajectory(**own | {"stop": Stop(row["stop"]), "experts": None if experts is None else _unpacked(experts)} | pairs)
+
+
+def _packed(values: Tensor) -> dict[str, Any]:
+    """int16 as JSON."""
+    return {"shape": [*values.shape], "int16": base64.b64encode(values.contiguous().numpy().tobytes()).decode()}
+
+
+def _unpacked(row: Mapping[str, Any]) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(row["int16"])), dtype=torch.int16).view(row["shape"])

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+FREE = -1  # in place of an expert's number: whichever the router chooses
+
 
 class Stop(enum.Enum):
     """Why a sequence ended. Only `EOS` and `STOP` are finished answers."""
@@ -54,6 +56,8 @@ class Trajectory:
     advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
     versions: list[tuple[int, int]] = field(default_factory=list)  # (position, version from there on), where there were several
     start: int | None = None  # of a text that two models wrote: its first position, whoever wrote it
+    other_weight: float = 0.0  # in the loss, of the response's tokens that are not trainable: a junior's
+    experts: Tensor | None = field(default=None, compare=False, repr=False)  # [T - 1, layers, k] int16: the engine's for each token
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -67,6 +71,12 @@ class Trajectory:
 
     def with_rewards(self, **rewards: float) -> Trajectory:
         return replace(self, rewards={**self.rewards, **rewards})
+
+    @property
+    def weights(self) -> list[float]:
+        """[T] of each token in the loss: 1 where trainable."""
+        first = self.prompt_length
+        return [1.0 if on else self.other_weight * (i >= first) for i, on in enumerate(self.trainable)]
 
     @property
     def prompt_length(self) -> int:
@@ -97,6 +107,13 @@ class Batch:
     cu_seqlens: Tensor  # [S + 1] int64
     old_logprobs: Tensor | None = None  # [N] float32
     reference_logprobs: Tensor | None = None  # [N] float32
+    weights: Tensor | None = None  # [N] float32, of each label in the loss; None: 1 where `mask` is True, 0 elsewhere
+    experts: Tensor | None = None  # [N, layers, k] int16: the experts that the engine chose, FREE where that is not known
+
+    @property
+    def counted(self) -> Tensor:
+        """[N] bool, True where the label is in the loss: what is trained, and what else has a weight."""
+        return self.mask if self.weights is None else self.weights > 0
 
     @property
     def num_sequences(self) -> int:
@@ -124,6 +141,8 @@ class Batch:
             cu_seqlens=lengths.cumsum(0),
             old_logprobs=pick(self.old_logprobs),
             reference_logprobs=pick(self.reference_logprobs),
+            weights=pick(self.weights),
+            experts=pick(self.experts),
         )
 
 
@@ -132,7 +151,8 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
 
     Raises ValueError for no trajectories and for a trajectory without advantages.
     """
-    tokens, labels, mask, logprobs, advantages, lengths = [], [], [], [], [], [0]
+    trajectories = list(trajectories)
+    tokens, labels, mask, logprobs, advantages, lengths, experts, weights = [], [], [], [], [], [0], [], []
     for t in trajectories:
         if len(t.advantages) != len(t.tokens):
             raise ValueError(f"group {t.group!r}: {len(t.advantages)} advantages for {len(t.tokens)} tokens; return one per token")
@@ -142,6 +162,8 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
         logprobs += [*t.logprobs[1:], 0.0]
         advantages += [*t.advantages[1:], 0.0]
         lengths.append(len(t.tokens))
+        experts.append(t.experts)
+        weights += [*t.weights[1:], 0.0]
     if not tokens:
         raise ValueError("cannot pack an empty list of trajectories")
     return Batch(
@@ -151,7 +173,21 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
         cu_seqlens=torch.tensor(lengths).cumsum(0),
+        weights=torch.tensor(weights) if any(t.other_weight for t in trajectories) else None,
+        experts=_joined(experts, lengths[1:]),
     )
+
+
+def _joined(experts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+    """Choices of sequences [T - 1, layers, k] -> [sum of T, layers, k]; None where nothing is known of any."""
+    known = next((one for one in experts if one is not None), None)
+    if known is None:
+        return None
+    out = torch.full((sum(lengths), *known.shape[1:]), FREE, dtype=torch.int16)
+    for one, part in zip(experts, out.split(list(lengths)), strict=True):
+        if one is not None:
+            part[: len(one)] = one
+    return out
 
 
 class BatchLoss(Protocol):

@@ -6,6 +6,7 @@ In a thread for most tests; as a program, for those that kill or stop it. Its st
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import signal
@@ -32,6 +33,13 @@ def logprob_of(token: int) -> float:
     return -token / 128
 
 
+def experts_of(tokens: Sequence[int]) -> str:
+    """As vLLM's numpy2base64 sends them: [tokens - 1, 1 layer, 1 expert] uint8, the token itself."""
+    rows = bytes(tokens[:-1])
+    head = repr({"descr": "|u1", "fortran_order": False, "shape": (len(rows), 1, 1)}).ljust(117) + "\n"
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + rows).decode()
+
+
 class FakeVllm:
     """Listens from its making to `close`. `stall_after`: generation waits behind so many tokens until it is set to None."""
 
@@ -39,6 +47,7 @@ class FakeVllm:
         self.token, self.version, self.context, self.stall_after = token, "default", 200, stall_after
         self.passing: list[list[int]] = []  # prompts that do not stall
         self.joined: dict[str, Any] | None = None
+        self.experts = False  # whether it tells which it chose
         self.seen: list[str] = []  # paths, without /health
         self.running = self.most_running = 0  # requests that generate
         self._faults: dict[str, list[str]] = defaultdict(list)
@@ -126,6 +135,7 @@ class FakeVllm:
         return [
             {
                 "index": j, "token_ids": tokens, "finish_reason": end, "stop_reason": None, "weight_versions": spans,
+                "routed_experts": experts_of(prompt + tokens) if self.experts else None,
                 "logprobs": {"content": [{"logprob": logprob_of(t)} for t in tokens]},
             }
             for j, tokens in reversed(list(enumerate(texts)))

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import model as models
-from megatron_rl.megatron import optim, parallel, step
+from megatron_rl.megatron import optim, parallel, replay, step
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.types import Batch, Stop, Trajectory, pack
+from megatron_rl.types import FREE, Batch, Stop, Trajectory, pack
 from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.weights.sizes import FAMILIES
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -57,16 +60,46 @@ def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
     return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
 
 
+def choose(batch: Batch, arch: hf.Architecture) -> Batch:
+    """The batch with experts as an engine might have chosen them, at random; nothing is known of one sequence and of every last token."""
+    g, cu = torch.Generator().manual_seed(9), batch.cu_seqlens.tolist()
+    ranks = torch.rand(len(batch.tokens), arch.num_layers, arch.experts, generator=g)
+    experts = ranks.argsort(-1)[..., : arch.config.num_experts_per_tok].to(torch.int16)
+    experts[cu[2] : cu[3]] = FREE
+    experts[batch.cu_seqlens[1:] - 1] = FREE
+    return replace(batch, experts=experts)
+
+
+def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
+    """Has transformers' routers choose what `shown` [T, layers, k] holds, in its own order of layers."""
+    renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
+
+    def hook(layer, _module, _inputs, out):
+        logits, _, own = out
+        wanted = shown[0][:, layer].long()
+        chosen = torch.where(wanted == FREE, own, wanted)
+        scores = logits.float().softmax(-1).gather(1, chosen)
+        return logits, (scores / scores.sum(-1, keepdim=True) if renormalised else scores).to(logits.dtype), chosen
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.gate.register_forward_hook(partial(hook, number))
+
+
 def reference(path: str, batch: Batch, loss_function=None, *, stored=torch.float32, dtype=torch.float32, aux: float = 0.0):
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy, gradients, weights
-    after one AdamW step, gradient norm. `aux`: weight of the experts' load-balancing loss, which is not in the loss that is returned."""
+    after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing loss, which is not in the loss that
+    is returned."""
     arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
     eager = {"experts_implementation": "eager"} if arch.experts else {}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
-    cu, logprobs, entropies, routers = batch.cu_seqlens.tolist(), [], [], []
+    cu, logprobs, entropies, routers, logits, shown = batch.cu_seqlens.tolist(), [], [], [], [], []
+    if batch.experts is not None:
+        force(model, arch, shown)
     for a, b in zip(cu, cu[1:], strict=False):
+        shown[:] = [batch.experts[a:b]] if batch.experts is not None else []
         out = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
         routers.append(out.router_logits if aux else ())
+        logits.append(out.logits[0].detach().float())
         logp = out.logits[0].float().log_softmax(-1)
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
@@ -85,7 +118,7 @@ def reference(path: str, batch: Batch, loss_function=None, *, stored=torch.float
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-4).step()
     grads, after = copies.by_expert(grads, arch), copies.by_expert({n: p.detach().float() for n, p in named.items()}, arch)
-    return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm)
+    return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm), torch.cat(logits)
 
 
 def whole_gradients(policy: MegatronPolicy) -> None:
@@ -118,6 +151,7 @@ def make_policy(path: str, case: dict) -> MegatronPolicy:
         loss=Loss(kl_coef=0.001),
         packed=case["packed"],
         micro_batch_tokens=case.get("budget", 60),
+        router_replay=case.get("replay", False),
     )
     return MegatronPolicy(role, parallel.create(layout))
 
@@ -142,13 +176,53 @@ def gradient_error(policy: MegatronPolicy, batch: Batch, loss, grads: dict[str, 
     return worst
 
 
+def pipeline_logits(chunks, parts):
+    """(micro-batch, logits [S, L, V/tp]) of the last stage; nothing elsewhere."""
+
+    def forward(iterator, model):
+        micro = next(iterator)
+        replay.show(models.unwrap(model), micro.experts, training=False)
+        answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+        return answer, lambda logits, non_loss_data: (micro, logits)
+
+    iterators = [iter(parts) for _ in chunks]
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(parts),
+        seq_length=max(m.tokens.shape[1] * m.layout.context.size for m in parts),
+        micro_batch_size=parts[0].tokens.shape[0],
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+
+
+def logits_error(policy: MegatronPolicy, batch: Batch, wanted: torch.Tensor) -> float:
+    """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of transformers."""
+    starts, worst = batch.cu_seqlens.tolist(), 0.0
+    with policy.groups.active(), torch.no_grad():
+        parts = policy._micro_batches(batch, policy._shares(batch))
+        for micro, logits in pipeline_logits(policy.chunks, parts):
+            place = (
+                torch.cat([torch.arange(starts[s], starts[s + 1]) for s in micro.sequences]) if micro.sequences else torch.zeros(0).long()
+            )
+            found, first = logits[micro.labels != models.IGNORED], policy.groups.tp_rank * logits.shape[-1]
+            want = wanted[place[micro.answers], first : first + logits.shape[-1]]
+            worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
+    return worst
+
+
 def run_case(path: str, case: dict) -> dict[str, float]:
     policy = make_policy(path, case)
     arch = policy.arch
     loss, batch = make_loss(case.get("loss", "weighted"), make_batch(arch.vocab))
+    if case.get("replay"):
+        batch = choose(batch, arch)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
-    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm = reference(path, batch, loss, aux=aux)
+    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(path, batch, loss, aux=aux)
     errors = {"logprobs": (policy.logprobs(batch) - ref_logprobs).abs().max().item()}
+    errors["logits"] = logits_error(policy, batch, ref_logits)
     errors["loss_forward"] = abs(policy.loss(batch, loss) - ref_loss)
     errors["gradients"] = gradient_error(policy, batch, loss, grads)
 

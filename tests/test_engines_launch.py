@@ -242,6 +242,7 @@ def config(tmp_path):
         (["engine.python=/nowhere/python"], "engine.python = /nowhere/python: there is no such program"),
         (["engine.gpus=[0]", "--replica=1"], "engine.gpus = [0]: 3 are needed"),
         (["engine.host=192.0.2.1"], "engine.host = 192.0.2.1: this machine cannot listen there"),
+        (["roles.generator.router_replay=true"], "router_replay without a GPU"),
         (["roles.generator.model.path=/nowhere/model"], "roles.generator.model.path: no model directory /nowhere/model"),
     ],
 )

@@ -13,7 +13,8 @@ from megatron_rl.commands.engines import PoolRefit
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.pool import _joined, _spans, seed_after
 from megatron_rl.refit.base import RefitError
-from megatron_rl.types import Stop
+from megatron_rl.rollout import sample
+from megatron_rl.types import Prompt, Stop
 from megatron_rl.world import OneProcess
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
@@ -76,6 +77,20 @@ def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(fleet:
             assert c.tokens == continued(PROMPTS[i], i, j, 3) and c.stop is Stop.LENGTH
             assert c.versions == [(0, 1), (3, 2)] and c.logprobs == c.model_logprobs == [logprob_of(t) for t in c.tokens]
     assert pool.failures == 0
+
+
+@pytest.mark.parametrize("partial", ["continue", "restart"])
+def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(fleet: Fleet, partial):
+    fake = fleet.start()
+    fake.experts = True
+    asked = under_way(fleet, fake, partial=partial)
+    fleet.refit(2)
+    fake.release()
+    for prompt, group in zip(PROMPTS, asked.result(), strict=True):
+        for c in group:
+            assert c.experts.tolist() == [[[token]] for token in (prompt + c.tokens)[:-1]]
+    trajectories = sample(fleet.pool, [Prompt(id="a", tokens=PROMPTS[0])], SAMPLING)
+    assert all(t.experts.flatten().tolist() == t.tokens[:-1] for t in trajectories)
 
 
 def test_what_a_refit_aborts_may_begin_anew(fleet: Fleet):

@@ -42,6 +42,15 @@ CASES: dict[int, list[dict]] = {
         },
         {"name": "qwen2_moe-shared", "model": "qwen2_moe", "layout": {}, "packed": True, "model_settings": selective("shared_experts")},
         {"name": "qwen3_moe-aux", "model": "qwen3_moe", "layout": {}, "packed": True, "budget": 4096, "model_settings": AUX},
+        {"name": "mixtral-replay", "model": "mixtral", "layout": {}, "packed": True, "replay": True, "loss": "policy"},
+        {
+            "name": "qwen2_moe-replay-recompute",
+            "model": "qwen2_moe",
+            "layout": {},
+            "packed": False,
+            "replay": True,
+            "model_settings": RECOMPUTE,
+        },
         {"name": "bf16-packed", "layout": {}, "packed": True, "dtype": "bfloat16"},
         {"name": "bf16-experts", "model": "qwen3_moe", "layout": {}, "packed": False, "dtype": "bfloat16"},
         {"name": "qwen3-packed", "model": "qwen3", "layout": {}, "packed": True},
@@ -105,6 +114,23 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen2_moe-tp2sp-cp2-ep2-packed", "model": "qwen2_moe", "layout": SP | CP | EP, "packed": True},
         {"name": "mixtral-tp2sp-ep2-packed", "model": "mixtral", "layout": SP | EP, "packed": True},
         {"name": "qwen2_moe-tp2sp-dp2-ep2-etp1-padded", "model": "qwen2_moe", "layout": SP | EP | {"etp": 1}, "packed": False},
+        {"name": "qwen2_moe-replay-tp2sp-cp2", "model": "qwen2_moe", "layout": SP | CP, "packed": True, "replay": True},
+        {
+            "name": "qwen3_moe-replay-recompute-pp2vpp2-ep2",
+            "model": "qwen3_moe_renormalised",
+            "layout": VPP | EP,
+            "packed": True,
+            "replay": True,
+            "model_settings": RECOMPUTE,
+        },
+        {
+            "name": "mixtral-replay-selective-pp2-cp2",
+            "model": "mixtral",
+            "layout": PP | CP,
+            "packed": False,
+            "replay": True,
+            "model_settings": selective("moe"),
+        },
         {"name": "qwen3_moe-pp2-ep2-packed", "model": "qwen3_moe", "layout": PP | EP, "packed": True},
         {"name": "qwen3_moe-pp2vpp2-ep2-padded", "model": "qwen3_moe_renormalised", "layout": VPP | EP, "packed": False},
         {"name": "qwen3_moe-ep2-dp4-packed", "model": "qwen3_moe", "layout": EP, "packed": True},
@@ -112,6 +138,7 @@ CASES: dict[int, list[dict]] = {
 }
 GRADIENTS = 2e-6  # largest error over largest gradient
 BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
+    "logits": 4e-6,
     "logprobs": 2e-6,
     "reference": 2e-6,
     "loss": 5e-7,

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from tiny_models import make_model
 
 from megatron_rl import config_checks, config_files
-from megatron_rl.config import ConfigError, Layout, TrainConfig
+from megatron_rl.config import ConfigError, Layout, Tandem, TrainConfig
 from megatron_rl.main import main
 from megatron_rl.planning import compute, memory, search, shapes
 from megatron_rl.planning import plan as plans
@@ -311,6 +311,25 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
     [work] = step_work(load(), Plain(), 0.5)
     assert work.trained.samples == 7 * 256
     assert [turn.trained.samples for turn in step_work(load(), None, 0.5)] == [1280, 1280]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "embedded"])
+def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
+    alone = load("engine={kind: vllm, replicas: 2}" if engine == "vllm" else "engine={kind: embedded}")
+    pair = replace(alone, roles=alone.roles | {"generator": replace(alone.roles["generator"], tandem=Tandem())})
+    cluster, (one, two) = parse_cluster("4x8xA100-80"), ([], [])
+    for config, out in ((alone, one), (pair, two)):
+        models = models_of(config)
+        plan = plans.make(config, cluster, models, step_work(config, Duet(), 0.5))
+        generator, verifier = plan.roles
+        out += [generator.embedded, generator.cache, verifier.embedded, verifier.cache]
+        out += [server.weights for server in plan.servers]
+        out += [plan.turns[0].phases["rollout generator"], sum(s.sequences for s in plan.servers if s.role == "generator")]
+    if engine == "vllm":
+        assert [b / a if a else 1 for a, b in zip(one[4:6], two[4:6], strict=True)] == [2, 1]
+        assert two[7] < one[7] / 2 and two[6] >= 2 * one[6], "less cache, for two"
+    else:
+        assert [b / a for a, b in zip(one[:5], two[:5], strict=True)] == pytest.approx([2, 2, 1, 1, 2])
 
 
 def test_a_frozen_player_has_weights_alone():

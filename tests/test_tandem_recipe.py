@@ -102,6 +102,33 @@ def test_a_senior_share_that_the_strategy_does_not_give_stops_the_run(recipe, sh
         recipe.play(turn("generator"), problems(2), with_pair(mask=mask))
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recipe, aggregation):
+    """Gradient of the plain loss at ratio 1: -advantage x weight, over the weights of the whole batch or of the token's sequence."""
+    players = with_pair()
+    sampling = replace(players.samplings["generator"], tandem=replace(JUNIOR_FIRST, junior_weight=0.25))
+    played = recipe.play(turn("generator"), problems(2), replace(players, samplings={"generator": sampling}))
+    without = recipe.play(turn("generator"), problems(2), players)
+    assert trajectories_from_jsonl(trajectories_to_jsonl(played.trajectories)) == played.trajectories
+    batch, loss = pack(played.trajectories), PolicyLoss(Loss(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
+    assert torch.equal(batch.mask, pack(without.trajectories).mask) and played.metrics == without.metrics
+    response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in played.trajectories])
+    response[batch.cu_seqlens[1:] - 1] = False  # the last token predicts nothing
+    weights = torch.where(batch.mask, 1.0, 0.25) * response
+    assert torch.equal(batch.weights, weights) and torch.equal(batch.counted, response) and not response[batch.mask].logical_not().any()
+    old = torch.where(batch.mask, batch.engine_logprobs, torch.tensor(-9.0))  # the junior's are no part of importance sampling
+    batch = replace(batch, old_logprobs=old)
+    logprobs = old.clone().requires_grad_()
+    total, sums = loss(logprobs, torch.zeros(len(old)), batch)
+    (gradient,) = torch.autograd.grad(total / loss.denominator(batch), logprobs)
+    whole = weights.sum()
+    if aggregation == "sequence_mean":
+        sizes = [part.sum() for part in weights.split(batch.lengths.tolist())]
+        whole = len(sizes) * torch.stack(sizes).repeat_interleave(batch.lengths)
+    torch.testing.assert_close(gradient, -batch.advantages * weights / whole)
+    assert gradient[~batch.mask & response].any() and sums["ratio"] == batch.mask.sum()
+
+
 def test_without_a_junior_the_recipe_refuses_to_run(recipe):
     players = with_pair()
     alone = replace(players, samplings={"generator": Sampling(max_tokens=4000)})

@@ -24,7 +24,7 @@ def assign_advantages(
     alpha: float | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Trajectory]:
-    """Fills `advantages` of [B] trajectories, compared within `group`; exactly 0 where a token is not trainable.
+    """Fills `advantages` of [B] trajectories, compared within `group`; exactly 0 where a token is not in the loss.
 
     The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}. reinforce_pp: the outcome
     counts at every trainable token (its undiscounted return), whitened over the batch's trainable tokens: (r - mean) / (std + 1e-6),
@@ -45,7 +45,7 @@ def assign_advantages(
         values = mix(values, step_advantages(trajectories, estimator=estimator), alpha)
     factors = [1.0] * len(trajectories) if weights is None else weights
     return [
-        replace(t, advantages=[a * w if on else 0.0 for a, on in zip(row, t.trainable, strict=True)])
+        replace(t, advantages=[a * w if on else 0.0 for a, on in zip(row, t.weights, strict=True)])
         for t, row, w in zip(trajectories, values, factors, strict=True)
     ]
 

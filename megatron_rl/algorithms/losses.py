@@ -22,15 +22,16 @@ class PolicyLoss:
         untrained place, nan included, reaches neither value nor gradient. The sums, over trained tokens and unweighted:
         clip_frac (the clip decides the token's loss), ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)),
         and with kl_coef > 0 kl_ref (k3 of KL(policy || reference), whatever `kl` is).
+        Tokens with a weight that are not trained (a junior's) are in the loss alone, with its truncated importance sampling off.
         Raises ValueError when kl_coef > 0 and a batch with a trained token has no reference.
         """
-        config, mask = self.config, batch.mask
+        config, mask = self.config, batch.counted
         old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         advantages = batch.advantages
         ratio = _at(mask, logprobs - old).exp()
         clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
         per_token = -torch.min(ratio * advantages, clipped * advantages)
-        gap = _at(mask, old - batch.engine_logprobs)  # no gradient: neither side is live
+        gap = _at(batch.mask, old - batch.engine_logprobs)  # no gradient: neither side is live
         if config.tis_cap is not None:
             per_token = per_token * gap.exp().clamp(max=config.tis_cap)
         if config.entropy_coef:
@@ -48,13 +49,13 @@ class PolicyLoss:
             per_token = per_token + config.kl_coef * estimate(live, reference)
             sums["kl_ref"] = k3(live.detach(), reference)
         total = (_at(mask, per_token) * self._weights(batch, logprobs)).sum()
-        return total, {name: _at(mask, values).sum() for name, values in sums.items()}
+        return total, {name: _at(batch.mask, values).sum() for name, values in sums.items()}
 
     def denominator(self, batch: Batch) -> float:
-        """Trained tokens (token_mean), or sequences with at least one trained token (sequence_mean)."""
+        """Trained tokens (token_mean; by weight), or sequences with at least one of them (sequence_mean)."""
         if self.config.aggregation == "token_mean":
-            return float(batch.mask.sum())
-        return float((_trained_per_sequence(batch) > 0).sum())
+            return float(_weights(batch).sum())
+        return float((_weight_per_sequence(batch) > 0).sum())
 
     def _reference(self, batch: Batch) -> Tensor:
         """[N] log-probs of the reference; of a batch that trains nothing (a rank without sequences) they may be missing."""
@@ -64,12 +65,14 @@ class PolicyLoss:
             raise ValueError(f"loss.kl_coef = {self.config.kl_coef} needs the reference's log-probs: compute them, or set kl_coef to 0")
         return torch.zeros_like(batch.engine_logprobs)
 
-    def _weights(self, batch: Batch, like: Tensor) -> Tensor | float:
-        """[N]: 1 per token, or 1 / (trained tokens of its sequence)."""
+    def _weights(self, batch: Batch, like: Tensor) -> Tensor:
+        """[N]: that of each token, or its share of its sequence's."""
+        weights = _weights(batch).to(like.dtype)
         if self.config.aggregation == "token_mean":
-            return 1.0
-        per_sequence = 1.0 / _trained_per_sequence(batch).clamp(min=1).to(like.dtype)
-        return per_sequence.repeat_interleave(batch.lengths.to(per_sequence.device))
+            return weights
+        whole = _weight_per_sequence(batch)
+        per_sequence = torch.where(whole > 0, 1.0 / whole, 0.0).to(like.dtype)
+        return weights * per_sequence.repeat_interleave(batch.lengths.to(per_sequence.device))
 
 
 class CompletionLoss:
@@ -108,8 +111,14 @@ def _at(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0)
 
 
-def _trained_per_sequence(batch: Batch) -> Tensor:
-    """[S] trained tokens of each sequence."""
-    counts = torch.cat([batch.mask.new_zeros(1, dtype=torch.int64), batch.mask.long().cumsum(0)])
-    cu = batch.cu_seqlens.to(counts.device)
-    return counts[cu[1:]] - counts[cu[:-1]]
+def _weights(batch: Batch) -> Tensor:
+    """[N] of each label in the loss."""
+    return batch.mask.float() if batch.weights is None else batch.weights
+
+
+def _weight_per_sequence(batch: Batch) -> Tensor:
+    """[S] sum of the weights of each sequence's labels, float64."""
+    weights = _weights(batch).double()
+    sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
+    cu = batch.cu_seqlens.to(sums.device)
+    return sums[cu[1:]] - sums[cu[:-1]]

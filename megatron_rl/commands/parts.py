@@ -72,8 +72,8 @@ def tandem_of(role: Role) -> Tandem | None:
     """The engine's terms for a role's tandem."""
     if role.tandem is None:
         return None
-    rule = {name: value for name, value in dataclasses.asdict(role.tandem).items() if name != "junior"}
-    return Tandem(rule=Rule(**rule))
+    rule = {name: value for name, value in dataclasses.asdict(role.tandem).items() if name not in ("junior", "junior_weight")}
+    return Tandem(rule=Rule(**rule), junior_weight=role.tandem.junior_weight)
 
 
 def role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:

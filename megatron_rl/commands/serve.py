@@ -80,7 +80,7 @@ class _Serving:
             settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
             token_file=self._token_file, on_gpu=has_gpu(self._environment),
         )  # fmt: skip
-        words = self._with_junior(words)
+        words = self._for_role(words, on_gpu=has_gpu(self._environment))
         url = f"http://{settings.host}:{port}"
         job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
         listing = Listing(
@@ -101,9 +101,13 @@ class _Serving:
             process.stop()
             client.close()
 
-    def _with_junior(self, words: Command) -> Command:
-        """The server's command for a role with a tandem."""
+    def _for_role(self, words: Command, *, on_gpu: bool) -> Command:
+        """The server's command for a role with a tandem, or with router replay."""
         role = self._config.roles[self._role]
+        if role.router_replay:
+            from megatron_rl.engines.vllm import with_experts
+
+            return with_experts(words, on_gpu=on_gpu)
         if role.tandem is None:
             return words
         from megatron_rl.engines.vllm import with_tandem

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.types import Stop
 
@@ -22,6 +24,7 @@ class Tandem:
 
     rule: Rule
     seed: int | None = None  # of the authors, for a text that is gone on with; None: the row's own
+    junior_weight: float = 0.0  # of its tokens in the senior's loss: no engine's business
     written: int = 0  # tokens at the end of the prompt that the two have written already
 
 
@@ -55,6 +58,7 @@ class Completion:
     stop: Stop
     model_logprobs: list[float] | None = None  # [T_completion] log p of the model at temperature 1, where the engine tells
     versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on); empty: the engine's
+    experts: Tensor | None = field(default=None, compare=False, repr=False)  # [prompt + T - 1, layers, k] int16, where the engine tells
     authors: list[bool] | None = None  # [T_completion] of a tandem: whether the senior wrote it; log-probs are its author's
 
 

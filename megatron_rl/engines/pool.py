@@ -454,6 +454,7 @@ def _joined(begun: Completion, more: Completion) -> Completion:
         model_logprobs=model,
         authors=None if begun.authors is None or more.authors is None else begun.authors + more.authors,
         versions=_spans(begun.versions + later, offset + len(more.tokens)),
+        experts=more.experts,  # all of the text was its prompt
     )
 
 

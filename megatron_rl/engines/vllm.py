@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config import ConfigError, Strategy, Vllm
@@ -73,6 +79,15 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
     words += [] if "--enforce-eager" in start.words else ["--enforce-eager"]
     # Its second model runner has no logits processors of this kind.
     return Command([*start.words, *words], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
+
+
+def with_experts(start: Command, *, on_gpu: bool) -> Command:
+    """The command of a server that tells which experts it chose for each token. Raises ConfigError without a GPU."""
+    if not on_gpu:
+        raise ConfigError(
+            "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; set it to false"
+        )
+    return Command([*start.words, "--enable-return-routed-experts"], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "1"})
 
 
 class VllmServer:
@@ -157,11 +172,12 @@ class VllmServer:
             "include_stop_str_in_output": True,
         }
         if sampling.tandem is not None:
-            parameters["extra_args"] = {TANDEM: {name: value for name, value in asdict(sampling.tandem).items() if value is not None}}
+            settings = asdict(replace(sampling.tandem, junior_weight=0.0))
+            parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         answer = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
         with self._understood():
-            completions = [_completion(c, sampling, self._ends) for c in sorted(answer["choices"], key=lambda c: c["index"])]
+            completions = [_completion(c, sampling, self._ends, len(prompt)) for c in sorted(answer["choices"], key=lambda c: c["index"])]
         if len(completions) != n:
             raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
         if sampling.tandem is not None:
@@ -208,7 +224,7 @@ class VllmServer:
             raise ServerLost(f"{self.url} sent an answer that is not vLLM's: {type(error).__name__} {error}") from error
 
 
-def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int]) -> Completion:
+def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int], prompt: int) -> Completion:
     tokens = [int(token) for token in choice["token_ids"] or []]
     logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {}).get("content") or []]
     if len(logprobs) != len(tokens):
@@ -222,8 +238,17 @@ def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[
         logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
         stop=_stop(choice, ends),
         model_logprobs=logprobs if plain or greedy else None,
+        experts=_experts(choice.get("routed_experts"), prompt + len(tokens) - 1),
         versions=[(span["start"], _version(span["version"])) for span in choice.get("weight_versions") or []],
     )
+
+
+def _experts(text: str | None, rows: int) -> Tensor | None:
+    """The server's .npy file in base64 -> [rows, layers, k]; None where it has not all of them, as after an abort."""
+    if text is None:
+        return None
+    found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    return torch.from_numpy(found.astype(np.int16)) if found.ndim == 3 and len(found) == rows else None
 
 
 def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:

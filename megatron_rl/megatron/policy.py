@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.batching import Cost, Shares, micro_batches
 from megatron_rl.config import ConfigError, Role
-from megatron_rl.megatron import export, offload, optim, platform, step
+from megatron_rl.megatron import export, offload, optim, platform, replay, step
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.types import Batch, BatchLoss
+from megatron_rl.types import FREE, Batch, BatchLoss
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
 
@@ -47,6 +48,8 @@ class MegatronPolicy:
             self.config = models.transformer_config(self.arch, role.model, groups, deterministic=deterministic)
             cores = models.build(self.arch, self.config, temperature=role.sampling.temperature or 1.0)
             self._fill(cores, seed)
+            for core in cores if role.router_replay else ():
+                replay.install(core)
             chunks = [Float16Module(self.config, c) for c in cores] if self.config.bf16 else cores
             self.chunks: list[Any] = list(chunks)
             if trainable:
@@ -60,7 +63,8 @@ class MegatronPolicy:
 
     def update(self, batch: Batch, loss: BatchLoss) -> dict[str, float]:
         """One optimizer step on `batch` (the same on every rank). Returns means: `loss` by the loss's denominator, other sums per
-        trained token; grad_norm, lr, numbers of tokens and micro-batches, and how uneven these are (batching.py).
+        trained token; grad_norm, lr, numbers of tokens and micro-batches, how uneven these are (batching.py); with router replay
+        `replayed`, the share of tokens whose experts are given.
         Raises FloatingPointError when the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
@@ -82,11 +86,13 @@ class MegatronPolicy:
         sums = self._sum_over_ranks(results)
         means = {name: value / (denominator if name == "loss" else trained) for name, value in sums.items()}
         extra = {"grad_norm": float(grad_norm or 0.0), "lr": float(lr), "trained_tokens": trained}
+        if self.role.router_replay:
+            extra["replayed"] = 0.0 if batch.experts is None else float((batch.experts[:, 0, 0] != FREE).float().mean())
         uneven = {"replica_imbalance": shares.replica_imbalance, "micro_batch_imbalance": shares.micro_batch_imbalance}
         return {**means, **extra, **uneven, "packed_tokens": float(len(batch.tokens)), "micro_batches": float(len(parts))}
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """Log-probability of every masked label, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
+        """Log-probability of every label that counts, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
         with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
             parts = self._micro_batches(batch, self._shares(batch))
             results = step.run(self.chunks, parts, loss=None, scale=1.0, forward_only=True)
@@ -194,6 +200,8 @@ class MegatronPolicy:
             raise ConfigError(
                 f"{self.role.model.path} has no experts: set layout.ep to 1 and layout.etp to null, not {layout.ep}, {layout.etp}"
             )
+        if self.role.router_replay and not arch.experts:
+            raise ConfigError(f"router_replay = true, and {self.role.model.path} has no experts: set it to false")
         if arch.experts and layout.tp > 1 and not layout.sequence_parallel:
             raise ConfigError(
                 f"{self.role.model.path} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only "
@@ -231,10 +239,24 @@ class MegatronPolicy:
         """This replica's."""
         layout = self.role.layout
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
-        cut = step.Cut(self.role.packed, parts=layout.tp if layout.sequence_parallel else 1, context=context)
+        parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
+        cut = step.Cut(self.role.packed, parts=parts, part=part, context=context)
+        if self.role.router_replay:
+            self._check_experts(batch)
+        else:
+            batch = replace(batch, experts=None)
         like = next(models.unwrap(self.chunks[0]).parameters())
         mine = shares.sequences[self.groups.dp_rank]
         return [step.make_micro_batch(batch, s, self._rotary, cut=cut, like=like) for s in mine]
+
+    def _check_experts(self, batch: Batch) -> None:
+        """Raises ValueError for choices of another model's experts."""
+        wanted = self.arch.num_layers, self.arch.config.num_experts_per_tok
+        if batch.experts is not None and (tuple(batch.experts.shape[1:]) != wanted or int(batch.experts.max()) >= self.arch.experts):
+            raise ValueError(
+                f"the engine chose {batch.experts.shape[2]} experts in each of {batch.experts.shape[1]} layers, numbers up to "
+                f"{int(batch.experts.max())}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"
+            )
 
     def _sum_over_ranks(self, results: list[dict[str, Any]]) -> dict[str, float]:
         own: dict[str, float] = {}

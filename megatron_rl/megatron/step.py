@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.megatron import platform
+from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
-from megatron_rl.megatron.model import IGNORED
+from megatron_rl.megatron.model import IGNORED, unwrap
 from megatron_rl.types import Batch
 
 platform.install()
@@ -29,6 +29,7 @@ class Cut:
 
     packed: bool  # sequences end to end; else a row for each, padded
     parts: int = 1  # tensor ranks that share out a rank's tokens (sequence parallelism)
+    part: int = 0  # this rank's number among them
     context: Context = ALONE
 
 
@@ -43,6 +44,7 @@ class MicroBatch:
     labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
     answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
     layout: SequenceLayout
+    experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
 def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, cut: Cut, like: Tensor) -> MicroBatch:
@@ -73,7 +75,10 @@ def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable
         layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
     tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
     answers, device = places[labels != IGNORED], like.device
-    return MicroBatch(part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout)
+    experts = None
+    if part.experts is not None:
+        experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
+    return MicroBatch(part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout, experts)
 
 
 def run(
@@ -87,8 +92,10 @@ def run(
     iterators = [iter(micro_batches) for _ in chunks]
     lengths = [m.tokens.shape[1] * m.layout.context.size for m in micro_batches]
     schedule = get_forward_backward_func()
+    for chunk in chunks:
+        replay.forget(unwrap(chunk))
     return schedule(
-        forward_step_func=functools.partial(_forward_step, loss=loss, scale=scale * len(micro_batches)),
+        forward_step_func=functools.partial(_forward_step, loss=loss, scale=scale * len(micro_batches), training=not forward_only),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
@@ -98,8 +105,9 @@ def run(
     )
 
 
-def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, loss: Loss | None, scale: float) -> tuple[Tensor, Any]:
+def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, loss: Loss | None, scale: float, training: bool) -> tuple[Tensor, Any]:
     micro = next(iterator)
+    replay.show(unwrap(model), micro.experts, training=training)
     answer = model(micro.tokens, micro.positions, None, labels=micro.labels, packed_seq_params=micro.layout)
     return answer, functools.partial(_reduce, micro=micro, loss=loss, scale=scale)
 
@@ -127,8 +135,8 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
 
 
 def _wanted(part: Batch) -> Tensor:
-    """[N] labels, IGNORED where they are not trained."""
-    return part.labels.masked_fill(~part.mask, IGNORED)
+    """[N] labels, IGNORED where they are not in the loss."""
+    return part.labels.masked_fill(~part.counted, IGNORED)
 
 
 def _at(places: Tensor, values: Tensor, padding: int) -> Tensor:

@@ -227,9 +227,9 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samp
             raise ConfigError(
                 f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: set engine.kind to vllm or sglang"
             )
-        embedded = float(numbers.width * shapes.total(shape))
+        embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-samples // parallel.world))
-        cache = float(rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width))
+        cache = _writers(role) * float(rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width))
     asleep = held.optimizer if role.sleep else 0.0
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache, sleeps=role.sleep,
@@ -255,11 +255,11 @@ def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, clu
         raise ConfigError(
             f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: choose a divisor"
         )
-    weights = width * shapes.total(shape) / settings.tp
+    weights = _writers(role) * width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
     longest = role.max_prompt_tokens + role.sampling.max_tokens
     copies = max(1, settings.tp // shape.sizes.kv_heads)
-    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest
+    sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / _writers(role)
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
 
 
@@ -301,8 +301,16 @@ def _turn(
 
 
 def _rollout(config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: Engine) -> compute.Rollout:
-    width = Numbers.gpu(config.roles[draw.role].model.dtype).width
-    return compute.rollout(shape, engine, cluster, draw, width=width)
+    """Of a tandem both models read every token, one after the other, and share the cache."""
+    role = config.roles[draw.role]
+    width, writers = Numbers.gpu(role.model.dtype).width, _writers(role)
+    alone = compute.rollout(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
+    return replace(alone, seconds=writers * alone.seconds)
+
+
+def _writers(role: Role) -> int:
+    """Models in an engine of the role; a tandem's junior is taken for one of the senior's size."""
+    return 1 if role.tandem is None else 2
 
 
 def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:

@@ -15,8 +15,8 @@ from megatron_rl.types import Prompt
 class Tandem(Grpo):
     """Trains `generator`, the senior, on the reward of the whole text; `roles.generator.tandem` names the junior and says who writes when.
 
-    The junior's tokens are part of the text that old and new log-probs are computed on, and are in no loss, mean or gradient. (A weight
-    for them, which the paper's code has and its runs leave at 0, is not offered.) Held-out problems are solved by the senior alone.
+    The junior's tokens are part of the text that old and new log-probs are computed on, and are in no loss, mean or gradient, unless
+    `tandem.junior_weight` says so. Held-out problems are solved by the senior alone.
     Any other recipe becomes a tandem by the same setting; this one refuses to run without it, where plain GRPO would go on in silence.
     """
 
