@@ -100,7 +100,7 @@ def test_choices_of_another_model_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="has no experts"):
             MegatronPolicy(replace(role, model=Model(path=str(dense))), groups)
         policy = MegatronPolicy(role, groups)
-        with pytest.raises(ValueError, match="it is another model"):
+        with pytest.raises(ValueError, match="another model"):
             policy.logprobs(pack([trajectory(5)]))
         known = replace(trajectory(5), experts=torch.ones(4, policy.arch.num_layers, 2, dtype=torch.int16))
         assert policy.logprobs(pack([known, trajectory(4, experts=False)])).isfinite().all()
