@@ -223,13 +223,18 @@ class Servers:
     args: tuple[str, ...] = ()  # further words for the server's command line
     partial: Literal["continue", "restart"] = "continue"  # what becomes of completions that a refit interrupts
     pause: Literal["abort", "wait", "keep"] = "abort"  # at a refit, requests under way: come back partial; end first; go on after it
-    max_requests: PositiveInt = 64  # under way at one server
+    max_sequences: PositiveInt | None = None  # asked of one server at once; null: a quarter more than max_batch, so that none is waited for
     attempts: PositiveInt = 3  # of a request that a living server fails, before the run gives up
     request_timeout_s: PositiveFloat = 600.0
     start_timeout_s: PositiveFloat = 600.0  # from a server's start until it answers
     lost_after_s: PositiveFloat = 15.0  # without a sign of life
     wait_s: PositiveFloat = 1800.0  # for a first living server, before the run gives up
     restarts: NonNegativeInt = 3  # of a server that dies
+
+    @property
+    def at_once(self) -> int:
+        """Sequences asked of one server at once."""
+        return self.max_sequences or self.max_batch + -(-self.max_batch // 4)
 
 
 @config

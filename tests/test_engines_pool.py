@@ -62,10 +62,10 @@ def test_requests_go_to_the_least_loaded(fleet: Fleet):
     assert right(asked.result()) and [m.load for m in fleet.pool._living()] == [0, 0]
 
 
-def test_a_server_that_is_alone_gets_no_more_than_its_max_requests(fleet: Fleet):
+def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(fleet: Fleet):
     """Requests for all replicas at once went to the one that was left."""
     fake = fleet.start(0, stall_after=1)
-    asked = Asked(fleet.serving(1, replicas=4, max_requests=3), PROMPTS, SAMPLING)
+    asked = Asked(fleet.serving(1, replicas=4, max_sequences=7), PROMPTS, SAMPLING)
     until("a full server", lambda: fake.running == 3)
     fake.release()
     assert right(asked.result()) and fake.most_running == 3
@@ -216,7 +216,7 @@ def test_waiting_ends_at_once_when_no_server_will_come(fleet: Fleet):
 def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
     fake = fleet.start(stall_after=0)
     fake.passing = PROMPTS[1:2]
-    pool = fleet.serving(replicas=1, max_requests=2)
+    pool = fleet.serving(replicas=1, max_sequences=4)
     stream = pool.stream(PROMPTS, SAMPLING)
     until("a request in the place of the one that is answered", lambda: fake.count(GENERATE) == 3)
     i, group = next(stream)
@@ -229,7 +229,7 @@ def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
 def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
     """It waited for their deadlines."""
     fakes = [fleet.start(0), fleet.start(1)]
-    pool = fleet.serving(2, request_timeout_s=600.0, max_requests=2)
+    pool = fleet.serving(2, request_timeout_s=600.0, max_sequences=4)
     for fake in fakes:
         fake.fail(GENERATE, *["hang"] * 9)
     asked = Asked(pool, PROMPTS, SAMPLING)

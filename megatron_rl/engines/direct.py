@@ -25,7 +25,7 @@ class DirectEngine:
         self._servers, self._settings = list(servers), settings
         self._load = dict.fromkeys(range(len(self._servers)), 0)
         self._lock = threading.Lock()
-        self._requests = concurrent.futures.ThreadPoolExecutor(len(self._servers) * settings.max_requests, "requests")
+        self._requests = concurrent.futures.ThreadPoolExecutor(len(self._servers) * settings.at_once, "requests")
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """[P] prompts -> [P][n] completions, in order. Raises as `generate_rows` does."""
@@ -53,7 +53,7 @@ class DirectEngine:
             except ServerLost as error:
                 failures.append(str(error))
                 with self._lock:
-                    self._load[number] += self._settings.max_requests  # others first, from here on
+                    self._load[number] += self._settings.at_once  # others first, from here on
             finally:
                 with self._lock:
                     self._load[number] -= 1

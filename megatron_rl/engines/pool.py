@@ -87,7 +87,7 @@ class Pool:
         self._members: dict[int, _Member] = {}  # by replica; the watcher alone adds to it
         self._change = threading.Condition()
         self._closing = threading.Event()
-        self._requests = concurrent.futures.ThreadPoolExecutor(settings.replicas * settings.max_requests, f"requests-{role}")
+        self._requests = concurrent.futures.ThreadPoolExecutor(settings.replicas * settings.at_once, f"requests-{role}")
         self._refits = concurrent.futures.ThreadPoolExecutor(settings.replicas, f"refits-{role}")
         self._refitting = False  # between begin_refit and end_refit
         self._updates: dict[_Member, concurrent.futures.Future[bool]] = {}
@@ -318,7 +318,7 @@ class Pool:
                     raise EngineError("nobody waits for this request any more")
                 serving = self._serving()
                 better = [m for m in serving if m not in failed] or serving
-                free = [m for m in better if m.requests < self._settings.max_requests]
+                free = [m for m in better if not m.load or m.load + sequences <= self._settings.at_once]
                 if free:
                     member = min(free, key=lambda m: (m.load, m.listing.replica))
                     member.load, member.requests = member.load + sequences, member.requests + 1

@@ -266,7 +266,7 @@ def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, clu
 def _engine(config: TrainConfig, ranks: int, cache: float) -> Engine:
     settings = config.engine
     if isinstance(settings, Servers):
-        rows = min(settings.max_batch, settings.max_requests) if settings.max_requests else settings.max_batch
+        rows = min(settings.max_batch, settings.at_once)
         return Engine(replicas=settings.replicas, tp=settings.tp, max_batch=rows, kv_bytes=cache, expert_parallel=settings.expert_parallel)
     return Engine(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)  # its cache grows as it must
 

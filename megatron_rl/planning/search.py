@@ -91,7 +91,6 @@ def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape])
     if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
         yield config
     settings = config.engine if isinstance(config.engine, Servers) else Vllm()
-    settings = replace(settings, max_requests=max(settings.max_requests, settings.max_batch))
     width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())
     largest = max(width * shapes.total(shape) for shape in models.values())
     room = settings.memory_share * cluster.device.memory * 0.75
@@ -178,7 +177,7 @@ def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> It
             yield f"{name} with layout.sequence_parallel=true", _role(config, name, layout=layout)
     if isinstance(config.engine, Embedded):
         replicas = made.cluster.gpus // 2 // len(config.roles)
-        servers = Vllm(replicas=max(1, replicas), max_requests=256)
+        servers = Vllm(replicas=max(1, replicas))
         yield f"vLLM servers on half of the GPUs (engine.kind=vllm engine.replicas={replicas})", replace(config, engine=servers)
     else:
         engine, node = config.engine, made.cluster.per_node
@@ -187,12 +186,6 @@ def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> It
             f"add {more} engine replicas to each role, from the trainer's nodes",
             replace(config, engine=replace(engine, replicas=engine.replicas + more)),
         )
-        if engine.max_requests < engine.max_batch:
-            requests = replace(engine, max_requests=engine.max_batch)
-            yield (
-                f"engine.max_requests={engine.max_batch}: servers decode no more at once than are asked of them",
-                replace(config, engine=requests),
-            )
         if not config.rollouts.max_staleness:
             ahead = replace(config.rollouts, max_staleness=1)
             yield "rollouts.max_staleness=1, to generate beside training", replace(config, rollouts=ahead)
@@ -216,7 +209,7 @@ def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     if isinstance(config.engine, Servers):
         return lines
     replicas = max(1, made.cluster.gpus // 2 // len(config.roles))
-    tried = _try(replace(config, engine=Vllm(replicas=replicas, max_requests=256)), made.cluster, models, work)
+    tried = _try(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
     if tried is not None and not tried.problems:
         lines.append(
             f"vLLM servers on half of the GPUs in place of the embedded engine fit (engine.kind=vllm engine.replicas={replicas}): "
@@ -263,6 +256,5 @@ def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
         out += [
             f"engine.replicas={config.engine.replicas}",
             f"engine.tp={config.engine.tp}",
-            f"engine.max_requests={config.engine.max_requests}",
         ]
     return out

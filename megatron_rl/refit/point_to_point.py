@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -37,6 +38,7 @@ class PointToPoint:
         except RuntimeError as error:
             raise TransportError(f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})") from error
         self._long = timedelta(seconds=settings.timeout_s)
+        self._waiter: _Waiter | None = None
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -80,6 +82,8 @@ class PointToPoint:
 
     def close(self) -> None:
         self._pool.clear()
+        if self._waiter is not None:
+            self._waiter.end()
         if self._backend == "nccl":
             self._group.abort()  # kernels that wait for a dead peer would spin on
 
@@ -100,21 +104,14 @@ class PointToPoint:
             if isinstance(work, RuntimeError):
                 return _first_line(work)
         failures: list[str] = []
-
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait(self._long)
-            except RuntimeError as error:
-                failures.append(_first_line(error))
-
         if self._backend == "nccl":
             late = deadline.until(lambda seconds: _poll(works, seconds))
             failures += [_first_line(work.exception()) for work in works if late is None and work.exception() is not None]
         else:
-            thread = threading.Thread(target=wait, daemon=True)
-            thread.start()
-            late = deadline.until(lambda seconds: thread.join(seconds) or not thread.is_alive())
+            self._waiter = self._waiter or _Waiter(self._long)
+            done = self._waiter.start(works, failures)
+            if late := deadline.until(done.wait):
+                self._waiter = None  # that one is left alone
         return late or (failures[0] if failures else None)
 
     def cut(self, works: Sequence[Any]) -> None:
@@ -123,6 +120,33 @@ class PointToPoint:
             with contextlib.suppress(RuntimeError):
                 if not isinstance(work, RuntimeError):
                     work.wait(timedelta(milliseconds=1))
+
+
+class _Waiter:
+    """A thread that waits for one message's works after the other's."""
+
+    def __init__(self, longest: timedelta) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=(longest,), daemon=True).start()
+
+    def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
+        """Set when all works are done or one has failed, which `failures` tells."""
+        done = threading.Event()
+        self._tasks.put((works, failures, done))
+        return done
+
+    def end(self) -> None:
+        self._tasks.put(None)
+
+    def _work(self, longest: timedelta) -> None:
+        while (task := self._tasks.get()) is not None:
+            works, failures, done = task
+            try:
+                for work in works:
+                    work.wait(longest)
+            except RuntimeError as error:
+                failures.append(_first_line(error))
+            done.set()
 
 
 class _Moving:

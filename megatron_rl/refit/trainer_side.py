@@ -74,7 +74,7 @@ class TrainerSide:
         self._seating: Seating | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
-        self._version: int | None = None  # of the endpoint
+        self._versions: dict[int, int | None] = {}  # of the endpoints, by rank
         self._probes: list[tuple[int, float]] = []
         self._copy_rate = _copy_rate(self._device)
         self._delta_pays = settings.delta
@@ -109,8 +109,7 @@ class TrainerSide:
     def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
         self._number += 1
         if self._endpoint is not None:
-            seats, versions = dict(enumerate(self._seats)), dict(enumerate(self._gather(self._version)))
-            return _Call(self._number, seats, versions, {})
+            return _Call(self._number, dict(enumerate(self._seats)), self._versions, {})
         return self._from_first(lambda: self._call_engines(deadline, replicas))
 
     def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
@@ -165,19 +164,23 @@ class TrainerSide:
                 probe = self._exchange.probe(deadline, outcome) if fresh else probe
                 if self._endpoint is not None:
                     self._endpoint.begin_refit()
-                    self._version = None
                 self._exchange.run(order, deadline, outcome)
             except TransportError as failure:
                 error = str(failure)
         sides = self._gather((outcome, probe, error))
-        report = self._from_first(lambda: self._judge(call, sides, deadline))
+        report = (
+            self._judge(call, sides, deadline)
+            if self._endpoint is not None
+            else self._from_first(lambda: self._judge(call, sides, deadline))
+        )
         if self._rank == 0 and self._endpoint is None:
             self._close_call(call, report)
         if fresh:
             self._probes = [p for _, p in report.sides]
-        if self._endpoint is not None and self._rank in report.committed:
-            self._version = version
-            self._endpoint.commit_refit(version)
+        if self._endpoint is not None:
+            self._versions = dict.fromkeys(report.committed, version)
+            if self._rank in report.committed:
+                self._endpoint.commit_refit(version)
         if report.failed or report.mismatch:
             self._forget()
         return report
@@ -201,7 +204,7 @@ class TrainerSide:
         return self._board.peek(f"pulse/{rank}")
 
     def _judge(self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline) -> _Report:
-        """On the first rank: which replicas hold the new version."""
+        """Which replicas hold the new version: on the first rank, or with engines inside the trainer's ranks on every one, all alike."""
         wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
         for rank, (outcome, _, error) in enumerate(sides):
