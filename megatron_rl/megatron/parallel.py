@@ -89,8 +89,24 @@ class Groups:
             vars(parallel_state).update(before)
 
 
+_made: dict[tuple[Layout, int, int], Groups] = {}  # under the world of `_world`
+_world: Any = None
+
+
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Collective over all ranks: makes the groups of `layout`. ValueError when tp * cp * pp or etp * ep * pp does not divide the ranks."""
+    """Collective over all ranks: the groups of `layout`, the same for all roles that have it. A layout has two dozen, and each holds
+    communicators, or threads that wake a hundred times a second. ValueError when tp * cp * pp or etp * ep * pp does not divide the ranks."""
+    global _world
+    if dist.group.WORLD is not _world:
+        _made.clear()
+        _world = dist.group.WORLD
+    key = layout, seed, timeout_s
+    if key not in _made:
+        _made[key] = _create(layout, seed, timeout_s)
+    return _made[key]
+
+
+def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
     world = dist.get_world_size()
     if world % layout.model_ranks:
         raise ValueError(
