@@ -34,7 +34,7 @@ setup(
         "matplotlib>=3.8",
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits
-        "httpx>=0.27",  # to the servers of rollouts
+        "urllib3>=2.2",  # to the servers of rollouts
     ],
     extras_require={
         "vllm": ["vllm"],

@@ -3,7 +3,8 @@
 Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their metrics.jsonl: a turn's
 wall time is that between its line and the one before, its phases are those in its line, so the first turn does not count. With
 --engines vllm the trainer is one rank, and the servers are started by `megatron-rl serve`, as in a job of their own, pinned to cores.
-One turn after the other: no two servers share a core; with two cores the second server has the trainer's, which waits while it works.
+One turn after the other: no two servers share a core; with two cores Tango's generator has the trainer's, which waits while it works: the
+verifier's server has more to do.
 With turns played beside training: the trainer has a core of its own, and the servers share the others.
 
     overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
@@ -121,7 +122,7 @@ def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Na
         if engine == "vllm":
             for number, role in enumerate(roles, 1):
                 command = ["serve", *settings, f"--role={role}"]
-                own = [cores[number % len(cores)]] if staleness == 0 else cores[1:]
+                own = [cores[(len(roles) - number + 1) % len(cores)]] if staleness == 0 else cores[1:]
                 children.append(stack.enter_context(_started(command, folder / f"serve_{role}.log", own if apart else cores)))
         trainer = stack.enter_context(_started(["train", *settings], folder / "train.log", cores[:1] if apart else cores))
         children.append(trainer)

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
+import urllib3
 from engines_worker import ROLE, Directory, Scenario, wait_for
 
 from megatron_rl import config_files
@@ -51,10 +51,12 @@ def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
     stranger = SglangServer(server.url, "not the token", config.engine, ends=(), vocab=97, refit_timeout_s=10)  # type: ignore[arg-type]
     order = base64.b64encode(pickle.dumps({"verb": "take part", "version": 0, "wait_s": 1.0})).decode()
     body = {"serialized_named_tensors": [order] * 2, "flush_cache": False}
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as nobody:
+    with urllib3.PoolManager(timeout=20) as nobody:
         return {
-            "without_token": {path: nobody.post(path, json={}).status_code for path in (*CONTROL, "/generate", "/v1/completions")},
-            "open": {path: nobody.get(path).status_code for path in ("/ping", "/health")},
+            "without_token": {
+                p: nobody.request("POST", server.url + p, json={}).status for p in (*CONTROL, "/generate", "/v1/completions")
+            },
+            "open": {path: nobody.request("GET", server.url + path).status for path in ("/ping", "/health")},
             "wrong_token": outcome(stranger.version),
             "without_session": outcome(server._http.call, "POST", "/update_weights_from_tensor", body),
             "without_join": outcome(server.update, 0, 1.0),

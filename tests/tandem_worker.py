@@ -83,7 +83,7 @@ class Scenario:
     def keep_preemptions(self) -> None:
         assert self.pool is not None
         server = self.pool._living()[0].server
-        lines = server._http._client.get("/metrics").text.splitlines()
+        lines = server._http._pool.request("GET", "/metrics", headers=server._http._headers).data.decode().splitlines()
         self.found["preemptions"] = sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total"))
 
     def refit_while_requests_run(self, version: int) -> None:

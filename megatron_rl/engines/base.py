@@ -46,6 +46,7 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     n: int = 1
     seed: int = 0
+    logprobs: bool = True  # False: nobody reads them; a server that spares itself the work leaves nan
     tandem: Tandem | None = None  # None: the model alone
 
 

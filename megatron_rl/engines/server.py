@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import httpx
+import urllib3
 
 from megatron_rl.config import ConfigError
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.guard import HEADER
 
 CONNECT_S = 5.0
+KEPT_S = 2.0  # an idle connection is used again: servers close theirs after five, perhaps while a request is on its way
+CONNECTIONS = 1024  # kept, more are made and thrown away
 CONTROL_S = 60.0  # a control route's answer
 SHOWN = 400  # characters of a server's error text
 BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
@@ -74,8 +78,10 @@ class Http:
 
     def __init__(self, url: str, token: str) -> None:
         self.url = url.rstrip("/")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-        self._client = httpx.Client(base_url=self.url, headers={HEADER: token}, limits=limits, trust_env=False)
+        self._headers = {HEADER: token, "Content-Type": "application/json"}
+        self._base = urllib3.util.parse_url(self.url).path or ""
+        self._pool = urllib3.connection_from_url(self.url, maxsize=CONNECTIONS)
+        self._pool.ConnectionCls = _remembered(self._pool.ConnectionCls, self._remember)
         self._lock = threading.Lock()
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._under_way = 0
@@ -86,15 +92,15 @@ class Http:
         ConfigError for a wrong token."""
         with self._open():
             answer = self._request(method, path, body, timeout_s)
-        if answer.status_code == 401:
+        if answer.status == 401:
             raise ConfigError(f"{self.url} refuses the job's token: was it started by another run?")
-        said = f"{self.url}{path} answered {answer.status_code}: {_shown(answer)}"
-        if 400 <= answer.status_code < 500 and answer.status_code not in BUSY:
+        said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
+        if 400 <= answer.status < 500 and answer.status not in BUSY:
             raise RequestRefused(said)
-        if not answer.is_success:
+        if not 200 <= answer.status < 300:
             raise ServerLost(said)
         try:
-            return answer.json() if says and answer.content else None
+            return json.loads(answer.data) if says and answer.data else None
         except ValueError as error:  # neither text nor JSON
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
@@ -119,7 +125,7 @@ class Http:
             idle = not self._under_way
         self.hang_up()
         if idle:
-            self._client.close()
+            self._pool.close()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -135,26 +141,49 @@ class Http:
                 self._under_way -= 1
                 last = self._closed and not self._under_way
             if last:
-                self._client.close()
+                self._pool.close()
 
-    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> httpx.Response:
-        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
+    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> urllib3.BaseHTTPResponse:
+        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
+        data = None if body is None else json.dumps(body).encode()
         try:
-            return self._client.request(method, path, json=body, timeout=timeout, extensions={"trace": self._remember})
-        except httpx.TimeoutException as error:
+            return self._pool.urlopen(
+                method, self._base + path, body=data, headers=self._headers, timeout=timeout, retries=False, redirect=False
+            )
+        except urllib3.exceptions.TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
-        except (httpx.RequestError, httpx.InvalidURL) as error:
+        except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 
-    def _remember(self, event: str, info: dict[str, Any]) -> None:
-        """Of each new connection its socket: closing a client wakes nobody who waits for an answer, shutting its sockets does."""
-        if event == "connection.connect_tcp.complete":
-            connection = info["return_value"].get_extra_info("socket")
-            with self._lock:
-                self._sockets.add(connection)
-                closed = self._closed
-            if closed:
-                _break(connection)
+    def _remember(self, connection: socket.socket) -> None:
+        """Closing a client wakes nobody who waits for an answer, shutting its sockets does."""
+        with self._lock:
+            self._sockets.add(connection)
+            closed = self._closed
+        if closed:
+            _break(connection)
+
+
+def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
+    """A class of connections that tell their sockets, and are taken for dropped when they were idle for long."""
+
+    class Remembered(base):
+        used = 0.0
+
+        def connect(self) -> None:
+            super().connect()
+            remember(self.sock)
+
+        def getresponse(self) -> Any:
+            answer = super().getresponse()
+            self.used = time.monotonic()
+            return answer
+
+        @property
+        def is_connected(self) -> bool:
+            return super().is_connected and time.monotonic() - self.used < KEPT_S
+
+    return Remembered
 
 
 def _break(connection: socket.socket) -> None:
@@ -162,6 +191,6 @@ def _break(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _shown(answer: httpx.Response) -> str:
+def _shown(answer: urllib3.BaseHTTPResponse) -> str:
     """The beginning of an answer's text, in one line."""
-    return " ".join(answer.text[: 4 * SHOWN].split())[:SHOWN]
+    return " ".join(answer.data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

@@ -165,7 +165,7 @@ class VllmServer:
             "top_k": 0 if greedy else sampling.top_k,
             "min_p": 0.0 if greedy else sampling.min_p,
             "seed": seed,
-            "logprobs": 0,
+            "logprobs": 0 if sampling.logprobs else None,
             "stop": list(sampling.stop_strings),
             "stop_token_ids": sorted(self._ends.union(sampling.stop_tokens)),
             "detokenize": bool(sampling.stop_strings),
@@ -226,10 +226,11 @@ class VllmServer:
 
 def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int], prompt: int) -> Completion:
     tokens = [int(token) for token in choice["token_ids"] or []]
-    logprobs = [float(entry["logprob"]) for entry in (choice["logprobs"] or {}).get("content") or []]
+    told = [float(entry["logprob"]) for entry in (choice["logprobs"] or {}).get("content") or []] if sampling.logprobs else None
+    logprobs = [math.nan] * len(tokens) if told is None else told
     if len(logprobs) != len(tokens):
         raise ServerLost(f"vLLM sent {len(logprobs)} log-probs for {len(tokens)} tokens")
-    if not all(map(math.isfinite, logprobs)):
+    if told is not None and not all(map(math.isfinite, told)):
         raise ServerLost("vLLM sent log-probs that are not numbers: are the weights?")
     plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     greedy = sampling.temperature == 0
@@ -237,7 +238,7 @@ def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[
         tokens=tokens,
         logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
         stop=_stop(choice, ends),
-        model_logprobs=logprobs if plain or greedy else None,
+        model_logprobs=told if plain or greedy else None,
         experts=_experts(choice.get("routed_experts"), prompt + len(tokens) - 1),
         versions=[(span["start"], _version(span["version"])) for span in choice.get("weight_versions") or []],
     )

@@ -95,7 +95,8 @@ _world: Any = None
 
 def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
     """Collective over all ranks: the groups of `layout`, the same for all roles that have it. A layout has two dozen, and each holds
-    communicators, or threads that wake a hundred times a second. ValueError when tp * cp * pp or etp * ep * pp does not divide the ranks."""
+    communicators, or threads that wake a hundred times a second. Raises ValueError when tp * cp * pp or etp * ep * pp does not divide the
+    ranks."""
     global _world
     if dist.group.WORLD is not _world:
         _made.clear()

@@ -160,7 +160,7 @@ class Tango:
     ) -> tuple[list[Solution], list[list[Reviewed]]]:  # fmt: skip
         """[P * n] solutions, and the verifications of each that has some coming (with `ungraded` false only of graded ones), in order."""
         own, others = (
-            replace(players.samplings[role], n=count, seed=players.seed_for(turn.number, role))
+            replace(players.samplings[role], n=count, seed=players.seed_for(turn.number, role), logprobs=role == turn.role)
             for role, count in ((GENERATOR, n), (VERIFIER, verifications))
         )
         reviews = self._reviewer().begin(players, others)
