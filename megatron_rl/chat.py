@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import codecs
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def decode_with_offsets(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, lis
         built, ends = _byte_level_ends(backend, ids)
         if built == text:
             return text, ends
-    return text, _windowed_ends(backend, ids, text)
+    return text, _single_ends(backend, ids, text) or _windowed_ends(backend, ids, text)
 
 
 def token_span(start: int, end: int, ends: Sequence[int]) -> tuple[int, int]:
@@ -102,6 +103,15 @@ def _byte_alphabet() -> dict[str, int]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), ord("\u00ff") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _single_ends(backend: Any, ids: Sequence[int], text: str) -> list[int] | None:
+    """A decoder whose tokens read alone, one after the other, are the text -> ends; None for any other."""
+    known = sorted(set(ids))
+    pieces = dict(zip(known, backend.decode_batch([[i] for i in known], skip_special_tokens=True), strict=True))
+    if "".join(pieces[i] for i in ids) != text:
+        return None
+    return list(itertools.accumulate(len(pieces[i]) for i in ids))
 
 
 def _windowed_ends(backend: Any, ids: Sequence[int], text: str) -> list[int]:
