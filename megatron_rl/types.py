@@ -75,6 +75,8 @@ class Trajectory:
     @property
     def weights(self) -> list[float]:
         """[T] of each token in the loss: 1 where trainable."""
+        if not self.other_weight:
+            return [float(on) for on in self.trainable]
         first = self.prompt_length
         return [1.0 if on else self.other_weight * (i >= first) for i, on in enumerate(self.trainable)]
 
@@ -152,6 +154,7 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
     Raises ValueError for no trajectories and for a trajectory without advantages.
     """
     trajectories = list(trajectories)
+    weighted = any(t.other_weight for t in trajectories)
     tokens, labels, mask, logprobs, advantages, lengths, experts, weights = [], [], [], [], [], [0], [], []
     for t in trajectories:
         if len(t.advantages) != len(t.tokens):
@@ -163,7 +166,7 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
         advantages += [*t.advantages[1:], 0.0]
         lengths.append(len(t.tokens))
         experts.append(t.experts)
-        weights += [*t.weights[1:], 0.0]
+        weights += [*t.weights[1:], 0.0] if weighted else []
     if not tokens:
         raise ValueError("cannot pack an empty list of trajectories")
     return Batch(
@@ -173,7 +176,7 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
         engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
         cu_seqlens=torch.tensor(lengths).cumsum(0),
-        weights=torch.tensor(weights) if any(t.other_weight for t in trajectories) else None,
+        weights=torch.tensor(weights) if weighted else None,
         experts=_joined(experts, lengths[1:]),
     )
 
