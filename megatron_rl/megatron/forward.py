@@ -30,8 +30,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        logprobs, entropies, logsums, kept = [], [], [], []
-        real = weight[: head.rows]
+        # Results have their memory before the first chunk: small tensors that stay, one in each hole that a chunk leaves, would keep the
+        # next chunk out of it, and a CPU's heap would grow by all of them.
+        logprob, entropy, logsum = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
             peak = logits.amax(dim=-1) if head.rows else torch.full_like(logits.sum(-1), -torch.inf)
@@ -40,13 +42,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             exponents = logits.exp()
             sums = torch.stack([exponents.sum(-1), _pick(logits, labels[rows], head), exponents.mul_(logits).sum(-1)])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
-            logsum = sums[0].log()
-            logprobs.append(sums[1] - logsum)
-            entropies.append(logsum - sums[2] / sums[0])
-            logsums.append(logsum + peak)
+            log = sums[0].log()
+            logprob[rows], entropy[rows], logsum[rows] = sums[1] - log, log - sums[2] / sums[0], log + peak
             if head.keep:
-                kept.append(logits.sub_(logsum[:, None]))
-        logprob, entropy, logsum = torch.cat(logprobs), torch.cat(entropies), torch.cat(logsums)
+                kept.append(logits.sub_(log[:, None]))
         ctx.save_for_backward(hidden, weight, labels, logsum, entropy)
         ctx.head, ctx.kept = head, kept
         return logprob, entropy
