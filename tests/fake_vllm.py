@@ -136,7 +136,7 @@ class FakeVllm:
             {
                 "index": j, "token_ids": tokens, "finish_reason": end, "stop_reason": None, "weight_versions": spans,
                 "routed_experts": experts_of(prompt + tokens) if self.experts else None,
-                "logprobs": {"content": [{"logprob": logprob_of(t)} for t in tokens]},
+                "logprobs": None if params["logprobs"] is None else {"content": [{"logprob": logprob_of(t)} for t in tokens]},
             }
             for j, tokens in reversed(list(enumerate(texts)))
         ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -50,6 +51,15 @@ def test_greedy_answers_and_full_contexts(fleet: Fleet):
     [[a, b, c], [full, _, _]] = pool.generate([[5], [5] * 200], Sampling(max_tokens=4, n=3, temperature=0.0, top_p=0.5))
     assert a.tokens == b.tokens == c.tokens and a.logprobs == [0.0] * 4 and a.model_logprobs == [logprob_of(t) for t in a.tokens]
     assert full.tokens == [] and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
+
+
+def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
+    fleet.start()
+    groups = fleet.serving(replicas=1).generate(PROMPTS, replace(SAMPLING, logprobs=False))
+    assert right(groups)
+    for completion in (c for group in groups for c in group):
+        assert completion.model_logprobs is None and len(completion.logprobs) == len(completion.tokens)
+        assert all(math.isnan(p) for p in completion.logprobs)
 
 
 def test_requests_go_to_the_least_loaded(fleet: Fleet):

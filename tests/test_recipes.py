@@ -229,6 +229,14 @@ def schedule(recipe):
     return [role for step in range(recipe.num_steps()) for role in recipe.turns(step)]
 
 
+@pytest.mark.parametrize("role", ["generator", "verifier"])
+def test_log_probs_are_asked_for_of_the_player_whose_turn_it_is(texts, role):
+    with_players = players(paper_generator, paper_verifier)
+    Tango(group_size=3, verifications=3, **texts).play(turn(role), problems(1), with_players)
+    asked = {name: with_players.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
+    assert asked == {name: name == role for name in asked}
+
+
 def test_the_published_schedule_has_440_updates():
     roles = schedule(Tango())
     assert roles[:40] == ["verifier"] * 40 and roles[40:48] == ["generator", "generator", "generator", "verifier"] * 2

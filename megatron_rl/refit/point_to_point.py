@@ -111,7 +111,8 @@ class PointToPoint:
             self._waiter = self._waiter or _Waiter(self._long)
             done = self._waiter.start(works, failures)
             if late := deadline.until(done.wait):
-                self._waiter = None  # that one is left alone
+                self._waiter.end()  # when it comes to that: it is left alone with what it waits for
+                self._waiter = None
         return late or (failures[0] if failures else None)
 
     def cut(self, works: Sequence[Any]) -> None:
