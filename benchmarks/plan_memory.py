@@ -35,12 +35,15 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, str]]] = [
     (1, "dense", {}, {}),
     (1, "dense", {}, {"dtype": "bfloat16"}),
     (1, "dense", {}, {"recompute": "full"}),
+    (1, "dense", {}, {"recompute": "selective", "modules": "mlp"}),
+    (1, "dense", {}, {"recompute": "selective", "modules": "core_attn"}),
     (2, "dense", {"tp": 2}, {}),
     (2, "dense", SP, {}),
     (2, "dense", SP, {"recompute": "full"}),
     (2, "dense", {"pp": 2}, {}),
     (2, "dense", {}, {}),
     (1, "experts", {}, {}),
+    (1, "experts", {}, {"recompute": "selective", "modules": "moe"}),
     (2, "experts", {"ep": 2}, {}),
     (2, "experts", SP, {}),
     (2, "experts", SP | {"ep": 2, "etp": 1}, {}),
@@ -71,7 +74,8 @@ def main() -> None:
 
 def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -> dict[str, Any]:
     _, model, layout, kind = case
-    return {"model": str(folder / model), "layout": layout, "lengths": LENGTHS, "micro": MICRO, **kind}
+    modules = kind.get("modules", "core_attn").split()
+    return {"model": str(folder / model), "layout": layout, "lengths": LENGTHS, "micro": MICRO, **kind, "modules": modules}
 
 
 def _errors(case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from common import add_arguments, finish  # noqa: E402
 from megatron_rl.planning import compute, shapes  # noqa: E402
 from megatron_rl.planning.compute import Batch, Engine  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
-from megatron_rl.planning.memory import Numbers  # noqa: E402
+from megatron_rl.planning.memory import WHOLE, Numbers  # noqa: E402
 from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
 from megatron_rl.weights.sizes import Sizes  # noqa: E402
@@ -68,7 +68,7 @@ def trained(shape: Shape, where: str, layout: Parallel, *, samples: int, length:
     """-> (seconds of a step, tokens a second and GPU)."""
     cluster = parse_cluster(where)
     batch = Batch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
-    seconds = compute.pass_seconds(shape, layout, cluster, batch, backward=True, recompute=recompute)
+    seconds = compute.pass_seconds(shape, layout, cluster, batch, backward=True, recompute=[WHOLE] if recompute else ())
     seconds += compute.optimizer_seconds(shape, layout, cluster, Numbers.gpu("bfloat16"))
     return seconds, batch.tokens / seconds / cluster.gpus
 
@@ -92,7 +92,7 @@ def grpo(
     batch = Batch(sequences=samples, length=mean, micro_tokens=longest)
     passed = 2 * compute.pass_seconds(shape, parallel, cluster, batch, backward=False)  # the policy's before the update, the reference's
     part = Batch(sequences=samples // steps, length=mean, micro_tokens=longest)
-    recompute = shape.name != "llama-3.1-8b"
+    recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
     passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Numbers.gpu("bfloat16"))
     room = max(8e9, 0.6 * cluster.device.memory - 2 * shapes.total(shape) / tp)

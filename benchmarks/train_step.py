@@ -24,6 +24,8 @@ import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.algorithms.losses import CompletionLoss
@@ -121,11 +123,10 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
 
 def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Tokens per CPU-second of each layout, packed and padded."""
-    figures = {}
-    for name in LAYOUTS:
-        for packed in (True, False):
-            with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
-                ranks = pool.starmap(rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1)
+    figures, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
+    with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
+        for name, packed in track(cases, "layouts on two ranks", console=Console(stderr=True)):
+            ranks = pool.starmap(rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1)
             seconds = min(sum(both) for both in zip(*ranks, strict=True))
             figures[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
     return figures

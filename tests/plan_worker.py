@@ -1,6 +1,6 @@
 """Runs on every rank: bytes that the actor really holds, for the cases in a JSON file, beside those that planning/memory.py expects.
 
-plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, lengths, micro}
+plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, modules, lengths, micro}
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def make_batch(vocab: int, lengths: list[int]):
 def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     """-> {found: bytes by part, expected: bytes by part} of this rank."""
     layout, dtype, recompute = Layout(**case["layout"]), case.get("dtype", "float32"), case.get("recompute", "none")
+    modules = tuple(case.get("modules", ("core_attn",)))
     role = Role(
-        model=Model(path=case["model"], dtype=dtype, recompute=recompute), layout=layout, loss=Loss(kl_coef=0.0),
+        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout, loss=Loss(kl_coef=0.0),
         micro_batch_tokens=case["micro"],
     )  # fmt: skip
     policy = MegatronPolicy(role, parallel.create(layout))
@@ -102,7 +103,9 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
-    micro = Micro(tokens=layout.cp * max(part.tokens.numel() for part in packed), count=len(packed), recompute=recompute == "full")
+    micro = Micro(
+        tokens=layout.cp * max(part.tokens.numel() for part in packed), count=len(packed), recompute=memory.recomputed(role.model)
+    )
     plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 

@@ -119,7 +119,7 @@ def test_more_ranks_never_need_more_memory():
         assert all(b.weights <= a.weights and b.gradients <= a.gradients for a, b in pairwise(plans_)), axis
     assert held(cp=4).activations < held().activations and held(tp=4).activations < held().activations
     assert held(tp=4, sequence_parallel=True).activations < held(tp=4).activations
-    again = memory.worst(shape, Parallel(world=64), replace(micro, recompute=True), BF16)
+    again = memory.worst(shape, Parallel(world=64), replace(micro, recompute=frozenset([memory.WHOLE])), BF16)
     assert again.activations < held().activations / 4
     more = memory.worst(shape, Parallel(world=128), micro, BF16)
     assert more.optimizer == held().optimizer / 2 and more.gradients == held().gradients
@@ -377,6 +377,8 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
     together = {"tp": 2, "sequence_parallel": True}
     kinds = [
         (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
+        (dense, {}, {"recompute": "selective"}), (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
+        (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
     ]  # fmt: skip
     cases = [{"model": str(model), "layout": layout, "lengths": [64] * 8, "micro": 128, **kind} for model, layout, kind in kinds]

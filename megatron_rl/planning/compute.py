@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import EXPERT_HBM_SHARE, HBM_SHARE, HOST, NETWORK_SHARE, NVLINK_SHARE, Cluster
-from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, Numbers
+from megatron_rl.planning.memory import GRADIENT, MASTER, MOMENTS, WHOLE, Numbers
 from megatron_rl.planning.shapes import Parallel, Shape
 from megatron_rl.planning.workload import Draw
 
@@ -67,17 +68,34 @@ def train_flops(shape: Shape, batch: Batch) -> float:
     return 3 * sum(forward_flops(shape, batch.length)) * batch.tokens
 
 
-def pass_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, *, backward: bool, recompute: bool = False) -> float:
+def pass_seconds(
+    shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, *, backward: bool, recompute: Collection[str] = ()
+) -> float:
     """Of one pass over the batch: products, communication within and between layers, the pipeline's bubble. No optimizer."""
     count = batch.micro_batches(parallel)
     tokens = batch.tokens / parallel.dp / count
-    rounds = 1 + (2 if backward else 0) + (1 if backward and recompute else 0)
+    rounds = 1 + (2 + recomputed_share(shape, batch.length, recompute) if backward else 0)
     layers = layer_seconds(shape, parallel, cluster, batch, tokens) * rounds
     head = _head_seconds(shape, parallel, cluster, tokens) * (4 if backward else 1)  # the backward pass computes its logits again
     stage = (
         layers * shape.sizes.num_layers / parallel.pp + head + MICRO_S * (0 if batch.full else 1) + _hop(shape, parallel, cluster, tokens)
     )
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
+
+
+def recomputed_share(shape: Shape, length: float, modules: Collection[str]) -> float:
+    """Of a layer's operations, what the backward pass computes again; `modules` as in memory.Micro. Communication is taken to go along."""
+    sizes = shape.sizes
+    dense, experts, _ = forward_flops(shape, length)
+    each = 2.0 * sizes.num_layers
+    parts = {
+        "core_attn": each * sizes.heads * sizes.head_dim * length,
+        "mlp": 0.0 if sizes.experts else each * 3 * sizes.hidden * sizes.ffn,
+        "moe": experts,
+        "shared_experts": each * 3 * sizes.hidden * sizes.shared_ffn,
+        WHOLE: dense + experts,
+    }
+    return sum(parts[name] for name in modules) / (dense + experts)
 
 
 def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, tokens: float) -> float:

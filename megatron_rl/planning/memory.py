@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_rl.config import Model
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.shapes import Parallel, Shape, counts, stage_layers
 
@@ -11,6 +12,7 @@ GRADIENT = 4  # bytes of a parameter: summed in float32
 MOMENTS, MASTER = 8, 4  # bytes of a parameter, shared by the ranks that hold it; float32 weights are their own masters
 CHUNK = 1 << 27  # logits held at once on a GPU: megatron/forward.py
 CONTEXT = 2.5 * GIB  # CUDA context, NCCL's buffers, libraries
+WHOLE = "layer"  # recomputed from its input on
 FRAGMENTS = 0.04  # of the GPU, lost to the allocator
 
 
@@ -39,7 +41,7 @@ class Micro:
 
     tokens: int  # of a micro-batch, before context parallelism splits it
     count: int = 1 << 20  # micro-batches of an optimizer step
-    recompute: bool = False
+    recompute: frozenset[str] = frozenset()  # what the backward pass computes again: WHOLE, or modules of a layer (config.Model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,12 @@ class Training:
     @property
     def peak(self) -> float:
         return self.resident + self.workspace + max(self.activations, self.swapped)
+
+
+def recomputed(model: Model) -> frozenset[str]:
+    """For Micro.recompute."""
+    modules = frozenset({"none": (), "selective": model.recompute_modules, "full": (WHOLE,)}[model.recompute])
+    return modules | {"shared_experts"} if "moe" in modules else modules  # they are a part of it
 
 
 def training(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *, stage: int, reference: bool = False) -> Training:
@@ -94,11 +102,14 @@ def activations(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers
     """What the forward passes of the micro-batches under way keep for their backward passes, at its peak."""
     layers, h = len(stage_layers(shape.sizes, parallel)[stage]), shape.sizes.hidden
     whole = layer_bytes(shape, parallel, micro.tokens, numbers)
-    kept = numbers.width * h * _stream(parallel, micro.tokens) if micro.recompute else whole
+    if WHOLE in micro.recompute:
+        kept, again = numbers.width * h * _stream(parallel, micro.tokens), whole
+    else:
+        again = sum(module_bytes(shape, parallel, micro.tokens, numbers).get(name, 0.0) for name in micro.recompute)
+        kept = whole - again
     under_way = _under_way(parallel, micro.count, stage) * layers * kept
     outside = _ends(shape, parallel, micro.tokens, numbers) if stage == parallel.pp - 1 else 0.0
-    again = whole if micro.recompute else 0.0  # a layer computed a second time; the end of the model is done with by then
-    return under_way + (max(outside, again) if micro.recompute else outside)
+    return under_way + max(outside, again)  # the end of the model is done with when something is computed a second time
 
 
 def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) -> float:
@@ -112,9 +123,17 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers)
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (w * (q + 2 * kv + copied) + normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
+    return norms + attention + sum(module_bytes(shape, parallel, tokens, numbers).values())
+
+
+def module_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) -> dict[str, float]:
+    """Of `layer_bytes`, what is not kept when a module is computed again. Nothing for core_attn: kernels keep no scores, and its
+    inputs are kept in the place of what it keeps."""
+    sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sizes.experts:
-        return norms + attention + own * w * 3 * sizes.ffn / parallel.tp
-    return norms + attention + _experts(shape, parallel, tokens, numbers)
+        return {"mlp": own * w * 3 * sizes.ffn / parallel.tp}
+    shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (_stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0)
+    return {"moe": _experts(shape, parallel, tokens, numbers), "shared_experts": shared}
 
 
 def workspace(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers) -> float:
@@ -132,8 +151,7 @@ def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) ->
     sent = stream * shape.active * parallel.etp
     wide = sizes.expert_ffn / parallel.etp
     router = stream * (sizes.experts * 9 + shape.active * 24) + (0 if w == 4 else 4 * stream * sizes.hidden)  # its input as float32
-    shared = tokens / parallel.cp * w * 3 * sizes.shared_ffn / parallel.tp + (stream * w * sizes.hidden if sizes.shared_ffn else 0)
-    return router + shared + sent * (w * (sizes.hidden + 4 * wide) + 4)
+    return router + sent * (w * (sizes.hidden + 4 * wide) + 4)
 
 
 def _ends(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) -> float:

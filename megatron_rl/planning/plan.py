@@ -245,7 +245,7 @@ def _frozen(role: RolePlan) -> RolePlan:
 
 
 def _micro(role: Role) -> Micro:
-    return Micro(tokens=role.micro_batch_tokens * role.layout.cp, recompute=role.model.recompute == "full")
+    return Micro(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
 
 
 def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster) -> ServerPlan:
@@ -326,7 +326,7 @@ def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: 
         phases["reference log-probs"] = forward + compute.host_seconds(weights)
     if steps > 1:
         phases["old log-probs"] = forward
-    passed = compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=role.model.recompute == "full")
+    passed = compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model))
     phases["forward and backward"] = steps * passed
     phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
     if role.sleep:
