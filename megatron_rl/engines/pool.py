@@ -295,7 +295,7 @@ class Pool:
             finally:
                 with self._change:
                     member.load, member.requests = member.load - sampling.n, member.requests - 1
-                    self._change.notify_all()
+                    self._change.notify(sampling.n)  # of hundreds that wait, perhaps: no more can begin now
 
     def _checked(self, member: _Member, version: int, answers: list[Completion]) -> list[Completion]:
         """Every completion with the versions that wrote it, none of them older than the server's when it was asked."""
