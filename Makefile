@@ -88,10 +88,10 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
-	$(PY) -m pytest tests -q -k slurm
+	$(PY) -m pytest tests -q -k slurm --durations=15
 
 test-others: setup # all but those
-	$(PY) -m pytest tests -q -k "not slurm"
+	$(PY) -m pytest tests -q -k "not slurm" --durations=30
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"
