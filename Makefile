@@ -16,7 +16,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -85,13 +85,16 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) engines; \
 	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
 	@$(MAKE) --no-print-directory slurm
-	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm
+	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
 	$(PY) -m pytest tests -q -k slurm --durations=15
 
+test-servers: setup ## rollouts by real vLLM servers
+	$(PY) -m pytest tests -q -k "servers and not slurm" --durations=15
+
 test-others: setup # all but those
-	$(PY) -m pytest tests -q -k "not slurm" --durations=30
+	$(PY) -m pytest tests -q -k "not servers and not slurm" --durations=15
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"

@@ -43,6 +43,11 @@ def decode_with_offsets(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, lis
     return text, _single_ends(backend, ids, text) or _windowed_ends(backend, ids, text)
 
 
+def decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
+    """The text of each, as `decode_with_offsets` gives it."""
+    return tokenizer.backend_tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
+
+
 def token_span(start: int, end: int, ends: Sequence[int]) -> tuple[int, int]:
     """Characters [start, end) -> tokens [first, last + 1) that hold them, by the offsets of `decode_with_offsets`."""
     first = min(bisect.bisect_right(ends, start), max(len(ends) - 1, 0))

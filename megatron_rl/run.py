@@ -56,6 +56,7 @@ _SCHEMA = pa.schema(
         ("review", pa.string()),
     ]
 )
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]  # token sequences -> their texts
 _END = b"\0"  # no signal has number 0
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class RunDirectory:
         write_json(self.summary, merged)
         return merged
 
-    def write_rollouts(self, turn: int, role: str, trajectories: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]) -> Path:
+    def write_rollouts(self, turn: int, role: str, trajectories: Sequence[Trajectory], decode: Decode) -> Path:
         """Write rollouts/turn_000012_generator.parquet, whole or not at all.
 
         Each row is one trajectory with its text as `decode` gives it. From its payload, where present: `question`, `answer`,
@@ -120,7 +121,8 @@ class RunDirectory:
         and `review` (the verifier's text). `advantage` is that of the first trainable token, `step_advantages` those of each
         step's last token; both are empty before credit is assigned.
         """
-        rows = [_rollout_row(turn, role, trajectory, decode) for trajectory in trajectories]
+        texts = iter(decode([part for t in trajectories for part in _parts(t)]))
+        rows = [_rollout_row(turn, role, t, [next(texts) for _ in _parts(t)]) for t in trajectories]
         self.rollouts.mkdir(parents=True, exist_ok=True)
         path = self.rollouts / f"turn_{turn:06d}_{role}.parquet"
         temporary = path.with_name(f".{path.name}.tmp")
@@ -286,9 +288,15 @@ class Interrupts:
                     os._exit(130)
 
 
-def _rollout_row(turn: int, role: str, trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _parts(trajectory: Trajectory) -> list[list[int]]:
+    """The tokens of its prompt, its response and each of its steps."""
+    start = trajectory.prompt_length
+    return [trajectory.tokens[:start], trajectory.tokens[start:], *(trajectory.tokens[first:end] for first, end in trajectory.steps)]
+
+
+def _rollout_row(turn: int, role: str, trajectory: Trajectory, texts: Sequence[str]) -> dict[str, Any]:
+    """`texts` of _parts."""
     t, payload = trajectory, trajectory.payload
-    start = t.prompt_length
     verdicts = payload.get("verdicts")
     correct = payload.get("correct")
     return {
@@ -297,14 +305,14 @@ def _rollout_row(turn: int, role: str, trajectory: Trajectory, decode: Callable[
         "group": t.group,
         "question": _text(payload.get("question")),
         "answer": _text(payload.get("answer")),
-        "prompt": decode(t.tokens[:start]),
-        "text": decode(t.tokens[start:]),
+        "prompt": texts[0],
+        "text": texts[1],
         "stop": t.stop.value,
         "version": t.version,
         "num_tokens": len(t.response),
         "correct": None if correct is None else bool(correct),
         "rewards": [(name, float(value)) for name, value in t.rewards.items()],
-        "steps": [decode(t.tokens[first:end]) for first, end in t.steps],
+        "steps": texts[2:],
         "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
         "step_rewards": [float(reward) for reward in t.step_rewards],
         "step_advantages": [_last_advantage(t, first, end) or 0.0 for first, end in t.steps] if t.advantages else [],

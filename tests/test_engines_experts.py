@@ -13,7 +13,7 @@ from tiny_models import make_model
 from toys import characters
 
 pytestmark = [
-    pytest.mark.multi, pytest.mark.slow,
+    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
 CONFIG = """

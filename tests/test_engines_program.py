@@ -15,7 +15,7 @@ from conftest import ROOT, environment, program, tango_settings
 from test_engines_vllm import PYTHON
 
 pytestmark = [
-    pytest.mark.multi, pytest.mark.slow,
+    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
 ROLES = ("generator", "verifier")

@@ -31,9 +31,9 @@ run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
 pytestmark = [
-    pytest.mark.multi,
+    pytest.mark.servers, pytest.mark.multi,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.chat import decode_with_offsets, token_span
+from megatron_rl.chat import decode_all, decode_with_offsets, token_span
 
 TEXT = "hello <step> one two </step> é ßü 日本語 語 🙂🙃 привет \\boxed{10} </step>\n\nnew line"
 
@@ -64,6 +64,13 @@ def test_any_token_ids_decode_to_the_tokenizers_own_text(kind):
         assert text == tokenizer.decode(tokens, skip_special_tokens=True)
         assert len(ends) == len(tokens) and ends == sorted(ends)
         assert (ends[-1] if ends else 0) == len(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_sequences_decode_as_each_does(kind):
+    tokenizer, rng = KINDS[kind](), random.Random(1)
+    sequences = [[rng.randrange(len(tokenizer) + 3) for _ in range(rng.randrange(25))] for _ in range(200)]
+    assert decode_all(tokenizer, sequences) == [decode_with_offsets(tokenizer, tokens)[0] for tokens in sequences]
 
 
 @pytest.mark.parametrize("kind", KINDS)

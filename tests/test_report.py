@@ -56,8 +56,8 @@ class Page(HTMLParser):
         return [dict(attributes).get("class") for tag, attributes in self.tags if name in (attributes.get("class") or "").split()]
 
 
-def decode(tokens):
-    return "".join(WORDS[token] for token in tokens)
+def decode(sequences):
+    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
 
 
 def solution(draw, good):

@@ -114,8 +114,8 @@ def test_summary_is_merged_key_by_key(tmp_path):
 WORDS = ["<pad>", "Q", "?", "<step>a</step>", "<step>b", "</step>", "!", "é<>&"]
 
 
-def decode(tokens):
-    return "".join(WORDS[token] for token in tokens)
+def decode(sequences):
+    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
 
 
 def trajectory(**changes):

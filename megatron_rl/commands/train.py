@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 from megatron_rl import config_checks, config_files, loop, plugins
 from megatron_rl.ahead import Ahead, Shelf, schedule
-from megatron_rl.chat import load_tokenizer
+from megatron_rl.chat import decode_all, load_tokenizer
 from megatron_rl.checkpoint import STATE, read_json
 from megatron_rl.commands import parts
 from megatron_rl.commands.common import Driver, Saver, export_model, open_driver, open_world
@@ -195,10 +196,8 @@ def _hooks(
 
     def keep(turn: Turn, trajectories: Any) -> None:
         if every and turn.number % every == 0:
-            tokenizer = tokenizers[turn.role]
-            driver.directory.write_rollouts(
-                turn.number, turn.role, trajectories, lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True)
-            )  # fmt: skip
+            decode = functools.partial(decode_all, tokenizers[turn.role])
+            driver.directory.write_rollouts(turn.number, turn.role, trajectories, decode)
 
     return loop.Hooks(
         log=driver.log,
