@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument(
         "--turns", type=int, default=9, help="of the generator, in each run; of Tango's every fourth turn is the verifier's"
     )
+    parser.add_argument("--staleness", default="0,1", help="values of rollouts.max_staleness, with vLLM (default: %(default)s)")
     common.add_arguments(parser)
     args = parser.parse_args()
     engines = args.engines.split(",") if args.engines else ["embedded", *(["vllm"] if Path(args.python).exists() else [])]
@@ -73,7 +74,7 @@ def main() -> None:
     _prepare(args.models)
     figures: dict[str, float] = {}
     for engine in engines:
-        for staleness in (0, 1) if engine == "vllm" else (0,):
+        for staleness in map(int, args.staleness.split(",")) if engine == "vllm" else (0,):
             with tempfile.TemporaryDirectory() as folder:
                 seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ("grpo", "tango")}
             prefix = f"{engine}/" if staleness == 0 else f"{engine}, staleness {staleness}/"

@@ -459,6 +459,8 @@ class EvalConfig:
             raise ConfigError(
                 "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own by data.path"
             )
+        if self.limit is not None and not self.benchmarks:
+            raise ConfigError(f"limit = {self.limit} is of benchmarks, and none is named: a set of your own has data.limit")
         if too_large := [k for k in self.k if k > self.n]:
             raise ConfigError(f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n")
         if self.junior is None and (missing := [m for m in self.measures if m != "solve"]):

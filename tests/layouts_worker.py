@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -186,7 +185,7 @@ def pipeline_logits(chunks, parts):
         return answer, lambda logits, non_loss_data: (micro, logits)
 
     iterators = [iter(parts) for _ in chunks]
-    return get_forward_backward_func()(
+    return step.get_forward_backward_func()(  # core is imported by what mends it
         forward_step_func=forward,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],

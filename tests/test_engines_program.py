@@ -96,3 +96,17 @@ def test_both_engines_and_trainers_agree_to_the_end(run):
 
 def test_no_server_is_left(run):
     assert not list((run[0] / "engines").glob("*.json"))
+
+
+def test_eval_gives_the_same_by_a_server_as_by_the_embedded_engine(last_letter, tmp_path):
+    shared = [
+        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl", "data.settings=last_letter",
+        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40",
+        "reward.target=megatron_rl.rewards.last_letter:grade",
+    ]  # fmt: skip
+    rows = {}
+    for name, engine in (("embedded", []), ("vllm", ["engine.kind=vllm", f"engine.python={PYTHON}"])):
+        text = program("eval", *shared, *engine, f"output={tmp_path}/{name}.json", timeout_s=400).stdout
+        rows[name] = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert "accuracy" in text and len(rows[name]) == 32 and (tmp_path / f"{name}.html").exists()
+    assert rows["vllm"] == rows["embedded"] and any(row["score"] for row in rows["vllm"])

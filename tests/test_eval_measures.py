@@ -385,13 +385,14 @@ def test_checkpoints_are_compared_problem_by_problem(models, data, tmp_path, cap
     [
         ("benchmarks=[gsm9k]", None),
         ("benchmarks=[]", "without data"),
+        ("benchmarks=[] data.path=x.jsonl limit=3", "data.limit"),
         ("k=[3]", "needs as many samples"),
         ("measures=[handoff]", "needs a second model"),
         ("output=x.txt", "give NAME.json"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(change, says, capsys):
-    words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", change]
+    words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
             evaluate._sources(config_files.load(EvalConfig, [], words[1:]))

@@ -323,7 +323,7 @@ class Pool:
                     member = min(free, key=lambda m: (m.load, m.listing.replica))
                     member.load, member.requests = member.load + sequences, member.requests + 1
                     return member, self.version
-                self._change.wait(self._look_s)
+                self._change.wait(10 * self._look_s)  # whoever changes something says so
 
     def _look_after(self, member: _Member, why: str) -> None:
         """A server that failed, and does not say that it is well, is lost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +30,9 @@ platform.install()
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
+
+# Core 0.19 writes in the background by another package unless it is told not to.
+_OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 
 
 class MegatronPolicy:
@@ -148,7 +152,8 @@ class MegatronPolicy:
         In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it has.
         """
         with self._awake(), self.groups.active(), _signals_wait():
-            request = dist_checkpointing.save(self._sharded_state(loading=False), str(directory), async_sharded_save=background)
+            state = self._sharded_state(loading=False)
+            request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:
                 self._saves.schedule_async_request(request)
 

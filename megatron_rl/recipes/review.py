@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import fill
+from megatron_rl.chat import decode_all, fill
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.recipes.base import Solution, with_steps
@@ -60,8 +60,10 @@ class Reviewer:
     def begin(self, players: Players, sampling: Sampling) -> Reviews:
         return Reviews(self, players, sampling)
 
-    def read(self, players: Players, solution: Solution, drawn: Trajectory) -> Reviewed:
-        trajectory, text = with_steps(drawn, players.tokenizers[self.role])
+    def read(self, players: Players, solution: Solution, drawn: Trajectory, *, steps: bool = True) -> Reviewed:
+        """`steps`: mark them in the trajectory, which takes half of the time and is for one that is trained on, and shown."""
+        tokenizer = players.tokenizers[self.role]
+        trajectory, text = with_steps(drawn, tokenizer) if steps else (drawn, *decode_all(tokenizer, [drawn.response]))
         review = verdicts.review(
             text,
             num_steps=len(solution.trajectory.steps),
@@ -83,6 +85,7 @@ class Reviews:
         self._reviewer, self._players = reviewer, players
         self._draws = Draws(players.engines[reviewer.role], sampling)
         self._solutions: dict[int, Solution] = {}
+        self._trained_on = sampling.logprobs
 
     def add(self, place: int, solution: Solution) -> None:
         """Asks for its verifications, unless its prompt is too long."""
@@ -97,7 +100,7 @@ class Reviews:
         found: dict[int, list[Reviewed]] = {place: [] for place in self._solutions}
         for place, drawn in self._draws.collect():  # read while others are written
             begun = time.perf_counter()
-            found[place] = [self._reviewer.read(self._players, self._solutions[place], t) for t in drawn]
+            found[place] = [self._reviewer.read(self._players, self._solutions[place], t, steps=self._trained_on) for t in drawn]
             read_s += time.perf_counter() - begun
         self._players.watch.add("reward", read_s)
         self._players.watch.add("review", time.perf_counter() - start - read_s)
