@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from megatron_rl.algorithms.authors import switches
 from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, Streaming, Tandem
 from megatron_rl.types import Prompt, Stop, Trajectory
 
-_LATER = ("start", "experts", "other_weight")  # fields that older rows do not have
+_NUMBERS = {"tokens": "<i4", "trainable": "?", "logprobs": "<f8", "advantages": "<f8"}  # in a row as bytes: they are many
 SHARE_SLACK = 0.2  # of a tandem's tokens, by which the senior's share may miss what is expected
 
 
@@ -144,7 +145,8 @@ def without_signal(trajectories: Sequence[Trajectory], reward: str) -> float:
 
 
 def trajectories_to_jsonl(trajectories: Sequence[Trajectory]) -> str:
-    """One JSON object per line and trajectory, exact to the last bit. Raises TypeError for a payload that is not JSON."""
+    """One JSON object per line and trajectory, exact to the last bit; what has a value per token is base64 of an array's bytes. Raises
+    TypeError for a payload that is not JSON."""
     return "".join(json.dumps(_to_json(t)) + "\n" for t in trajectories)
 
 
@@ -161,12 +163,14 @@ def trajectories_from_jsonl(text: str) -> list[Trajectory]:
 
 def _to_json(trajectory: Trajectory) -> dict[str, Any]:
     row = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
+    row |= {name: base64.b64encode(np.array(row[name], kind).tobytes()).decode() for name, kind in _NUMBERS.items()}
     row["experts"] = None if trajectory.experts is None else _packed(trajectory.experts)
     return row | {"stop": trajectory.stop.value, "payload": dict(trajectory.payload), "rewards": dict(trajectory.rewards)}
 
 
 def _from_json(row: Mapping[str, Any]) -> Trajectory:
-    own = {f.name: row[f.name] for f in fields(Trajectory) if f.name in row or f.name not in _LATER}
+    own = {f.name: row[f.name] for f in fields(Trajectory)}
+    own |= {name: np.frombuffer(base64.b64decode(row[name]), kind).tolist() for name, kind in _NUMBERS.items()}
     pairs = {name: [(a, b) for a, b in row[name]] for name in ("steps", "versions")}
     experts = row.get("experts")
     return Trajectory(**own | {"stop": Stop(row["stop"]), "experts": None if experts is None else _unpacked(experts)} | pairs)

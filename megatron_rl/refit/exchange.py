@@ -122,13 +122,16 @@ class Exchange:
         start = time.perf_counter()
         if not order.keeps:
             self._last.clear()
-        for message in self._inside:
-            self._copy(message, order, out)
         waiting: list[Callable[[], None]] = []
+        inside, each = iter(self._inside), -(-len(self._inside) // max(1, len(self._turns)))
         for sending, receiving in self._turns:
             begun = self._begin(sending, receiving, order, deadline, out)
+            for message in itertools.islice(inside, each):  # while messages are under way
+                self._copy(message, order, out)
             _finish(waiting)
             waiting = begun
+        for message in inside:  # of a rank that has no part in any turn
+            self._copy(message, order, out)
         _finish(waiting)
         _settle(self._end.device)
         out.seconds = time.perf_counter() - start
