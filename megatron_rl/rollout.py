@@ -18,6 +18,7 @@ from megatron_rl.algorithms.authors import switches
 from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, Streaming, Tandem
 from megatron_rl.types import Prompt, Stop, Trajectory
 
+ROWS = 2  # the form of a trajectory's row; another one is not read
 _NUMBERS = {"tokens": "<i4", "trainable": "?", "logprobs": "<f8", "advantages": "<f8"}  # in a row as bytes: they are many
 SHARE_SLACK = 0.2  # of a tandem's tokens, by which the senior's share may miss what is expected
 

@@ -125,6 +125,25 @@ def test_more_ranks_never_need_more_memory():
     assert more.optimizer == held().optimizer / 2 and more.gradients == held().gradients
 
 
+def test_what_is_computed_again_takes_its_modules_time_and_no_more():
+    cluster, batch = parse_cluster("4x8xA100-80"), Batch(sequences=64, length=4096, micro_tokens=8192)
+
+    def seconds(name, modules, **cut):
+        parallel = Parallel(world=32, **cut)
+        return compute.pass_seconds(read_shape(name), parallel, cluster, batch, backward=True, recompute=modules)
+
+    dense, experts = "qwen2.5-7b", "qwen3-30b-a3b"
+    plain, whole = seconds(dense, ()), seconds(dense, [memory.WHOLE])
+    attention, mlp = seconds(dense, ["core_attn"]) - plain, seconds(dense, ["mlp"]) - plain
+    both = seconds(dense, ["core_attn", "mlp"]) - plain
+    assert 0 < attention < mlp and both == pytest.approx(attention + mlp) and both < whole - plain
+    sizes = read_shape(dense).sizes
+    assert mlp / attention == pytest.approx(3 * sizes.ffn * sizes.hidden / (sizes.heads * sizes.head_dim * 4096))
+    assert seconds(dense, ["moe"]) == plain and seconds(experts, ["mlp"]) == seconds(experts, ())
+    plain, whole = seconds(experts, (), ep=8), seconds(experts, [memory.WHOLE], ep=8)
+    assert 0.5 * (whole - plain) < seconds(experts, ["moe"], ep=8) - plain < whole - plain
+
+
 def test_experts_are_cut_by_ep_and_their_optimizer_by_their_own_replicas():
     shape = read_shape("qwen3-30b-a3b")
     whole, cut = (counts(shape, Parallel(world=64, ep=ep)) for ep in (1, 16))

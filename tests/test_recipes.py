@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from toys import EOS, characters, graded, streaming
@@ -15,6 +16,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.plugins import build
+from megatron_rl.recipes.base import solve
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.pool import Outcome, RewardFailure
@@ -235,6 +237,20 @@ def test_log_probs_are_asked_for_of_the_player_whose_turn_it_is(texts, role):
     Tango(group_size=3, verifications=3, **texts).play(turn(role), problems(1), with_players)
     asked = {name: with_players.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
     assert asked == {name: name == role for name in asked}
+
+
+def test_a_review_reads_the_same_whether_its_steps_are_marked_or_not(texts):
+    with_players = players(paper_generator, paper_verifier)
+    tango = Tango(group_size=3, verifications=3, **texts)
+    draws = replace(with_players.samplings["generator"], n=3, seed=0)
+    solutions = solve(with_players, "generator", problems(1), draws)
+    marked, plain = (
+        tango._reviewer().review(with_players, solutions, replace(with_players.samplings["verifier"], n=1, seed=0, logprobs=on))
+        for on in (True, False)
+    )
+    for [one], [other] in zip(marked, plain, strict=True):
+        assert (one.text, one.review, one.trajectory.rewards) == (other.text, other.review, other.trajectory.rewards)
+        assert one.trajectory.steps and not other.trajectory.steps
 
 
 def test_the_published_schedule_has_440_updates():

@@ -26,6 +26,7 @@ from megatron_rl.gate import GatePlan
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.metrics import Stopwatch
 from megatron_rl.rewards.pool import Graded, GradePool
+from megatron_rl.rollout import ROWS
 from megatron_rl.run import Interrupts
 from megatron_rl.turns import Grade, Played, Players, Recipe, Turn
 from megatron_rl.types import Prompt
@@ -134,9 +135,10 @@ class _Game:
 
 
 def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, loop_steps: int, progress: loop.Progress) -> Ahead:
-    """On the driver. Turns played under other settings are not taken from the shelf: all that is not of the machine counts."""
+    """On the driver. Turns played under other settings are not taken from the shelf: all that is not of the machine counts, and
+    the form of the rows."""
     settings = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2))
-    fingerprint = hashlib.sha256(config_files.dump(settings).encode()).hexdigest()[:16]
+    fingerprint = hashlib.sha256(f"{ROWS}\n{config_files.dump(settings)}".encode()).hexdigest()[:16]
     shelf = Shelf(driver.directory.path / "ahead", fingerprint)
     turns = schedule(game.recipe.turns, loop_steps, progress.state_dict())
     if config.rollouts.max_staleness > 0:

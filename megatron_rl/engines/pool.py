@@ -226,6 +226,7 @@ class Pool:
                 _log.warning("%s %s: %s", member.listing.name, failing, error)
             with self._change:
                 member.version, member.joined, member.trouble, member.troubled = None, None, trouble, time.monotonic()
+                self._change.notify_all()
             self._look_after(member, str(error))
             return False
         finally:
@@ -323,7 +324,7 @@ class Pool:
                     member = min(free, key=lambda m: (m.load, m.listing.replica))
                     member.load, member.requests = member.load + sequences, member.requests + 1
                     return member, self.version
-                self._change.wait(10 * self._look_s)  # whoever changes something says so
+                self._change.wait(self._look_s)  # who was woken may not be who can begin
 
     def _look_after(self, member: _Member, why: str) -> None:
         """A server that failed, and does not say that it is well, is lost."""

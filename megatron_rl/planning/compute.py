@@ -74,8 +74,8 @@ def pass_seconds(
     """Of one pass over the batch: products, communication within and between layers, the pipeline's bubble. No optimizer."""
     count = batch.micro_batches(parallel)
     tokens = batch.tokens / parallel.dp / count
-    rounds = 1 + (2 + recomputed_share(shape, batch.length, recompute) if backward else 0)
-    layers = layer_seconds(shape, parallel, cluster, batch, tokens) * rounds
+    layers = layer_seconds(shape, parallel, cluster, batch, tokens) * (3 if backward else 1)
+    layers += recomputed_seconds(shape, parallel, cluster, batch, tokens, recompute) if backward else 0.0
     head = _head_seconds(shape, parallel, cluster, tokens) * (4 if backward else 1)  # the backward pass computes its logits again
     stage = (
         layers * shape.sizes.num_layers / parallel.pp + head + MICRO_S * (0 if batch.full else 1) + _hop(shape, parallel, cluster, tokens)
@@ -83,31 +83,48 @@ def pass_seconds(
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
 
 
-def recomputed_share(shape: Shape, length: float, modules: Collection[str]) -> float:
-    """Of a layer's operations, what the backward pass computes again; `modules` as in memory.Micro. Communication is taken to go along."""
-    sizes = shape.sizes
-    dense, experts, _ = forward_flops(shape, length)
-    each = 2.0 * sizes.num_layers
-    parts = {
-        "core_attn": each * sizes.heads * sizes.head_dim * length,
-        "mlp": 0.0 if sizes.experts else each * 3 * sizes.hidden * sizes.ffn,
-        "moe": experts,
-        "shared_experts": each * 3 * sizes.hidden * sizes.shared_ffn,
-        WHOLE: dense + experts,
-    }
-    return sum(parts[name] for name in modules) / (dense + experts)
-
-
 def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, tokens: float) -> float:
     """One layer's forward pass over a micro-batch of `tokens` tokens."""
-    dense, experts, _ = forward_flops(shape, batch.length)
-    own, layers, device = tokens / parallel.cp, shape.sizes.num_layers, cluster.device
+    dense, _, _ = forward_flops(shape, batch.length)
+    own = tokens / parallel.cp
+    seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
+    return seconds + _tensor_seconds(shape, parallel, cluster, own) + _routed_seconds(shape, parallel, cluster, batch, own)
+
+
+def recomputed_seconds(
+    shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, tokens: float, modules: Collection[str]
+) -> float:  # fmt: skip
+    """What a layer's backward pass computes again; `modules` as in memory.Micro. Sums over tensor-parallel ranks count with WHOLE alone."""
+    if WHOLE in modules:
+        return layer_seconds(shape, parallel, cluster, batch, tokens)
+    sizes, own = shape.sizes, tokens / parallel.cp
+    flops = {
+        "core_attn": 2.0 * sizes.heads * sizes.head_dim * batch.length,
+        "mlp": 0.0 if sizes.experts else 2.0 * 3 * sizes.hidden * sizes.ffn,
+        "shared_experts": 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
+    }
+    dense = sum(flops.get(name, 0.0) for name in modules)
+    routed = _routed_seconds(shape, parallel, cluster, batch, own) if "moe" in modules else 0.0
+    return own * dense / parallel.tp / _dense_rate(cluster, batch, own) + routed
+
+
+def _routed_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Batch, own: float) -> float:
+    """One layer's experts, with the tokens' way to them and back; 0 without experts."""
+    _, experts, _ = forward_flops(shape, batch.length)
+    if not experts:
+        return _expert_seconds(shape, parallel, cluster, own)
+    rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
+    return own * experts / shape.sizes.num_layers / parallel.tp / rate + EXPERTS_S + _expert_seconds(shape, parallel, cluster, own)
+
+
+def _dense_rate(cluster: Cluster, batch: Batch, own: float) -> float:
+    return cluster.device.flops * cluster.device.dense_share * _share(batch, own)
+
+
+def _share(batch: Batch, own: float) -> float:
+    """Of a rate, what micro-batches of unequal sequences and few tokens leave."""
     fill = (own / (own + SMALL)) / (8192 / (8192 + SMALL)) if own < 8192 else 1.0
-    share = 1.0 if batch.full else PARTIAL * fill
-    seconds = own * dense / layers / parallel.tp / (device.flops * device.dense_share * share)
-    if experts:
-        seconds += own * experts / layers / parallel.tp / (device.flops * device.expert_share * share) + EXPERTS_S
-    return seconds + _tensor_seconds(shape, parallel, cluster, own) + _expert_seconds(shape, parallel, cluster, own)
+    return 1.0 if batch.full else PARTIAL * fill
 
 
 def optimizer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, numbers: Numbers) -> float:

@@ -222,7 +222,7 @@ def _smaller(role: Role, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[s
     """(words, changed fields) that lower what a role needs, the mildest first."""
     if not role.sleep:
         yield "sleep=true", {"sleep": True}
-    if role.model.recompute == "none":
+    if role.model.recompute != "full":
         yield "model.recompute=full", {"model": replace(role.model, recompute="full")}
     for layout in sorted(
         layouts(role, shape, made.ranks, made.cluster.per_node), key=lambda layout: (layout.model_ranks, layout.expert_ranks)

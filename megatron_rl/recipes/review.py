@@ -102,6 +102,7 @@ class Reviews:
             begun = time.perf_counter()
             found[place] = [self._reviewer.read(self._players, self._solutions[place], t, steps=self._trained_on) for t in drawn]
             read_s += time.perf_counter() - begun
+            self._players.watch.beat()
         self._players.watch.add("reward", read_s)
         self._players.watch.add("review", time.perf_counter() - start - read_s)
         return found
