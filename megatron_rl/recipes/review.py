@@ -61,7 +61,7 @@ class Reviewer:
         return Reviews(self, players, sampling)
 
     def read(self, players: Players, solution: Solution, drawn: Trajectory, *, steps: bool = True) -> Reviewed:
-        """`steps`: mark them in the trajectory, which takes half of the time and is for one that is trained on, and shown."""
+        """`steps`: mark them in the trajectory: for one that is trained on, and shown."""
         tokenizer = players.tokenizers[self.role]
         trajectory, text = with_steps(drawn, tokenizer) if steps else (drawn, *decode_all(tokenizer, [drawn.response]))
         review = verdicts.review(
