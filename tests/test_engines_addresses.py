@@ -24,13 +24,13 @@ def addresses(fleet: Fleet, urls: list[str]) -> Addresses:
 
 def test_a_server_at_a_url_serves_and_one_that_was_away_takes_the_weights_anew(fleet: Fleet):
     process = fleet.start_process(0)
-    (url,) = (listing.url for listing in fleet.roster.read(ROLE))
+    (announced,) = fleet.roster.read(ROLE)
+    url = announced.url
     fleet.beats[0].clear()  # from here on nobody announces it but the run itself
     other = "http://127.0.0.1:9"  # nobody is there
     listed = addresses(fleet, [url, other])
     try:
-        before = fleet.roster.read(ROLE)[0].incarnation
-        until("its listing", lambda: fleet.roster.read(ROLE)[0].incarnation != before)
+        until("its listing", lambda: fleet.roster.read(ROLE)[0].incarnation != announced.incarnation)
         first = fleet.roster.read(ROLE)[0].incarnation
         pool = fleet.open()
         fleet.living(1)
