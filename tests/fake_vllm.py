@@ -21,8 +21,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
+from megatron_rl.engines.vllm_route import PATH as GENERATE
 
-GENERATE, JOIN, PAUSE, UPDATE = "/inference/v1/generate", "/init_weight_transfer_engine", "/pause", "/update_weights"
+JOIN, PAUSE, UPDATE = "/init_weight_transfer_engine", "/pause", "/update_weights"
 
 
 def token_at(prompt: Sequence[int], seed: int, place: int) -> int:
@@ -136,22 +137,22 @@ class FakeVllm:
             {
                 "index": j, "token_ids": tokens, "finish_reason": end, "stop_reason": None, "weight_versions": spans,
                 "routed_experts": experts_of(prompt + tokens) if self.experts else None,
-                "logprobs": None if params["logprobs"] is None else {"content": [{"logprob": logprob_of(t)} for t in tokens]},
+                "logprobs": None if params["logprobs"] is None else [logprob_of(t) for t in tokens],
             }
             for j, tokens in reversed(list(enumerate(texts)))
         ]  # fmt: skip
 
-    def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]], str]:
+    def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[tuple[int, str]], str]:
         """Under the lock, which is free while it waits."""
         texts: list[list[int]] = [[] for _ in range(params["n"])]
-        spans: list[dict[str, Any]] = []
+        spans: list[tuple[int, str]] = []
         epoch = self._aborts
         for place in range(params["max_tokens"]):
             self._change.wait_for(lambda: self._aborts != epoch or self._closed or not (self._paused or self._stalls(prompt, place)))  # noqa: B023
             if self._aborts != epoch or self._closed:
                 return texts, spans, "abort"
-            if not spans or spans[-1]["version"] != self.version:
-                spans.append({"start": place, "version": self.version})
+            if not spans or spans[-1][1] != self.version:
+                spans.append((place, self.version))
             for j, text in enumerate(texts):
                 text.append(token_at(prompt, params["seed"] + j, place))
         return texts, spans, "length"
@@ -195,7 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "few":
             answer["choices"].pop()
         if fault == "nan":
-            answer["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")
+            answer["choices"][0]["logprobs"][0] = float("nan")
         return self._send(200, json.dumps(answer).encode())
 
     def _send(self, status: int, content: bytes) -> None:

@@ -22,7 +22,7 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "megatron.core": ("megatron_rl.megatron",),
     "transformer_engine": ("megatron_rl.megatron",),
     "apex": ("megatron_rl.megatron",),
-    "vllm": ("megatron_rl.engines.vllm_worker", "megatron_rl.engines.vllm_tandem"),
+    "vllm": ("megatron_rl.engines.vllm_worker", "megatron_rl.engines.vllm_tandem", "megatron_rl.engines.vllm_route"),
     "sglang": ("megatron_rl.engines.sglang_worker",),
     "nemo_run": (),  # tools/ only
     "omegaconf": (),  # changes what math-verify accepts

@@ -16,7 +16,9 @@ HEADER = "x-megatron-rl-token"
 OPEN = frozenset({"/health", "/ping"})
 
 Message = MutableMapping[str, Any]
-Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Guard:
@@ -28,7 +30,7 @@ class Guard:
         if not self._token:
             raise ValueError(f"{os.environ[TOKEN_FILE]} is empty: it must hold the job's token")
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":

@@ -23,6 +23,7 @@ from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.engines.vllm_route import PATH as GENERATE
 from megatron_rl.types import Stop
 
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
@@ -41,8 +42,8 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
         "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
-        "--enable-scale-out",  # tokens in, tokens out
-        "--middleware", "megatron_rl.engines.guard.Guard",
+        "--middleware", "megatron_rl.engines.vllm_route.Generate",
+        "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
         "--worker-extension-cls", "megatron_rl.engines.vllm_worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
         "--generation-config", "vllm",  # not the model directory's idea of temperature and lengths
@@ -175,7 +176,7 @@ class VllmServer:
             settings = asdict(replace(sampling.tandem, junior_weight=0.0))
             parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
         body = {"token_ids": list(prompt), "sampling_params": parameters}
-        answer = self._http.call("POST", "/inference/v1/generate", body, timeout_s=timeout_s)
+        answer = self._http.call("POST", GENERATE, body, timeout_s=timeout_s)
         with self._understood():
             completions = [_completion(c, sampling, self._ends, len(prompt)) for c in sorted(answer["choices"], key=lambda c: c["index"])]
         if len(completions) != n:
@@ -225,8 +226,8 @@ class VllmServer:
 
 
 def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int], prompt: int) -> Completion:
-    tokens = [int(token) for token in choice["token_ids"] or []]
-    told = [float(entry["logprob"]) for entry in (choice["logprobs"] or {}).get("content") or []] if sampling.logprobs else None
+    tokens = [int(token) for token in choice["token_ids"]]
+    told = [float(logprob) for logprob in choice["logprobs"]] if sampling.logprobs else None
     logprobs = [math.nan] * len(tokens) if told is None else told
     if len(logprobs) != len(tokens):
         raise ServerLost(f"vLLM sent {len(logprobs)} log-probs for {len(tokens)} tokens")
@@ -239,8 +240,8 @@ def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[
         logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
         stop=_stop(choice, ends),
         model_logprobs=told if plain or greedy else None,
-        experts=_experts(choice.get("routed_experts"), prompt + len(tokens) - 1),
-        versions=[(span["start"], _version(span["version"])) for span in choice.get("weight_versions") or []],
+        experts=_experts(choice["routed_experts"], prompt + len(tokens) - 1),
+        versions=[(start, _version(version)) for start, version in choice["weight_versions"]],
     )
 
 
@@ -253,7 +254,7 @@ def _experts(text: str | None, rows: int) -> Tensor | None:
 
 
 def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:
-    match choice["finish_reason"], choice.get("stop_reason"):
+    match choice["finish_reason"], choice["stop_reason"]:
         case "stop", None:
             return Stop.EOS
         case "stop", by:
