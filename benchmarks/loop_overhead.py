@@ -1,14 +1,16 @@
 """What a step of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango costs beside GRPO.
 
 Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their metrics.jsonl: a turn's
-wall time is that between its line and the one before, its phases are those in its line, so the first turn does not count. With
+wall time is that between its line and the one before, its phases are those in its line; the first turn does not count. With
 --engines vllm the trainer is one rank, and the servers are started by `megatron-rl serve`, as in a job of their own, pinned to cores.
-One turn after the other: no two servers share a core; with two cores Tango's generator has the trainer's, which waits while it works: the
-verifier's server has more to do.
+One turn after the other: a turn of GRPO and one of Tango alternate, so that neighbours on the machine meet both, and the trainer that
+waits is stopped. Within a run no two servers share a core; with two cores Tango's generator has the trainer's, which waits while it
+works: the verifier's server has more to do.
 With turns played beside training: the trainer has a core of its own, and the servers share the others.
 
     overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
-    tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run, same generator
+    tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run, same generator;
+                     the median of turns next to each other
     overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its training and refit)
 
 Figures with `_cpu` are of CPU-seconds of the trainer and its servers, which neighbours on the machine disturb less.
@@ -27,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import common
 import psutil
@@ -37,6 +39,8 @@ from megatron_rl.metrics import Row, read_metrics
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/last_letter"
 PLAYING, LEARNING = ("rollout", "review", "reward"), ("train", "refit")
+ARMS = ("grpo", "tango")
+GENERATOR_TURNS = 3  # in Tango between the verifier's
 HEADS = 2  # vLLM's attention on a CPU wants heads of 32 at least
 LOOK_S = 0.01
 SERVE_END_S = 60.0
@@ -64,7 +68,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, default=ROOT / f"runs/last_letter_{HEADS}_heads/a", help="made when there are none")
     parser.add_argument("--prompts", type=int, default=256, help="of a turn")
     parser.add_argument(
-        "--turns", type=int, default=9, help="of the generator, in each run; of Tango's every fourth turn is the verifier's"
+        "--turns", type=int, default=9, help="of Tango's generator; every fourth is the verifier's beside them. GRPO has as many in all"
     )
     parser.add_argument("--staleness", default="0,1", help="values of rollouts.max_staleness, with vLLM (default: %(default)s)")
     common.add_arguments(parser)
@@ -76,9 +80,12 @@ def main() -> None:
     for engine in engines:
         for staleness in map(int, args.staleness.split(",")) if engine == "vllm" else (0,):
             with tempfile.TemporaryDirectory() as folder:
-                seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ("grpo", "tango")}
-            prefix = f"{engine}/" if staleness == 0 else f"{engine}, staleness {staleness}/"
-            figures |= {prefix + name: value for name, value in (serial(seen) if staleness == 0 else overlapped(seen)).items()}
+                if staleness == 0:
+                    found = {f"{engine}/{name}": value for name, value in serial(in_turn(engine, Path(folder), args)).items()}
+                else:
+                    seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ARMS}
+                    found = {f"{engine}, staleness {staleness}/{name}": value for name, value in overlapped(seen).items()}
+            figures |= found
     limits = {name: limit for name in figures for end, limit in BARS.items() if name.endswith(f"_{end}") or name.endswith(f"/{end}")}
     limits |= {f"vllm/{name}": limit for name, limit in GOAL.items() if f"vllm/{name}" in figures}
     common.finish(figures, {}, args, limits={name: limit for name, limit in limits.items() if _counts(name, figures)})
@@ -88,13 +95,16 @@ def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     """Of runs whose turns are one after the other."""
     out: dict[str, float] = {}
     for arm, turns in seen.items():
-        wall = sum(turn.wall_s for turn in turns)
-        out[f"{arm}_turn_s"] = wall / len(turns)
+        out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
+        whole = [turn for turn in turns if turn.of(PLAYING + LEARNING) <= turn.wall_s]  # no phase was stopped in the middle
+        wall = sum(turn.wall_s for turn in whole)
         for phase in (*PLAYING, *LEARNING):
-            out[f"{arm}_{phase}_share"] = sum(turn.of([phase]) for turn in turns) / wall
-        out[f"{arm}_overhead"] = 1 - sum(turn.of(PLAYING + LEARNING) for turn in turns) / wall
-    out["tango_over_grpo"] = fmean(t.wall_s for t in seen["tango"]) / fmean(t.wall_s for t in seen["grpo"])
-    out["tango_over_grpo_cpu"] = fmean(t.cpu_s for t in seen["tango"]) / fmean(t.cpu_s for t in seen["grpo"])
+            out[f"{arm}_{phase}_share"] = sum(turn.of([phase]) for turn in whole) / wall
+        out[f"{arm}_overhead"] = 1 - sum(turn.of(PLAYING + LEARNING) for turn in whole) / wall
+    grpo, tango = seen["grpo"], seen["tango"]
+    out["tango_over_grpo"] = out["tango_turn_s"] / out["grpo_turn_s"]
+    out["tango_over_grpo_median"] = median(b.wall_s / a.wall_s for a, b in zip(grpo, tango, strict=False))
+    out["tango_over_grpo_cpu"] = fmean(t.cpu_s for t in tango) / fmean(t.cpu_s for t in grpo)
     return out
 
 
@@ -110,8 +120,88 @@ def overlapped(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     return out
 
 
+def in_turn(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Seen]]:
+    """Every arm's turns but the first, one of each at a time: while one plays, the other's trainer is stopped, and its servers have nothing
+    to do. What else happens on the machine then meets both."""
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(_opened(arm, engine, 0, folder, args)) for arm in ARMS]
+        while not all(run.stopped for run in runs):
+            for run in runs:
+                if not run.stopped and (run.lines() or run.ended()):
+                    run.stop()
+            time.sleep(LOOK_S)
+        while all([run.turn() for run in runs]):
+            pass
+        return {run.arm: run.seen() for run in runs}
+
+
 def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Namespace) -> list[Seen]:
-    """Runs `arm` and returns its turns but the first."""
+    """Runs `arm` by itself and returns its turns but the first."""
+    with _opened(arm, engine, staleness, folder, args) as run:
+        while not run.lines() and not run.ended():
+            time.sleep(LOOK_S)
+        while run.turn(stop=False):
+            pass
+        return run.seen()
+
+
+class _Run:
+    """A run under way, in `directory`."""
+
+    def __init__(self, arm: str, trainer: subprocess.Popen[bytes], servers: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
+        self.arm = arm
+        self.stopped: list[psutil.Process] = []
+        self._trainer, self._directory = trainer, directory
+        self._processes = [child.pid for child in (trainer, *servers)]
+        self._known, self._spent = 1, 0.0  # lines; CPU-seconds when the last of them came
+        self._stamps: list[tuple[float, float]] = []
+
+    def lines(self) -> int:
+        path = self._directory / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def ended(self) -> bool:
+        """Raises RuntimeError when it failed."""
+        if self._trainer.poll():
+            log = self._directory.with_name(f"{self.arm}.log")
+            raise RuntimeError(f"megatron-rl train ended with status {self._trainer.returncode}:\n{log.read_text()[-3000:]}")
+        return self._trainer.returncode == 0
+
+    def turn(self, *, stop: bool = True) -> bool:
+        """Lets it go on until its next line; False when it ends before."""
+        self._spent = self._spent or common.cpu_seconds(self._processes)
+        start = time.perf_counter()
+        self.resume()
+        while self.lines() <= self._known:
+            if self.ended():
+                return False
+            time.sleep(LOOK_S)
+        wall_s, spent = time.perf_counter() - start, common.cpu_seconds(self._processes)
+        if stop:
+            self.stop()
+        self._stamps.append((wall_s, spent - self._spent))
+        self._known, self._spent = self._known + 1, spent
+        return True
+
+    def stop(self) -> None:
+        trainer = psutil.Process(self._trainer.pid)
+        self.stopped = [trainer, *trainer.children(recursive=True)]
+        for process in self.stopped:
+            process.suspend()
+
+    def resume(self) -> None:
+        for process in self.stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        self.stopped = []
+
+    def seen(self) -> list[Seen]:
+        rows = read_metrics(self._directory)[1:]
+        return [Seen(*stamp, row) for stamp, row in zip(self._stamps, rows, strict=False)]
+
+
+@contextlib.contextmanager
+def _opened(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Namespace) -> Iterator[_Run]:
     cores = sorted(os.sched_getaffinity(0))
     apart = engine == "vllm" and len(cores) > 1
     settings = [*_settings(arm, args), f"run.dir={folder}", f"run.name={arm}", f"rollouts.max_staleness={staleness}"]
@@ -119,33 +209,16 @@ def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Na
         settings += ["launch.nproc=1", "engine.kind=vllm", f"engine.python={args.python}", "engine.start=false"]
     roles = ("generator",) if arm == "grpo" else ("generator", "verifier")
     with contextlib.ExitStack() as stack:
-        children = []
+        servers = []
         if engine == "vllm":
             for number, role in enumerate(roles, 1):
                 command = ["serve", *settings, f"--role={role}"]
                 own = [cores[(len(roles) - number + 1) % len(cores)]] if staleness == 0 else cores[1:]
-                children.append(stack.enter_context(_started(command, folder / f"serve_{role}.log", own if apart else cores)))
-        trainer = stack.enter_context(_started(["train", *settings], folder / "train.log", cores[:1] if apart else cores))
-        children.append(trainer)
-        stamps = [*_stamps(folder / arm, trainer, [child.pid for child in children])]
-    if trainer.returncode:
-        raise RuntimeError(f"megatron-rl train ended with status {trainer.returncode}:\n{(folder / 'train.log').read_text()[-3000:]}")
-    rows = read_metrics(folder / arm)
-    return [Seen(b[0] - a[0], b[1] - a[1], row) for a, b, row in zip(stamps, stamps[1:], rows[1:], strict=False)]
-
-
-def _stamps(run: Path, trainer: subprocess.Popen[bytes], processes: Sequence[int]) -> Iterator[tuple[float, float]]:
-    """When each line of metrics.jsonl came, and the CPU-seconds spent until then."""
-    known = 0
-    while True:
-        ended = trainer.poll() is not None
-        lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
-        for _ in range(known, lines):
-            yield time.perf_counter(), common.cpu_seconds(processes)
-        known = lines
-        if ended:
-            return
-        time.sleep(LOOK_S)
+                servers.append(stack.enter_context(_started(command, folder / f"serve_{arm}_{role}.log", own if apart else cores)))
+        trainer = stack.enter_context(_started(["train", *settings], folder / f"{arm}.log", cores[:1] if apart else cores))
+        run = _Run(arm, trainer, servers, folder / arm)
+        stack.callback(run.resume)  # who is stopped cannot end
+        yield run
 
 
 @contextlib.contextmanager
@@ -161,11 +234,14 @@ def _started(words: Sequence[str], log: Path, cores: Sequence[int]) -> Iterator[
 
 
 def _settings(arm: str, args: argparse.Namespace) -> list[str]:
-    updates = {"grpo": ["recipe.args.updates"], "tango": ["recipe.args.generator_updates"]}[arm]
+    updates = {
+        "grpo": f"recipe.args.updates={args.turns + args.turns // GENERATOR_TURNS}",
+        "tango": f"recipe.args.generator_updates={args.turns}",
+    }
     settings = [
         str(EXAMPLE / f"{arm}.yaml"), f"roles.generator.model.path={args.models}/generator/model", "evaluation.prompts=null",
         f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_step={args.prompts}", "run.save_every=0", "gate.enabled=false",
-        *(f"{name}={args.turns}" for name in updates),
+        updates[arm],
     ]  # fmt: skip
     if arm == "tango":
         settings += [f"roles.verifier.model.path={args.models}/verifier/model", "recipe.args.warmup_updates=0"]

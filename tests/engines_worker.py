@@ -20,6 +20,7 @@ from typing import Any
 import conformance
 import psutil
 import torch
+import urllib3
 from layouts_worker import WeightedLogprobs, make_batch
 from toys import characters
 
@@ -29,7 +30,9 @@ from megatron_rl.commands.engines import open_fleet
 from megatron_rl.commands.launch import place_from
 from megatron_rl.config import TrainConfig
 from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.server import ServerLost
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run import RunDirectory
@@ -130,6 +133,26 @@ class Scenario:
         self.ask("stopped", lambda pool: pool.generate(some, Sampling(max_tokens=40, stop_tokens=tuple(range(0, self.vocab, 3)), seed=3)))
         self.ask("full", lambda pool: pool.generate([[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
 
+    def given_up(self) -> None:
+        """A request whose client has gone is dropped: the server writes nobody's tokens."""
+
+        def give_up() -> None:
+            assert self.pool is not None
+            server = self.pool._living()[0].server
+            try:
+                server.generate([5] * 9, Sampling(max_tokens=480, n=16, seed=8), seed=1, timeout_s=0.1)
+            except ServerLost as error:
+                self.found["given_up"] = str(error)
+            metrics = {HEADER: (self.driver.directory.path / "engines/token").read_text()}
+
+            def aborted() -> float:
+                text = urllib3.request("GET", f"{server.url}/metrics", headers=metrics).data.decode()
+                return sum(float(line.split()[-1]) for line in text.splitlines() if 'finished_reason="abort"' in line)
+
+            wait_for("the end of what nobody waits for", lambda: aborted() > 0)
+
+        self.world.from_driver(give_up)
+
     def refit_while_requests_run(self, mode: str, version: int) -> None:
         def ask() -> None:
             assert self.pool is not None
@@ -223,6 +246,7 @@ def main() -> None:
         scenario.conforms(Path(role.model.path))
         scenario.greedy_before_and_after_an_update()
         scenario.sampled()
+        scenario.given_up()
         for version, mode in enumerate(("abort", "wait", "keep"), start=2):
             scenario.refit_while_requests_run(mode, version)
         scenario.killed_in_the_middle()

@@ -91,6 +91,11 @@ def test_an_update_changed_the_answers(found):
     assert found["greedy_v0"] != found["greedy_v1"]
 
 
+def test_a_request_that_nobody_waits_for_is_dropped(found):
+    """The worker saw the server count it as aborted."""
+    assert "no answer within 0.1 s" in found["given_up"]
+
+
 @pytest.mark.parametrize("mode, version", [("abort", 2), ("wait", 3), ("keep", 4)])
 def test_a_refit_while_requests_run_loses_none_and_says_who_wrote_what(found, judges, mode, version):
     groups = completions(found[f"during_{mode}"])
