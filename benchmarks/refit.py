@@ -8,7 +8,8 @@
 
 `wire_gb` is what all ranks together receive from other ranks. The bound: what the engine ranks need and do not hold themselves.
 `p2p`: messages of the plan's sizes between the plan's pairs as raw buffers over gloo, in turn with the direct ways; `memcpy`: a copy in
-one process while the others copy too. Best of --rounds, each as long as its slowest rank. With --gigabytes 0.05 it is a quick look.
+one process while the others copy too. Seconds are of the best of --rounds, each as long as its slowest rank; `of_p2p` is the median of
+what the ways took next to each other, in three times as many rounds. With --gigabytes 0.05 it is a quick look.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import common
@@ -128,7 +130,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
             raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
         runs[f"direct_{transport}_s"] = lambda side=side: side(1)
         sides.append(side)
-    figures |= in_turn(runs, args.rounds)
+    took = in_turn(runs, 3 * args.rounds)
+    figures |= {name: min(seconds) for name, seconds in took.items()}
     for side in sides:
         side.close()
     figures |= {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_gb_per_s": plan.sent * 2 / 1e9 / figures["p2p_s"]}
@@ -136,8 +139,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     figures["gather_over_direct"] = figures["gather_s"] / figures["direct_shared_memory_s"]
     figures["gather_over_direct_gloo"] = figures["gather_s"] / figures["direct_gloo_s"]
     figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
-    figures["direct_shared_memory_of_p2p"] = figures["p2p_s"] / figures["direct_shared_memory_s"]
-    figures["direct_gloo_of_p2p"] = figures["p2p_s"] / figures["direct_gloo_s"]
+    for way in ("shared_memory", "gloo"):
+        figures[f"direct_{way}_of_p2p"] = median(a / b for a, b in zip(took["p2p_s"], took[f"direct_{way}_s"], strict=True))
     return figures | changes(topology, own, engine, args)
 
 
@@ -287,11 +290,11 @@ def memcpy() -> float:
 
 def best(run: Callable[[], Any], rounds: int) -> float:
     """Seconds of the fastest round, each as long as its slowest rank; after one to warm up."""
-    return in_turn({"": run}, rounds)[""]
+    return min(in_turn({"": run}, rounds)[""])
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """The same of several, which take turns: the machine's other work then meets all of them."""
+def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round of several, which take turns: the machine's other work then meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
@@ -299,7 +302,7 @@ def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]
             start = time.perf_counter()
             run()
             seconds[name].append(slowest(time.perf_counter() - start))
-    return {name: min(times[1:]) for name, times in seconds.items()}
+    return {name: times[1:] for name, times in seconds.items()}
 
 
 def slowest(seconds: float) -> float:

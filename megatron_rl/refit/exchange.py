@@ -13,7 +13,19 @@ import xxhash
 from torch import Tensor
 
 from megatron_rl.refit import delta
-from megatron_rl.refit.base import Deadline, Mismatch, Parameters, Part, Reachable, Readable, Transport, TransportError
+from megatron_rl.refit.base import (
+    WORD,
+    Deadline,
+    Mismatch,
+    Parameters,
+    Part,
+    Reachable,
+    Readable,
+    Tensors,
+    Transport,
+    TransportError,
+    words,
+)  # fmt: skip
 from megatron_rl.weights.reshard import Bucket, Plan
 
 Verify = Literal["off", "sample", "full"]
@@ -356,10 +368,15 @@ def checksum(values: Tensor, dtype: torch.dtype) -> int:
 
 def _gather(parameters: Readable, parts: Sequence[_Place], out: Tensor) -> None:
     """Writes the parts one after the other into `out` [elements], cast to its dtype."""
-    place = 0
+    whole, place, dtype, width = words(out[None]), 0, out.dtype, out.element_size()
+    cut = parameters.words if isinstance(parameters, Tensors) and whole is not None else None
     for name, part in parts:
-        out[place : place + part.elements].view(part.rows, part.columns).copy_(parameters.read(name, part))
-        place += part.elements
+        end, source = place + part.rows * part.columns, None if cut is None else cut(name, part, dtype)
+        if whole is not None and source is not None and place * width % WORD == 0:
+            whole[0, place * width // WORD : end * width // WORD].reshape(source.shape)[...] = source
+        else:
+            out[place:end].view(part.rows, part.columns).copy_(parameters.read(name, part))
+        place = end
 
 
 def _elements(runs: Sequence[_Run]) -> int:
