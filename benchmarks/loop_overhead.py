@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -42,7 +43,7 @@ PLAYING, LEARNING = ("rollout", "review", "reward"), ("train", "refit")
 ARMS = ("grpo", "tango")
 GENERATOR_TURNS = 3  # in Tango between the verifier's
 HEADS = 2  # vLLM's attention on a CPU wants heads of 32 at least
-LOOK_S = 0.01
+LOOK_S = 0.005
 SERVE_END_S = 60.0
 LONG_S = 5.0  # a step that the bar on the overhead is for
 BARS = {"overhead": 0.03, "overlap": 1.15}
@@ -97,7 +98,8 @@ def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     for arm, turns in seen.items():
         out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
         whole = [turn for turn in turns if turn.of(PLAYING + LEARNING) <= turn.wall_s]  # no phase was stopped in the middle
-        wall = sum(turn.wall_s for turn in whole)
+        out[f"{arm}_turns_with_shares"] = len(whole)
+        wall = sum(turn.wall_s for turn in whole) or math.nan
         for phase in (*PLAYING, *LEARNING):
             out[f"{arm}_{phase}_share"] = sum(turn.of([phase]) for turn in whole) / wall
         out[f"{arm}_overhead"] = 1 - sum(turn.of(PLAYING + LEARNING) for turn in whole) / wall
@@ -176,9 +178,9 @@ class _Run:
             if self.ended():
                 return False
             time.sleep(LOOK_S)
-        wall_s, spent = time.perf_counter() - start, common.cpu_seconds(self._processes)
         if stop:
             self.stop()
+        wall_s, spent = time.perf_counter() - start, common.cpu_seconds(self._processes)
         self._stamps.append((wall_s, spent - self._spent))
         self._known, self._spent = self._known + 1, spent
         return True
@@ -187,7 +189,8 @@ class _Run:
         trainer = psutil.Process(self._trainer.pid)
         self.stopped = [trainer, *trainer.children(recursive=True)]
         for process in self.stopped:
-            process.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def resume(self) -> None:
         for process in self.stopped:

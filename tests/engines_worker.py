@@ -40,6 +40,7 @@ from megatron_rl.weights import hf
 
 ROLE = "generator"
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
+LONG = Sampling(max_tokens=480, n=16, seed=8)
 WAIT_S = 400
 
 
@@ -134,24 +135,27 @@ class Scenario:
         self.ask("full", lambda pool: pool.generate([[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
 
     def given_up(self) -> None:
-        """A request whose client has gone is dropped: the server writes nobody's tokens."""
+        """A request whose client has gone is dropped: the server does not write all that it would have."""
 
         def give_up() -> None:
             assert self.pool is not None
             server = self.pool._living()[0].server
+            self.found["written_for_somebody"] = sum(len(c.tokens) for c in server.generate([5] * 9, LONG, seed=1, timeout_s=60))
+            before = self.metric(server.url, "generation_tokens_total")
             try:
-                server.generate([5] * 9, Sampling(max_tokens=480, n=16, seed=8), seed=1, timeout_s=0.1)
+                server.generate([5] * 9, LONG, seed=1, timeout_s=0.05)
             except ServerLost as error:
                 self.found["given_up"] = str(error)
-            metrics = {HEADER: (self.driver.directory.path / "engines/token").read_text()}
-
-            def aborted() -> float:
-                text = urllib3.request("GET", f"{server.url}/metrics", headers=metrics).data.decode()
-                return sum(float(line.split()[-1]) for line in text.splitlines() if 'finished_reason="abort"' in line)
-
-            wait_for("the end of what nobody waits for", lambda: aborted() > 0)
+            wait_for("the end of what nobody waits for", lambda: self.metric(server.url, "num_requests_running") == 0)
+            self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - before
 
         self.world.from_driver(give_up)
+
+    def metric(self, url: str, name: str) -> float:
+        """Of vLLM's own."""
+        token = (self.driver.directory.path / "engines/token").read_text()
+        text = urllib3.request("GET", f"{url}/metrics", headers={HEADER: token}).data.decode()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
 
     def refit_while_requests_run(self, mode: str, version: int) -> None:
         def ask() -> None:

@@ -1,7 +1,8 @@
 """The route of a vLLM server that rollouts are asked of: tokens in, tokens and their log-probs out.
 
-vLLM has such a route (`/inference/v1/generate`). Its validation, its objects per token and its metrics cost more than the engine's own
-work for short completions of a small model (docs/benchmarks.md), so this one goes past them to the engine client, which is public. It is
+vLLM has such a route (`/inference/v1/generate`). What the web layer around it costs (validation, an object for every token, metrics of
+routes) is more than the engine's own work for short completions of a small model (docs/benchmarks.md), so this one goes past it to the
+engine client, which is public and does its own checks. It is
 middleware, an extension point of vLLM's: `--middleware`. Runs inside the server: torch and the rest of this project are not imported.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 from typing import Any
 
 from megatron_rl.engines.guard import Application, Message, Receive, Send
 
 PATH = "/megatron_rl/generate"
+_log = logging.getLogger("vllm.megatron_rl.route")  # below vLLM's, which writes
 
 
 class Generate:
@@ -68,13 +71,15 @@ class Generate:
         except VLLMClientError as error:
             return _error(400, error)
         except Exception as error:  # whatever it is, the client must hear of it
-            return _error(500, error)
+            _log.exception("a request for rollouts failed")
+            return _error(500, error.__cause__ or error)  # vLLM's own wrapper has no text
         if any(output.finish_reason == "error" for output in result.outputs):
+            _log.error("the engine ended request %s with an error", result.request_id)
             return 500, {"error": "the engine ended the request with an error: see the server's log"}
         return 200, {"choices": [_choice(output) for output in result.outputs]}
 
 
-def _error(status: int, error: Exception) -> tuple[int, Any]:
+def _error(status: int, error: BaseException) -> tuple[int, Any]:
     return status, {"error": f"{type(error).__name__}: {error}"}
 
 

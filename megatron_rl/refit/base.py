@@ -86,18 +86,19 @@ class Tensors:
 
     def words(self, name: str, part: Part, dtype: torch.dtype) -> np.ndarray | None:
         """The part's own memory as 64-bit words, [rows, words]; None where it is no such thing, or of another dtype."""
-        key = name, part, dtype
+        found, width, key = self._words[name], dtype.itemsize, (name, part, dtype)
+        if found is None or self._tensors[name].dtype != dtype:
+            return None
         if key not in self._cut:
-            found, width = self._words[name], dtype.itemsize
             first, last = part.column * width, (part.column + part.columns) * width
-            fits = found is not None and first % WORD == 0 and last % WORD == 0 and self._tensors[name].dtype == dtype
-            self._cut[key] = found[part.row : part.row + part.rows, first // WORD : last // WORD] if found is not None and fits else None
+            whole = first % WORD == 0 and last % WORD == 0
+            self._cut[key] = found[part.row : part.row + part.rows, first // WORD : last // WORD] if whole else None
         return self._cut[key]
 
 
 def words(tensor: Tensor) -> np.ndarray | None:
     """[rows, columns] on a CPU as 64-bit words, which numpy copies in half the time that torch takes for short rows of two bytes a number.
-    None where its rows are no whole words."""
+    None where its rows are no whole words. torch does not resize the memory any more."""
     whole = all(n * tensor.element_size() % WORD == 0 for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset()))
     return tensor.view(torch.int64).numpy() if tensor.device.type == "cpu" and tensor.stride(1) == 1 and whole else None
 
