@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         )
         started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
         driver.leave.begin()
+        stack.enter_context(_what_is_there_stays())
         finished = loop.train(setup, _plan(config, steps, held_out, readers[recipe.prompt_role]), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
         if not finished:
@@ -87,6 +89,18 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             driver.summary({"finished": True})
             driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
     return 0 if finished else 130
+
+
+@contextlib.contextmanager
+def _what_is_there_stays() -> Iterator[None]:
+    """Python's garbage collector looks at libraries and models no more: it did at least once a turn, for half a second, while all threads
+    waited."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclasses.dataclass(frozen=True)
