@@ -25,7 +25,7 @@ from megatron_rl.refit.base import (
     Transport,
     TransportError,
     words,
-)  # fmt: skip
+)
 from megatron_rl.weights.reshard import Bucket, Plan
 
 Verify = Literal["off", "sample", "full"]
