@@ -290,7 +290,7 @@ class Launch:
 class Refit:
     """How the trainer's weights reach the engines after an update."""
 
-    transport: Literal["auto", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"  # auto: the fastest that both ends have
+    transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"  # auto: the fastest that both ends have
     bucket_mib: PositiveFloat = 64.0  # largest message
     verify: Literal["off", "sample", "full"] = "sample"  # compare checksums of what landed; sample: one slice of 16, others every time
     delta: bool = False  # send what changed, where that is less, as long as it saves time; costs a copy of what is sent

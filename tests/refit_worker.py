@@ -24,6 +24,7 @@ from megatron_rl.refit.board import Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import End, Outcome
 from megatron_rl.refit.point_to_point import PointToPoint
+from megatron_rl.refit.tcp import Tcp
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.wiring import Seat, Seating
@@ -210,9 +211,9 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     return {"equal": equal, "figures": figures}
 
 
-def late(out: Path) -> Any:
+def late(out: Path, kind: str) -> Any:
     """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything landed."""
-    rank, board, transport = gloo()
+    rank, board, transport = pair(kind)
     target = torch.zeros(1 << 16, dtype=torch.uint8)
     if rank == 1:
         waiting = transport.receive(0, "a bucket", 8, torch.device("cpu"), pieces=[target])
@@ -236,30 +237,39 @@ def late(out: Path) -> Any:
     return found
 
 
-def exchange_over_gloo(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Two ranks, trainer and engine: one exchange without what is around it."""
     exchange.LONG = case["long"]
-    rank, _, transport = gloo()
+    exchange.PART = case["part"]
+    rank, _, transport = pair(case["kind"])
     topology = Topology.from_json(case["topology"])
     plan = topology.plan(Seating([Seat("here", "0", "cpu")], {0: Seat("here", "1", "cpu")}), bucket_mib=0.02)
     engine = Engine(topology, 0)
     engine.targets = Counting(engine.tensors)
     model = whole_model(topology.sizes, 0)
     end = [End(source=0, sources=Tensors(shards(topology, 0, model))), End(destination=0, targets=engine.targets)][rank]
-    outcome = Outcome()
+    outcome, packed, gather = Outcome(), [0], exchange._gather
+
+    def counted(parameters: Any, parts: Any, out: torch.Tensor) -> None:
+        packed[0] += out.numel() * out.element_size()
+        gather(parameters, parts, out)
+
+    exchange._gather = counted
     exchange.Exchange(plan, end, lambda source, destination: (transport, 1 - rank), dtype=torch.float32).run(
         exchange.Order(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
     )
     return {
         "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices), "checked": outcome.checked,
-        "mismatch": outcome.mismatch, "copied": engine.targets.bytes, "holds": engine.holds(0),
+        "mismatch": outcome.mismatch, "copied": engine.targets.bytes, "packed": packed[0], "holds": engine.holds(0),
     }  # fmt: skip
 
 
-def gloo() -> tuple[int, Board, PointToPoint]:
-    """This rank of two, a board of both, and gloo between them."""
+def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
+    """This rank of two, a board of both, and what is between them."""
     rank = int(os.environ["RANK"])
     board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0))
+    if kind == "tcp":
+        return rank, board, Tcp(board.under("tcp"), rank, Refit())
     return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=Refit())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import conformance
 import pytest
-from engines_worker import prompts
+from engines_worker import LONG, prompts
 from ranks import ROOT, run_ranks
 from tiny_models import make_model
 from toys import characters
@@ -92,8 +92,7 @@ def test_an_update_changed_the_answers(found):
 
 
 def test_a_request_that_nobody_waits_for_is_dropped(found):
-    assert "no answer within 0.05 s" in found["given_up"]
-    assert 0 <= found["written_for_nobody"] < 0.8 * found["written_for_somebody"]
+    assert 0 < found["written_for_nobody"] < 0.8 * LONG.n * LONG.max_tokens
 
 
 @pytest.mark.parametrize("mode, version", [("abort", 2), ("wait", 3), ("keep", 4)])

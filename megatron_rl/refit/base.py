@@ -155,6 +155,11 @@ class Transport(Protocol):
         """Whether it sends from any memory, so that long slices are better not copied into a message: both sides then give `pieces`."""
         ...
 
+    @property
+    def streams(self) -> bool:
+        """Whether several of the sender's pieces may make up one of the receiver's."""
+        ...
+
     def buffer(self, size: int, device: torch.device) -> Tensor:
         """uint8 [size] to write a message into, which `send` then takes."""
         ...

@@ -39,6 +39,13 @@ class Board:
         except RuntimeError as error:
             raise TransportError(f"no refit board at {address}:{port}: does the trainer run there? ({_first_line(error)})") from error
 
+    def way(self) -> tuple[str, int]:
+        """-> (this host's own address on the way to the board's, its family)."""
+        family, kind, _, _, place = socket.getaddrinfo(self._store.host, self._store.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return probe.getsockname()[0], family
+
     def under(self, prefix: str) -> Board:
         return Board(self._store, f"{self._prefix}{prefix}/")
 

@@ -32,6 +32,7 @@ Verify = Literal["off", "sample", "full"]
 SAMPLED = 16  # one slice of so many is checked with verify = sample
 CHECK = 8  # bytes of a checksum
 LONG = 1 << 20  # bytes from which on what lies in one piece travels alone, where that spares copying it
+PART = 1 << 16  # bytes from which on its parts do too, where pieces join on their way
 PROBE_BYTES = 256 << 20  # of raw messages, of all ranks together, to know what the links give
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Route = Callable[[int, int], tuple[Transport, int]]  # (source, destination) -> (transport, number of the other side in it)
@@ -230,7 +231,7 @@ class Exchange:
                 self._last[message.number] = (order.version, kept)
                 out.delta_seconds += time.perf_counter() - begun
             self._put_checksums(checked, whole[end : end + sums])
-            pieces = self._pieces(alone, whole[end + sums :])
+            pieces = self._pieces(alone, whole[end + sums :], transport.streams)
             handle = transport.send(peer, message.label(order), whole[: end + sums], told=not head, pieces=pieces)
         except TransportError as error:
             out.lost_destinations[bucket.destination] = str(error)
@@ -311,16 +312,18 @@ class Exchange:
             self._end.targets.write(run.name, run.part, part.view(run.part.rows, run.part.columns))
             place += run.part.elements
 
-    def _pieces(self, runs: Sequence[_Run], buffer: Tensor) -> Iterator[Tensor]:
+    def _pieces(self, runs: Sequence[_Run], buffer: Tensor, streams: bool) -> Iterator[Tensor]:
         """Of each run the bytes, where they lie or packed into the buffer, when their turn comes."""
         assert self._end.sources is not None
         for run in runs:
-            found = self._bytes(self._end.sources.read(*run.sources[0])) if len(run.moves) == 1 else None
-            if found is None:
-                size = run.part.elements * self._dtype.itemsize
-                found, buffer = buffer[:size], buffer[size:]
-                self._pack([run], found)
-            yield found
+            size, found = run.part.elements * self._dtype.itemsize, list[Tensor | None]()
+            if len(run.moves) == 1 or (streams and size >= PART * len(run.moves)):
+                found = [self._bytes(self._end.sources.read(*place)) for place in run.sources]
+            lying = [piece for piece in found if piece is not None]
+            if len(lying) < len(run.moves):
+                lying, buffer = [buffer[:size]], buffer[size:]
+                self._pack([run], lying[0])
+            yield from lying
 
     def _bytes(self, memory: Tensor | None) -> Tensor | None:
         """Memory as bytes, if it can be sent from and received into as it is."""

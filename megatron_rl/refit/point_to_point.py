@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.config import Refit
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
+from megatron_rl.refit.buffers import Buffers, parts
 
 POLL_S = 0.0002
 
@@ -31,7 +32,7 @@ class PointToPoint:
 
     def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: Refit) -> None:
         """Collective over the members: all come within `message_timeout_s`, or TransportError."""
-        self._rank, self._backend, self._pool = rank, backend, list[Tensor]()
+        self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s
         try:
             self._group = _make(backend, board.store, rank, size, timedelta(seconds=come))
@@ -42,17 +43,15 @@ class PointToPoint:
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        place = torch.device("cpu") if self._backend == "gloo" else device
-        for i, kept in enumerate(self._pool):
-            if len(kept) >= size and kept.device == place:
-                return self._pool.pop(i)[:size]
-        if self._pool:
-            self._pool.pop(0)  # too small: buffers grow to the largest message, and do not become more
-        return torch.empty(size, dtype=torch.uint8, device=place)
+        return self.buffers.take(size, torch.device("cpu") if self._backend == "gloo" else device)
 
     @property
     def takes_pieces(self) -> bool:
         return self._backend == "gloo"  # on a GPU a copy costs less than starting a message
+
+    @property
+    def streams(self) -> bool:
+        return False
 
     def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Moving:
         works, number = [], next(self._sent[peer])
@@ -67,7 +66,7 @@ class PointToPoint:
         number = next(self._came[peer])
         if size is not None:
             message = self.buffer(size, device)
-            first, *others = _parts(message, pieces)
+            first, *others = parts(message, pieces)
             works = [self._start("receive", first, peer, 2 * number + 1)]
             works += [self._start("receive", part, peer, 2 * next(self._came[peer]) + 1) for part in others]
             return _Moving(self, works, message, f"{label} from {peer}", cuts=bool(pieces))
@@ -75,13 +74,8 @@ class PointToPoint:
         first = self._start("receive", length, peer, 2 * number)
         return _Moving(self, [first], length, f"{label} from {peer}", more=(peer, number, device))
 
-    def keep(self, message: Tensor) -> None:
-        """Takes a buffer back."""
-        whole = torch.empty(0, dtype=torch.uint8, device=message.device).set_(message.untyped_storage())
-        self._pool.append(whole)
-
     def close(self) -> None:
-        self._pool.clear()
+        self.buffers.clear()
         if self._waiter is not None:
             self._waiter.end()
         if self._backend == "nccl":
@@ -168,7 +162,7 @@ class _Moving:
         return self._message
 
     def release(self) -> None:
-        self._transport.keep(self._message)
+        self._transport.buffers.give_back(self._message)
 
     def _check(self, failure: str | None) -> None:
         if failure is not None:
@@ -183,19 +177,6 @@ def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) ->
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def _parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
-    """What comes after each other: the message without its last bytes, and the pieces."""
-    place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
-    out = [message[:place]]
-    for piece in pieces:
-        if isinstance(piece, int):
-            out.append(message[place : place + piece])
-            place += piece
-        else:
-            out.append(piece)
-    return out
 
 
 def _first_line(error: Exception) -> str:

@@ -170,6 +170,10 @@ class Slots:
     def takes_pieces(self) -> bool:
         return False  # a slot is the way itself: copying into it is the sending
 
+    @property
+    def streams(self) -> bool:
+        return False
+
     def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Announced:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
         slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"

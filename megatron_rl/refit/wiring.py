@@ -16,6 +16,7 @@ from megatron_rl.refit.base import Transport
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.slots import CudaIpc, Disk, SharedMemory, Slots
+from megatron_rl.refit.tcp import Tcp
 from megatron_rl.weights.reshard import Places
 
 
@@ -73,6 +74,8 @@ class Wiring:
             own, number = board.under(kind), self._numbers[here]
             if kind in ("gloo", "nccl"):
                 made = PointToPoint(own, number, len(members), backend=kind, settings=settings)
+            elif kind == "tcp":
+                made = Tcp(own, number, settings)
             else:
                 made = Slots(own, number, _medium(kind, settings))
             self._transports[kind] = made
@@ -91,7 +94,7 @@ class Wiring:
         if self._settings.transport != "auto":
             return self._settings.transport
         if "cpu" in (trainer.device, engine.device):
-            return "shared_memory" if trainer.host == engine.host else "gloo"
+            return "shared_memory" if trainer.host == engine.host else "tcp"
         return "cuda_ipc" if trainer.place == engine.place else "nccl"
 
 

@@ -1,0 +1,255 @@
+"""Messages over TCP between hosts without fast links: out of the weights' own memory, and into it, where they lie in pieces long enough.
+
+gloo sends one block of memory at a time, and what a message joins has to be copied together first. A socket takes a list of blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Refit
+from megatron_rl.refit.base import Deadline, TransportError
+from megatron_rl.refit.board import Board
+from megatron_rl.refit.buffers import Buffers, parts
+
+HELLO = struct.Struct("<16sI")  # what a sender says first: the receiver's secret, its own number
+LENGTH = struct.Struct("<Q")  # of the message that follows, without its pieces
+HELLO_S = 5.0  # a stranger may take so long to say nothing
+AT_ONCE = 256  # blocks in one call
+ENOUGH = 1 << 20  # bytes with which the sending thread is set to work
+
+
+class Tcp:
+    """A connection per pair and direction, opened with its first message and worked by a thread of its own.
+
+    A receiver listens on the interface that leads to the board, and puts its address and a secret there. Peers are numbers.
+    """
+
+    takes_pieces = streams = True
+
+    def __init__(self, board: Board, rank: int, settings: Refit) -> None:
+        """Raises TransportError when the board is gone."""
+        self._board, self._rank, self._timeout_s = board, rank, settings.message_timeout_s
+        self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
+        self._change = threading.Lock()
+        self._secret = secrets.token_bytes(16)
+        host, family = board.way()
+        self._listener = socket.create_server((host, 0), family=family)
+        board.put(str(rank), [host, self._listener.getsockname()[1], self._secret.hex()])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def buffer(self, size: int, device: torch.device) -> Tensor:
+        return self._buffers.take(size, torch.device("cpu"))
+
+    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Moving:
+        lane, done, size = self._lane("to", peer), _Done(message), 0
+        blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
+        for piece in pieces:
+            blocks.append(_memory(piece))
+            size += len(piece)
+            if size >= ENOUGH:
+                lane.start(_Sending(blocks))
+                blocks, size = [], 0
+        lane.start(_Sending(blocks), done)
+        return _Moving(lane, done, f"{label} to {peer}", self._buffers)
+
+    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Moving:
+        lane, done = self._lane("from", peer), _Done(None if size is None else self.buffer(size, device))
+        lane.start(_Receiving(done, pieces, self._buffers), done)
+        return _Moving(lane, done, f"{label} from {peer}", self._buffers)
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            lanes = [*self._lanes.values()]
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # what waits in accept wakes
+        self._listener.close()
+        for lane in lanes:
+            lane.end()
+
+    def _lane(self, way: str, peer: int) -> _Lane:
+        with self._change:
+            if self._closed:
+                raise TransportError(f"no messages {way} {peer} any more: closed")
+            if (way, peer) not in self._lanes:
+                self._lanes[way, peer] = _Lane((lambda lane: self._connect(lane, peer)) if way == "to" else _Lane.given)
+            return self._lanes[way, peer]
+
+    def _connect(self, lane: _Lane, peer: int) -> socket.socket:
+        if not self._board.has(str(peer), self._timeout_s):
+            raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
+        host, port, secret = self._board.peek(str(peer))
+        made = socket.create_connection((host, port), timeout=self._timeout_s)
+        made.settimeout(None)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.sendall(HELLO.pack(bytes.fromhex(secret), self._rank))
+        return made
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                made, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._greet, args=(made,), daemon=True).start()
+
+    def _greet(self, made: socket.socket) -> None:
+        try:
+            made.settimeout(HELLO_S)
+            secret, peer = HELLO.unpack(made.recv(HELLO.size, socket.MSG_WAITALL))
+            if not secrets.compare_digest(secret, self._secret):
+                raise TransportError("a stranger")
+            made.settimeout(None)
+            self._lane("from", peer).give(made)
+        except (OSError, struct.error, TransportError):
+            made.close()
+
+
+class _Lane:
+    """Messages of one direction between two peers, one after the other. After a failure there are no more of them."""
+
+    def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
+        self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
+        self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _Done | None] | None]()
+        self._socket: socket.socket | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def give(self, made: socket.socket) -> None:
+        """The connection of a lane that others open."""
+        if self._ended:
+            made.close()
+        else:
+            self._given.put(made)
+
+    def given(self) -> socket.socket:
+        made = self._given.get()
+        if made is None:
+            raise TransportError("closed")
+        return made
+
+    def start(self, task: _Sending | _Receiving, done: _Done | None = None) -> None:
+        """`done` is told when the task is over."""
+        if not self._ended:
+            self._tasks.put((task, done))
+        elif done is not None:
+            done.tell("it was given up before")
+
+    def end(self) -> None:
+        """No message's memory is read or written after this."""
+        self._ended = True  # a thread that has no connection yet looks at it before it touches any
+        self._given.put(None)
+        self._tasks.put(None)
+        self._shut()
+        if self._socket is not None:
+            self._thread.join()
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _work(self) -> None:
+        failure = None
+        while (item := self._tasks.get()) is not None:
+            task, done = item
+            try:
+                if failure is None:
+                    self._socket = self._socket or self._open(self)
+                    if self._ended:
+                        raise TransportError("given up")
+                    task.run(self._socket)
+            except (OSError, RuntimeError) as error:  # also of torch: no memory
+                failure = str(error)
+                self._shut()  # the other side hears of it
+            if done is not None:
+                done.tell(failure)
+        if self._socket is not None:
+            self._shut()
+            self._socket.close()
+
+
+class _Done:
+    """What a task came to: a message, or a failure."""
+
+    def __init__(self, message: Tensor | None) -> None:
+        self.message, self.failure, self.event = message, None, threading.Event()
+
+    def tell(self, failure: str | None) -> None:
+        self.failure = failure
+        self.event.set()
+
+
+class _Sending:
+    def __init__(self, blocks: Sequence[memoryview]) -> None:
+        self._blocks = blocks
+
+    def run(self, to: socket.socket) -> None:
+        left = deque(self._blocks)
+        while left:
+            sent = to.sendmsg([*itertools.islice(left, AT_ONCE)])
+            while left and sent >= len(left[0]):
+                sent -= len(left.popleft())
+            if sent:
+                left[0] = left[0][sent:]
+
+
+class _Receiving:
+    def __init__(self, done: _Done, pieces: Sequence[Tensor | int], buffers: Buffers) -> None:
+        self._done, self._pieces, self._buffers = done, pieces, buffers
+
+    def run(self, of: socket.socket) -> None:
+        head = bytearray(LENGTH.size)
+        _fill(of, memoryview(head))
+        (length,) = LENGTH.unpack(head)
+        if self._done.message is None:
+            self._done.message = self._buffers.take(length, torch.device("cpu"))
+        first, *others = parts(self._done.message, self._pieces)
+        if len(first) != length:
+            raise TransportError(f"{length} bytes came where {len(first)} were awaited")
+        for part in (first, *others):
+            _fill(of, _memory(part))
+
+
+class _Moving:
+    """Implements base.Handle."""
+
+    def __init__(self, lane: _Lane, done: _Done, what: str, buffers: Buffers) -> None:
+        self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        late = deadline.until(self._done.event.wait)
+        if late or self._done.failure:
+            self._lane.end()
+            raise TransportError(f"{self._what}: {late or self._done.failure}")
+        assert self._done.message is not None
+        return self._done.message
+
+    def release(self) -> None:
+        assert self._done.message is not None
+        self._buffers.give_back(self._done.message)
+
+
+def _memory(block: Tensor) -> memoryview:
+    return memoryview(block.numpy())
+
+
+def _fill(of: socket.socket, memory: memoryview) -> None:
+    while memory:
+        came = of.recv_into(memory, 0, socket.MSG_WAITALL)
+        if not came:
+            raise TransportError("the other side has closed the connection")
+        memory = memory[came:]
