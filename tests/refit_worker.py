@@ -106,8 +106,11 @@ class Spoiled(Tensors):
     def write(self, name, part, values) -> None:
         super().write(name, part, values + 1 if name == self._name else values)
 
-    def memory(self, name, part) -> torch.Tensor | None:
-        return None if name == self._name else super().memory(name, part)
+    def words(self, name, part, dtype) -> Any:
+        return None if name == self._name else super().words(name, part, dtype)
+
+    def memory(self, name, part, dtype) -> torch.Tensor | None:
+        return None if name == self._name else super().memory(name, part, dtype)
 
 
 class Counting(Tensors):
@@ -131,9 +134,9 @@ class Doomed(Tensors):
         self._strike()
         super().write(name, part, values)
 
-    def memory(self, name, part) -> torch.Tensor | None:
+    def memory(self, name, part, dtype) -> torch.Tensor | None:
         self._strike()
-        return super().memory(name, part)
+        return super().memory(name, part, dtype)
 
     def _strike(self) -> None:
         if self._engine.refits == self._refit:

@@ -53,11 +53,11 @@ class Parameters(Readable, Protocol):
 
 
 @runtime_checkable
-class Reachable(Parameters, Protocol):
-    """Parameters whose own memory a transport may write into, in place of `write`."""
+class Reachable(Protocol):
+    """Parameters whose own memory a transport may read, or write into in place of `write`."""
 
-    def memory(self, name: str, part: Part) -> Tensor | None:
-        """[rows, columns] as they lie, contiguous; None where they do not lie so."""
+    def memory(self, name: str, part: Part, dtype: torch.dtype) -> Tensor | None:
+        """The part as it lies, uint8 [bytes]; None where it is not in one piece, on a CPU and of this dtype."""
         ...
 
 
@@ -68,6 +68,7 @@ class Tensors:
         self._tensors = {name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None] for name, t in tensors.items()}
         self._words = {name: words(t) for name, t in self._tensors.items()}
         self._cut: dict[tuple[str, Part, torch.dtype], np.ndarray | None] = {}  # every refit asks for the same parts
+        self._whole: dict[tuple[str, Part, torch.dtype], Tensor | None] = {}
 
     def read(self, name: str, part: Part) -> Tensor:
         return self._tensors[name][part.row : part.row + part.rows, part.column : part.column + part.columns]
@@ -80,9 +81,13 @@ class Tensors:
         else:
             self.read(name, part).copy_(values)
 
-    def memory(self, name: str, part: Part) -> Tensor | None:
-        found = self.read(name, part)
-        return found if found.is_contiguous() else None
+    def memory(self, name: str, part: Part, dtype: torch.dtype) -> Tensor | None:
+        key = name, part, dtype
+        if key not in self._whole:
+            found = self.read(name, part)
+            lies = found.is_contiguous() and found.dtype == dtype and found.device.type == "cpu"
+            self._whole[key] = found.view(-1).view(torch.uint8) if lies else None
+        return self._whole[key]
 
     def words(self, name: str, part: Part, dtype: torch.dtype) -> np.ndarray | None:
         """The part's own memory as 64-bit words, [rows, words]; None where it is no such thing, or of another dtype."""

@@ -121,7 +121,7 @@ class Exchange:
         self, plan: Plan, end: End, route: Route, *, dtype: torch.dtype, pulse: Callable[[int], Any] = lambda destination: None
     ) -> None:  # fmt: skip
         self._end, self._route, self._dtype, self._pulse = end, route, dtype, pulse
-        self._reachable = end.targets if isinstance(end.targets, Reachable) else None
+        self._lying, self._landing = (end if isinstance(end, Reachable) else None for end in (end.sources, end.targets))
         width, sent = dtype.itemsize, [*enumerate(plan.buckets)]
         local = [(n, b) for n, b in enumerate(plan.local, len(plan.buckets))]
         inside = [(n, b) for n, b in local if b.source == end.source and b.destination == end.destination]
@@ -190,8 +190,14 @@ class Exchange:
         """Within this process."""
         sources, targets = self._end.sources, self._end.targets
         assert sources is not None and targets is not None
+        quick = isinstance(sources, Tensors) and isinstance(targets, Tensors)
         for move in message.moves:
-            targets.write(move.destination_name, move.destination, sources.read(move.source_name, move.source).to(self._dtype))
+            target = targets.words(move.destination_name, move.destination, self._dtype) if quick else None
+            source = sources.words(move.source_name, move.source, self._dtype) if quick else None
+            if target is not None and source is not None:
+                target[...] = source
+            else:
+                targets.write(move.destination_name, move.destination, sources.read(move.source_name, move.source).to(self._dtype))
         out.local += message.bucket.elements * self._dtype.itemsize
         checked = _checked(message, order)
         out.checked += len(checked)
@@ -258,7 +264,7 @@ class Exchange:
         joined, alone = message.split(transport.takes_pieces and told, self._dtype.itemsize)
         pieces, loose = [], list[_Run]()
         for run in alone:
-            memory = self._bytes(self._reachable.memory(run.name, run.part)) if self._reachable else None
+            memory = self._landing.memory(run.name, run.part, self._dtype) if self._landing else None
             pieces.append(run.part.elements * self._dtype.itemsize if memory is None else memory)
             loose += [run] if memory is None else []
         size = _elements(joined + loose) * self._dtype.itemsize + CHECK * len(checked)
@@ -314,22 +320,15 @@ class Exchange:
 
     def _pieces(self, runs: Sequence[_Run], buffer: Tensor, streams: bool) -> Iterator[Tensor]:
         """Of each run the bytes, where they lie or packed into the buffer, when their turn comes."""
-        assert self._end.sources is not None
         for run in runs:
             size, found = run.part.elements * self._dtype.itemsize, list[Tensor | None]()
-            if len(run.moves) == 1 or (streams and size >= PART * len(run.moves)):
-                found = [self._bytes(self._end.sources.read(*place)) for place in run.sources]
+            if self._lying is not None and (len(run.moves) == 1 or (streams and size >= PART * len(run.moves))):
+                found = [self._lying.memory(*place, self._dtype) for place in run.sources]
             lying = [piece for piece in found if piece is not None]
             if len(lying) < len(run.moves):
                 lying, buffer = [buffer[:size]], buffer[size:]
                 self._pack([run], lying[0])
             yield from lying
-
-    def _bytes(self, memory: Tensor | None) -> Tensor | None:
-        """Memory as bytes, if it can be sent from and received into as it is."""
-        if memory is None or memory.dtype != self._dtype or memory.device.type != "cpu" or not memory.is_contiguous():
-            return None
-        return memory.view(-1).view(torch.uint8)
 
     def _pack(self, runs: Sequence[_Run], buffer: Tensor) -> Tensor:
         """The values one after the other, in place in `buffer`, as integers of their width."""

@@ -57,7 +57,7 @@ class Tcp:
         blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
         for piece in pieces:
             blocks.append(_memory(piece))
-            size += len(piece)
+            size += len(blocks[-1])
             if size >= ENOUGH:
                 lane.start(_Sending(blocks))
                 blocks, size = [], 0
