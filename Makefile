@@ -59,11 +59,12 @@ demo: setup ## co-train a generator and a verifier (Tango) on the last-letter ta
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --out runs/demo
 
 demo-vllm: setup engines ## some updates of the demo with two real vLLM servers
-	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm --out runs/demo_vllm
+	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine vllm \
+		--python $(VLLM)/bin/python --out runs/demo_vllm
 
 demo-sglang: setup engines-sglang ## the same with two real SGLang servers on STUBBED kernels: no measure of its speed
 	$(PY) examples/last_letter/run.py --regime a --arm tango --seed $(SEED) --updates 6 --warmup 2 --engine sglang \
-		--out runs/demo_sglang_stubbed_kernels
+		--python $(SGLANG)/bin/python --out runs/demo_sglang_stubbed_kernels
 
 demo-seeds: setup ## the demo on three seeds, and its bars
 	$(PY) examples/last_letter/compare.py --regime a --arms tango --seeds $(SEEDS) --out runs/demo_seeds --check

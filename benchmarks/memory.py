@@ -2,7 +2,7 @@
 
 Plain: logits of all tokens, log_softmax, the labels' entries, backward. Both start from the same hidden states and output weights in
 float32, each in a process of its own; what counts is the most anonymous memory beyond what stood before. The plain way holds several
-times tokens x vocabulary x 4 bytes: 15 GB with the defaults.
+times tokens x vocabulary x 4 bytes: 15 GB with the defaults, which take some 4 minutes.
 
 Then a model of the size `--hidden` and `--layers` asleep and awake: seconds of `sleep` and `wake`, and the bytes of gradients that sleep
 frees. Without a GPU the optimizer's moments are in host memory anyway.
@@ -14,11 +14,15 @@ import argparse
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import common
 import torch
 import torch.distributed as dist
+from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.config import Layout as OneRank
@@ -28,6 +32,7 @@ from megatron_rl.megatron.policy import MegatronPolicy
 
 BARS = {"plain_over_chunked": 8.0}
 HIDDEN = 256
+T = TypeVar("T")
 
 
 def peak_mib(way: str, tokens: int, vocab: int) -> float:
@@ -66,6 +71,12 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
     return figures | {"sleep/freed_mib": (held - asleep) / 2**20}
 
 
+def alone(function: Callable[..., T], *args: object) -> T:
+    """What it gives in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -75,12 +86,10 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     figures = {}
-    for way in ("chunked", "plain"):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            figures[f"{way}/peak_mib"] = pool.apply(peak_mib, (way, args.tokens, args.vocab))
+    for way in track(("chunked", "plain"), description="log-probs"):
+        figures[f"{way}/peak_mib"] = alone(peak_mib, way, args.tokens, args.vocab)
     figures["plain_over_chunked"] = figures["plain/peak_mib"] / figures["chunked/peak_mib"]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        figures |= pool.apply(sleeping, (args.hidden, args.layers))
+    figures |= alone(sleeping, args.hidden, args.layers)
     common.finish(figures, BARS, args)
 
 

@@ -220,6 +220,21 @@ class Scenario:
 
         self.world.from_driver(back)
 
+    def weights_that_are_no_numbers(self, version: int) -> None:
+        """After this no server answers anything of use."""
+        for tensor in self.policy.shards().values():
+            tensor.detach().fill_(torch.nan)
+        self.refit(version)
+
+        def ask() -> None:
+            assert self.pool is not None
+            try:
+                self.pool.generate(prompts(self.vocab), Sampling(max_tokens=10, n=2))
+            except RuntimeError as error:
+                self.found["no_numbers"] = f"{type(error).__name__}: {error}"
+
+        self.world.from_driver(ask)
+
     def ask(self, name: str, question) -> None:
         def answer() -> None:
             assert self.pool is not None
@@ -257,7 +272,8 @@ def main() -> None:
             scenario.refit_while_requests_run(mode, version)
         scenario.killed_in_the_middle()
         scenario.back_with_old_weights()
-        scenario.found["refits"] = driver.refits
+        scenario.found["refits"] = [*driver.refits]
+        scenario.weights_that_are_no_numbers(5)
         answer.write_text(json.dumps(scenario.found))
 
 

@@ -158,5 +158,11 @@ def _words(process) -> list[str]:
         return []
 
 
+def test_weights_that_are_no_numbers_are_named_as_what_may_be_wrong(found):
+    assert found["no_numbers"].startswith(
+        "EngineError: a request failed 3 times: vLLM sent log-probs that are not numbers: are the weights?"
+    )
+
+
 def test_refits_are_measured(found):
     assert all(json.dumps(row) and row["refit/seconds"] > 0 and row["refit/checked_slices"] > 0 for row in found["refits"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,11 +28,8 @@ HERE = Path(__file__).parent
 ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
 SFT_SEED = 1
 POOL = 512  # sampled solutions the verifier's SFT judges
-ENGINES = {
-    "embedded": [],
-    "vllm": ["engine.kind=vllm", "engine.python=.venv-vllm/bin/python"],
-    "sglang": ["engine.kind=sglang", "engine.python=.venv-sglang/bin/python", "engine.kv_cache_gib=0.25"],
-}
+ENGINES = {"embedded": [], "vllm": ["engine.kind=vllm"], "sglang": ["engine.kind=sglang", "engine.kv_cache_gib=0.25"]}
+MADE_BY = {"vllm": "make engines", "sglang": "make engines-sglang"}
 HEADS = {"embedded": 4, "vllm": 2, "sglang": 2}  # vLLM's attention on a CPU wants heads of 32 at least
 STUBBED = "engine: SGLang's real server on STUBBED kernels, torch's operations in their place; this says nothing about its speed"
 console = Console(soft_wrap=True)
@@ -107,6 +105,8 @@ def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
         f"roles.generator.optimizer.lr={regime.generator_lr}",
         f"evaluation.every={options.evaluate_every}", *ENGINES[options.engine],
     ]  # fmt: skip
+    if options.engine != "embedded":
+        settings += [f"engine.python={options.python}"]
     if options.arm == "grpo":
         stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
         return
@@ -176,7 +176,11 @@ def main() -> None:
         "--engine", choices=ENGINES, default="embedded", help="vllm: two real servers (make engines); sglang: two on stubbed kernels"
     )
     parser.add_argument("--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)")
+    parser.add_argument("--python", help="that servers run in (default: .venv-vllm/bin/python or .venv-sglang/bin/python)")
     options = parser.parse_args()
+    options.python = options.python or f".venv-{options.engine}/bin/python"
+    if options.engine != "embedded" and shutil.which(options.python) is None:
+        parser.error(f"--python {options.python}: there is no such program; `{MADE_BY[options.engine]}` makes it")
     heads = HEADS[options.engine]
     if options.engine == "sglang":
         console.print(STUBBED)

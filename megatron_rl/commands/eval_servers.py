@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from megatron_rl.commands.serve import has_gpu
 from megatron_rl.commands.servers import ENGINES, TOKEN, About, command, connect
 from megatron_rl.config import ConfigError, EvalConfig, Model, Servers
 from megatron_rl.engines.direct import DirectEngine
-from megatron_rl.engines.launch import ServerProcess, free_port, make_token
+from megatron_rl.engines.launch import ServerProcess, free_port, interpreter, make_token
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
 from megatron_rl.weights import hf
@@ -71,9 +69,7 @@ class _Starter:
 
     def start(self, name: str, number: int, client: Callable[[Listing], Server], model: Path, dtype: str) -> Server:
         """Waits until it answers. Raises ConfigError, StartError."""
-        settings, python = self.settings, self.settings.python or sys.executable
-        if shutil.which(python) is None:
-            raise ConfigError(f"engine.python = {python}: there is no such program; `make engines` makes .venv-vllm/bin/python")
+        settings, python = self.settings, interpreter(self.settings)
         gpus = settings.gpus[number * settings.tp : (number + 1) * settings.tp]
         environment = {**self.environment, **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})}
         port = free_port(settings.host)

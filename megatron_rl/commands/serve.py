@@ -19,7 +19,7 @@ from megatron_rl.cluster.slices import over
 from megatron_rl.commands.launch import run_directory
 from megatron_rl.commands.servers import ENGINES, TOKEN, command, connect
 from megatron_rl.config import ConfigError, Embedded, Servers, TrainConfig
-from megatron_rl.engines.launch import Command, ServerProcess, StartError, free_port, make_token
+from megatron_rl.engines.launch import Command, ServerProcess, StartError, free_port, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 
 POLL_S = 0.5
@@ -37,10 +37,7 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
     if not 0 <= replica < settings.replicas:
         raise ConfigError(f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}")
     settings = replace(settings, host=own_address(settings.host))
-    python = settings.python or sys.executable
-    if shutil.which(python) is None:
-        raise ConfigError(f"engine.python = {python}: there is no such program; `make engines` makes .venv-vllm/bin/python")
-    server = _Serving(config, settings, role, replica, python, environment)
+    server = _Serving(config, settings, role, replica, interpreter(settings), environment)
     stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
     for start in range(settings.restarts + 1):
         if start:

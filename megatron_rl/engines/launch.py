@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.config import ConfigError
+from megatron_rl.config import ConfigError, Sglang, Vllm
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
@@ -37,6 +39,15 @@ class StartError(EngineError):
 class Command:
     words: list[str]
     environment: Mapping[str, str]  # beside the inherited one
+
+
+def interpreter(settings: Vllm | Sglang) -> str:
+    """The Python that servers run in. Raises ConfigError when there is no such program."""
+    python, kind = settings.python or sys.executable, settings.kind
+    if shutil.which(python) is None:
+        target = {"vllm": "engines", "sglang": "engines-sglang"}[kind]
+        raise ConfigError(f"engine.python = {python}: there is no such program; `make {target}` makes .venv-{kind}/bin/python")
+    return python
 
 
 class ServerProcess:
