@@ -69,9 +69,9 @@ def another_model(server: SglangServer) -> dict[str, Any]:
     """A board whose trainer has a model of other sizes."""
     sizes = Sizes(family="qwen2", num_layers=4, hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=256, vocab=97, tied=False)
     topology = Topology(sizes=sizes, trainer=TrainerLayout(), engines=EngineLayout(tp=2), dtype="float32")
-    board, port = Board.host("127.0.0.1")
+    board, address = Board.host("127.0.0.1")
     board.put("setup", {"topology": topology.to_json(), "settings": asdict(Refit())})
-    return outcome(server.join, "127.0.0.1", port, 0)
+    return outcome(server.join, *address, 0)
 
 
 def listeners(port: str) -> list[str]:

@@ -28,7 +28,7 @@ from megatron_rl.engines.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 
 ROLE, TOKEN, LOOK_S = "generator", "5ecret" * 8, 0.02
-ADDRESS = ("127.0.0.1", 1)  # of a refit board that no fake speaks to
+ADDRESS = ("127.0.0.1", 1, "s3")
 
 
 def until(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> None:

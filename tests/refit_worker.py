@@ -20,7 +20,7 @@ from numbered import numbered
 from megatron_rl.config import Refit
 from megatron_rl.refit import exchange
 from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
-from megatron_rl.refit.board import Board
+from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.refit.exchange import End, Outcome
 from megatron_rl.refit.point_to_point import PointToPoint
@@ -270,7 +270,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
 def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
     """This rank of two, a board of both, and what is between them."""
     rank = int(os.environ["RANK"])
-    board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0))
+    board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0), b"a secret")
     if kind == "tcp":
         return rank, board, Tcp(board.under("tcp"), rank, Refit())
     return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=Refit())
@@ -287,14 +287,14 @@ def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
     exchange.LONG = case.get("long") or exchange.LONG
     wait_for(out.parent, ["board.json"])
-    host, port = json.loads((out.parent / "board.json").read_text())
+    address = Address(*json.loads((out.parent / "board.json").read_text()))
     topology = Topology.from_json(case["topology"])
     engine = Engine(topology, rank)
     naps = case.get("naps", {}).get(out.stem)  # stops itself between refits, after this version
     doom = case.get("doom", {}).get(out.stem)
     if doom:
         engine.targets = Doomed(engine.tensors, engine, *doom)
-    side = EngineSide(Board.join(host, port), rank, engine, torch.device("cpu"))
+    side = EngineSide(Board.join(address), rank, engine, torch.device("cpu"))
     (out.parent / f"joined_{out.stem}").touch()
     with out.open("a") as file:
         while True:

@@ -168,7 +168,11 @@ def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
     fake = fleet.start()
     pool = fleet.serving(replicas=1)
     fake.token = "another" * 5
-    for ask in (lambda: pool.generate(PROMPTS[:1], SAMPLING), lambda: fleet.refit(2), lambda: pool.begin_refit(2, ("there", 2), wait_s=1)):
+    for ask in (
+        lambda: pool.generate(PROMPTS[:1], SAMPLING),
+        lambda: fleet.refit(2),
+        lambda: pool.begin_refit(2, ("there", 2, "s"), wait_s=1),
+    ):
         with pytest.raises(ConfigError, match="refuses the job's token") as info:
             ask()
         assert TOKEN not in str(info.value) and fake.token not in str(info.value)

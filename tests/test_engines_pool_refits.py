@@ -56,11 +56,13 @@ def test_a_refit_goes_through_its_steps_in_order(fleet: Fleet):
     assert first == [
         JOIN, PAUSE, "/start_weight_update", UPDATE, "/finish_weight_update", "/reset_prefix_cache", "/weight_info", "/resume",
     ]  # fmt: skip
-    assert fake.joined == {"host": "127.0.0.1", "port": 1, "replica": 0} and fake.version == "4"
+    assert fake.joined == {"host": "127.0.0.1", "port": 1, "secret": "s3", "replica": 0} and fake.version == "4"
     fleet.refit(5)
     assert fake.count(JOIN) == 1, "it has its seat"
-    pool.begin_refit(6, ("127.0.0.1", 2), wait_s=3.0)
-    assert pool.end_refit() == 1 and fake.joined == {"host": "127.0.0.1", "port": 2, "replica": 0}, "another trainer, another board"
+    pool.begin_refit(6, ("127.0.0.1", 2, "s3"), wait_s=3.0)
+    assert pool.end_refit() == 1 and fake.joined == {"host": "127.0.0.1", "port": 2, "secret": "s3", "replica": 0}, (
+        "another trainer, another board"
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -180,7 +182,7 @@ def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
             assert self.go.wait(30)
             return [Completion(tokens=[1], logprobs=[0.0], stop=Stop.EOS)] * sampling.n
 
-        def join(self, host, port, replica) -> None: ...
+        def join(self, host, port, secret, replica) -> None: ...
 
         def pause(self) -> None: ...
 

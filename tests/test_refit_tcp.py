@@ -13,7 +13,7 @@ from megatron_rl.config import Refit
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.slots import Slots
-from megatron_rl.refit.tcp import HELLO, LENGTH, Tcp
+from megatron_rl.refit.tcp import HELLO, LENGTH, Tcp, hello
 from megatron_rl.refit.wiring import Seat, Seating, Wiring
 
 CPU = torch.device("cpu")
@@ -81,17 +81,17 @@ def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
 
 
 def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
-    """Of those that say nothing, too little, or something else; the peer's get through beside them."""
+    """Of those that say nothing, too little, something else, or what another peer said; the peer's get through beside them."""
     a, b, board = ends
-    host, port, _ = board.under("tcp").peek("1")
-    strangers = [socket.create_connection((host, port)) for _ in range(3)]
-    strangers[1].sendall(b"GET /")
-    strangers[2].sendall(HELLO.pack(bytes(16), 0) + LENGTH.pack(4) + b"evil")
+    host, port, challenge = board.under("tcp").peek("1")
+    another = HELLO.pack(HELLO.unpack(hello(board, challenge, 3))[0], 0)
+    said = [b"", b"GET /", HELLO.pack(bytes(32), 0), another, hello(Board(None, b"guessed"), challenge, 0)]
     with contextlib.ExitStack() as stack:
-        for stranger in strangers:
-            stack.enter_context(stranger)
-        with contextlib.suppress(ConnectionResetError):  # also an answer
-            assert strangers[2].recv(1) == b""
+        strangers = [stack.enter_context(socket.create_connection((host, port))) for _ in said]
+        for stranger, words in zip(strangers, said, strict=True):
+            stranger.sendall(words)
+        for stranger in strangers[2:]:
+            assert stranger.recv(1) == b""
         coming = b.receive(0, "a bucket", 4, CPU)
         a.send(1, "a bucket", numbers(4), told=True)
         assert torch.equal(coming.wait(soon()), numbers(4))
@@ -133,11 +133,11 @@ def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
 def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
     """Nor what comes half before that."""
     a, b, board = ends
-    host, port, secret = board.under("tcp").peek("1")
+    host, port, challenge = board.under("tcp").peek("1")
     target = torch.zeros(2000, dtype=torch.uint8)
     with socket.create_connection((host, port)) as half:
         coming = b.receive(0, "a bucket", 4, CPU, pieces=[target])
-        half.sendall(HELLO.pack(bytes.fromhex(secret), 0) + LENGTH.pack(4) + bytes([1]) * 1004)
+        half.sendall(hello(board, challenge, 0) + LENGTH.pack(4) + bytes([1]) * 1004)
         with pytest.raises(TransportError, match="a bucket from 0: no answer within 0.2 s"):
             coming.wait(Deadline.start(10.0, 0.2))
         before = target.clone()
@@ -151,3 +151,55 @@ def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
     a, _, _ = ends
     with pytest.raises(TransportError, match="a bucket to 7: it did not come within 2 s"):
         a.send(7, "a bucket", numbers(4), told=True).wait(soon())
+
+
+def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
+    """Also a connection that nobody received from; its sender hears of the end."""
+    _, b, board = ends
+    host, port, challenge = board.under("tcp").peek("1")
+    with socket.create_connection((host, port)) as sender:
+        sender.settimeout(10.0)
+        sender.sendall(hello(board, challenge, 0))
+        end = time.monotonic() + 10
+        while not b._lanes:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        b.close()
+        assert sender.recv(1) == b""
+
+
+def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(ends):
+    a, b, _ = ends
+    target = torch.zeros(1000, dtype=torch.uint8)
+    first = b.receive(0, "a bucket", 4, CPU)
+    a.send(1, "a bucket", numbers(4), told=True)
+    first.wait(soon())
+    coming = b.receive(0, "another", 4, CPU, pieces=[target])
+
+    def gone() -> bool:
+        raise TransportError("the refit board is gone")
+
+    with pytest.raises(TransportError, match="the refit board is gone"):
+        coming.wait(Deadline.start(10.0, 10.0, gone))
+    a.send(1, "another", numbers(4), told=True, pieces=[numbers(1000, 1)])
+    time.sleep(0.2)
+    assert not target.any()
+
+
+def test_refit_boards_refuse_what_others_write():
+    board, address = Board.host("127.0.0.1")
+    board.put("setup", {"a": 1})
+    assert Board.join(address).get("setup", 1.0) == {"a": 1}
+    stranger = Board.join(address._replace(secret="00"))
+    stranger.put("next", 7)
+    for reader, key in ((board, "next"), (stranger, "setup")):
+        with pytest.raises(TransportError, match=f"'{key}' on the refit board is not of this run"):
+            reader.get(key, 5.0)
+    board.put("next", 1)
+    assert board.get("next", 5.0) == 1
+    stranger._store.set("number", stranger._store.get("next"))  # a value that was signed under another name
+    with pytest.raises(TransportError, match="not of this run"):
+        board.get("number", 5.0)
+    stranger._store.set("short", "1")
+    with pytest.raises(TransportError, match="not of this run"):
+        board.get("short", 5.0)

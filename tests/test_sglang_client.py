@@ -154,7 +154,7 @@ def test_prompts_that_sglang_would_die_of_are_not_sent(stub):
 def test_a_refit_stands_in_a_session_and_empties_the_cache(stub):
     one = stub(model_info=[{"weight_version": "4"}], flush_cache=[(400, "requests are running"), "Cache flushed."])
     server = one.client(pause="keep")
-    server.join("10.0.0.1", 77, 1)
+    server.join("10.0.0.1", 77, "s3", 1)
     server.pause()
     server.update(4, 2.0)
     server.resume()
@@ -164,7 +164,7 @@ def test_a_refit_stands_in_a_session_and_empties_the_cache(stub):
     assert one.bodies("/pause_generation") == [{"mode": "retract"}]
     join, update = one.bodies("/update_weights_from_tensor")
     orders = [pickle.loads(base64.b64decode(body["serialized_named_tensors"][rank])) for body in (join, update) for rank in (0, 1)]
-    assert orders[0] == orders[1] == {"verb": "join", "host": "10.0.0.1", "port": 77, "replica": 1}
+    assert orders[0] == orders[1] == {"verb": "join", "host": "10.0.0.1", "port": 77, "secret": "s3", "replica": 1}
     assert orders[2] == orders[3] == {"verb": "take part", "version": 4, "wait_s": 2.0}
     assert "weight_version" not in join and update["weight_version"] == "4" and not update["flush_cache"]
 
@@ -174,7 +174,7 @@ def test_a_refused_update_closes_its_session_and_an_open_one_is_ended_first(stub
         update_weights_from_tensor=[(400, {"message": "rank 1: it does not fit"})], begin_weight_update=[(400, {"message": OPEN}), {}]
     )
     with pytest.raises(RequestRefused, match="rank 1: it does not fit"):
-        one.client().join("10.0.0.1", 77, 0)
+        one.client().join("10.0.0.1", 77, "s3", 0)
     begin, end = "/begin_weight_update", "/end_weight_update"
     assert [p for p in one.paths() if p != "/server_info"] == [begin, end, begin, "/update_weights_from_tensor", end]
 

@@ -90,7 +90,8 @@ def _embedded(
         )  # fmt: skip
         engines[name] = SpreadEngine(world, name, own)
         layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
-        side = TrainerSide(_topology(policy, layout, model.dtype), config.refit, policy.shards(), group=policy.groups.control, endpoint=own)
+        topology, group = _topology(policy, layout, model.dtype), policy.groups.control
+        side = TrainerSide(topology, config.refit, policy.shards(), group=group, endpoint=own, host=driver.address)
         stack.callback(side.close)
         refits[name] = functools.partial(_refit_here, side, name, driver)
     return Fleet(engines, refits)

@@ -26,7 +26,7 @@ LOOK_S = 0.5  # between looks at the roster, and at what a wait is for
 FIRST_SAY_S, SAY_S = 5.0, 30.0  # until the first line that says that the run waits, and between the others
 AGAIN_S = 30.0  # from a refit that a server failed to the next one for it alone
 _log = logging.getLogger(__name__)
-Address = tuple[str, int]
+Address = tuple[str, int, str]  # of a refit board: host, port, and the secret that signs there
 Finished = tuple[int, dict[int, Completion]]  # of the prompt with this index, completions by sample index
 
 

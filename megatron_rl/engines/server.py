@@ -46,8 +46,8 @@ class Server(Protocol):
         """`sampling.n` completions, each with its `versions`; one that a refit cut short has Stop.ABORTED."""
         ...
 
-    def join(self, host: str, port: int, replica: int) -> None:
-        """Takes a seat at the trainer's refit board."""
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        """Takes a seat at the trainer's refit board. `secret`: what signs there."""
         ...
 
     def pause(self) -> None:

@@ -111,8 +111,8 @@ class SglangServer:
             raise ServerLost(f"{self.url} sent {len(answers)} completions, not {n}")
         return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
 
-    def join(self, host: str, port: int, replica: int) -> None:
-        order = {"verb": "join", "host": host, "port": port, "replica": replica}
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
         self._in_session(order, None, self._refit_timeout_s)
 
     def pause(self) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.refit.base import Tensors
-from megatron_rl.refit.board import Board
+from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.weights.layouts import differences, engine_parameters
 
@@ -117,14 +117,14 @@ class Refits:
 
     def _carry_out(self, updater: Any, order: Any) -> None:
         match order:
-            case {"verb": "join", "host": str(host), "port": int(port), "replica": int(replica)}:
-                self._join(updater, host, port, replica)
+            case {"verb": "join", "host": str(host), "port": int(port), "secret": str(secret), "replica": int(replica)}:
+                self._join(updater, Address(host, port, secret), replica)
             case {"verb": "take part", "version": int(version), "wait_s": float(wait_s)}:
                 self._take_part(version, wait_s)
             case _:
                 raise ValueError("this server takes its weights in refits of megatron_rl alone")
 
-    def _join(self, updater: Any, host: str, port: int, replica: int) -> None:
+    def _join(self, updater: Any, address: Address, replica: int) -> None:
         """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
         if self._side is not None:
             self._side.close()
@@ -132,7 +132,7 @@ class Refits:
         model, tp = updater.get_model(), _tp_size()
         landing = Landing(model)
         rank = replica * tp + updater.tp_rank
-        side = EngineSide(Board.join(host, port), rank, landing, next(model.parameters()).device)
+        side = EngineSide(Board.join(address), rank, landing, next(model.parameters()).device)
         wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
         wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if side.topology.engines.tp != tp:

@@ -126,8 +126,8 @@ class VllmServer:
             out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
         return out
 
-    def join(self, host: str, port: int, replica: int) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": {"host": host, "port": port, "replica": replica}})
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        self._post("/init_weight_transfer_engine", {"init_info": {"host": host, "port": port, "secret": secret, "replica": replica}})
 
     def pause(self) -> None:
         self._post(f"/pause?mode={self._pause}", None, timeout_s=self._refit_timeout_s)

@@ -20,7 +20,7 @@ from megatron_rl.algorithms.authors import fingerprint
 from megatron_rl.config import Strategy
 from megatron_rl.engines.vllm_tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.base import Tensors
-from megatron_rl.refit.board import Board
+from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.weights.layouts import differences, engine_parameters
 
@@ -35,6 +35,7 @@ class Join(WeightTransferInitInfo):
 
     host: str = ""
     port: int = 0
+    secret: str = field(default="", repr=False)
     replica: int = 0
 
 
@@ -112,7 +113,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         landing = Landing(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
-        side = EngineSide(Board.join(init_info.host, init_info.port), rank, landing, self.device)
+        side = EngineSide(Board.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device)
         wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
         wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if wrong:

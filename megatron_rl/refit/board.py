@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import socket
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_rl.refit.base import TransportError
 
+SIGNATURE = 64  # characters before a value
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.02  # between two looks for a key
 
 
-class Board:
-    """JSON values under keys, in a torch TCPStore. Nothing that comes from it is ever executed."""
+class Address(NamedTuple):
+    """What it takes to join a board."""
 
-    def __init__(self, store: Any, prefix: str = "") -> None:
-        self._store, self._prefix = store, prefix
+    host: str
+    port: int
+    secret: str  # hexadecimal
+
+
+class Board:
+    """JSON values under keys, in a torch TCPStore, which anybody may write to who reaches its port.
+
+    What does not carry the secret's signature is refused; nothing that comes from it is ever executed.
+    """
+
+    def __init__(self, store: Any, secret: bytes, prefix: str = "") -> None:
+        self._store, self._secret, self._prefix = store, secret, prefix
 
     @classmethod
-    def host(cls, address: str) -> tuple[Board, int]:
-        """Opens a board here that listens at `address` alone (by itself the store would at every interface) -> (board, its port)."""
+    def host(cls, address: str) -> tuple[Board, Address]:
+        """Opens a board here that listens at `address` alone (by itself the store would at every interface)."""
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(place, family=family, backlog=1024)
         port = listening.getsockname()[1]
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
-        return cls(store), port
+        secret = secrets.token_bytes(32)
+        return cls(store, secret), Address(address, port, secret.hex())
 
     @classmethod
-    def join(cls, address: str, port: int, timeout_s: float = 60) -> Board:
+    def join(cls, address: Address, timeout_s: float = 60) -> Board:
         """Raises TransportError when nobody answers."""
+        host, port, secret = address
         try:
-            return cls(dist.TCPStore(address, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False))
+            store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         except RuntimeError as error:
-            raise TransportError(f"no refit board at {address}:{port}: does the trainer run there? ({_first_line(error)})") from error
+            raise TransportError(f"no refit board at {host}:{port}: does the trainer run there? ({_first_line(error)})") from error
+        return cls(store, bytes.fromhex(secret))
 
     def way(self) -> tuple[str, int]:
         """-> (this host's own address on the way to the board's, its family)."""
@@ -47,7 +64,11 @@ class Board:
             return probe.getsockname()[0], family
 
     def under(self, prefix: str) -> Board:
-        return Board(self._store, f"{self._prefix}{prefix}/")
+        return Board(self._store, self._secret, f"{self._prefix}{prefix}/")
+
+    def sign(self, text: bytes) -> bytes:
+        """[32] that only those who joined can make."""
+        return hmac.digest(self._secret, text, "sha256")
 
     @property
     def store(self) -> Any:
@@ -55,8 +76,9 @@ class Board:
         return dist.PrefixStore(self._prefix, self._store)
 
     def put(self, key: str, value: Any) -> None:
+        name, text = self._prefix + key, json.dumps(value)
         try:
-            self._store.set(self._prefix + key, json.dumps(value))
+            self._store.set(name, self._signature(name, text.encode()) + text)
         except RuntimeError as error:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
@@ -65,9 +87,16 @@ class Board:
         name = self._prefix + key
         try:
             self._store.wait([name], timedelta(seconds=timeout_s))
-            return json.loads(self._store.get(name))
+            found = self._store.get(name)
         except RuntimeError as error:
             raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
+        signature, text = found[:SIGNATURE], found[SIGNATURE:]
+        if not hmac.compare_digest(signature, self._signature(name, text).encode()):
+            raise TransportError(f"{name!r} on the refit board is not of this run: somebody else writes there")
+        return json.loads(text)
+
+    def _signature(self, name: str, text: bytes) -> str:
+        return self.sign(name.encode() + b"\0" + text).hex()
 
     def has(self, key: str, timeout_s: float) -> bool:
         """Whether it is there, or comes in time. Raises TransportError when the board is gone.

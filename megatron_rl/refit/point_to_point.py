@@ -155,19 +155,23 @@ class _Moving:
         self._transport, self._works, self._message, self._what, self._more, self._cuts = transport, works, message, what, more, cuts
 
     def wait(self, deadline: Deadline) -> Tensor:
-        self._check(self._transport.finish(self._works, deadline))
+        self._finish(self._works, deadline)
         if self._more is not None:
             self._message, work = self._transport.rest(self._message, *self._more)
-            self._check(self._transport.finish([work], deadline))
+            self._finish([work], deadline)
         return self._message
 
     def release(self) -> None:
         self._transport.buffers.give_back(self._message)
 
-    def _check(self, failure: str | None) -> None:
-        if failure is not None:
-            if self._cuts:
+    def _finish(self, works: Sequence[Any], deadline: Deadline) -> None:
+        failure = "given up"
+        try:
+            failure = self._transport.finish(works, deadline)
+        finally:  # the board may be gone
+            if failure is not None and self._cuts:
                 self._transport.cut(self._works)
+        if failure is not None:
             raise TransportError(f"{self._what}: {failure}")
 
 

@@ -6,12 +6,14 @@ gloo sends one block of memory at a time, and what a message joins has to be cop
 from __future__ import annotations
 
 import contextlib
+import hmac
 import itertools
 import queue
 import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,12 +21,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import Refit
-from megatron_rl.refit.base import Deadline, TransportError
+from megatron_rl.refit.base import LOOK_S, Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
-HELLO = struct.Struct("<16sI")  # what a sender says first: the receiver's secret, its own number
+HELLO = struct.Struct("<32sI")  # what a sender says first: its number, and before it the receiver's challenge and this, signed
 LENGTH = struct.Struct("<Q")  # of the message that follows, without its pieces
+CONNECTING_S = 1.0  # so long the end of a lane waits for its thread, which touches no message yet
+PAUSE_S = 0.1
+IDLE_S = 60
 HELLO_S = 5.0  # a stranger may take so long to say nothing
 AT_ONCE = 256  # blocks in one call
 ENOUGH = 1 << 20  # bytes with which the sending thread is set to work
@@ -33,20 +38,27 @@ ENOUGH = 1 << 20  # bytes with which the sending thread is set to work
 class Tcp:
     """A connection per pair and direction, opened with its first message and worked by a thread of its own.
 
-    A receiver listens on the interface that leads to the board, and puts its address and a secret there. Peers are numbers.
+    A receiver listens on the interface that leads to the board, and puts its address and a challenge there. Peers are numbers.
     """
 
     takes_pieces = streams = True
 
     def __init__(self, board: Board, rank: int, settings: Refit) -> None:
-        """Raises TransportError when the board is gone."""
+        """Raises TransportError when the board is gone, or there is no port."""
         self._board, self._rank, self._timeout_s = board, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
         self._change = threading.Lock()
-        self._secret = secrets.token_bytes(16)
-        host, family = board.way()
-        self._listener = socket.create_server((host, 0), family=family)
-        board.put(str(rank), [host, self._listener.getsockname()[1], self._secret.hex()])
+        self._challenge = secrets.token_bytes(16)
+        try:
+            host, family = board.way()
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise TransportError(f"no port to take weights at: {error}") from error
+        try:
+            board.put(str(rank), [host, self._listener.getsockname()[1], self._challenge.hex()])
+        except TransportError:
+            self._listener.close()
+            raise
         threading.Thread(target=self._accept, daemon=True).start()
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -78,6 +90,9 @@ class Tcp:
         self._listener.close()
         for lane in lanes:
             lane.end()
+        with self._change:
+            self._lanes.clear()
+        self._buffers.clear()
 
     def _lane(self, way: str, peer: int) -> _Lane:
         with self._change:
@@ -88,33 +103,51 @@ class Tcp:
             return self._lanes[way, peer]
 
     def _connect(self, lane: _Lane, peer: int) -> socket.socket:
-        if not self._board.has(str(peer), self._timeout_s):
-            raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
-        host, port, secret = self._board.peek(str(peer))
+        end = time.monotonic() + self._timeout_s
+        while not self._board.has(str(peer), LOOK_S):
+            if lane.ended or time.monotonic() > end:
+                raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
+        host, port, challenge = self._board.peek(str(peer))
         made = socket.create_connection((host, port), timeout=self._timeout_s)
-        made.settimeout(None)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sendall(HELLO.pack(bytes.fromhex(secret), self._rank))
+        try:
+            _settle(made)
+            made.sendall(hello(self._board, challenge, self._rank))
+        except OSError:
+            made.close()
+            raise
         return made
 
     def _accept(self) -> None:
         while True:
             try:
                 made, _ = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._greet, args=(made,), daemon=True).start()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(PAUSE_S)  # no descriptor is free, perhaps
+                continue
+            try:
+                threading.Thread(target=self._greet, args=(made,), daemon=True).start()
+            except RuntimeError:  # no thread is
+                made.close()
 
     def _greet(self, made: socket.socket) -> None:
         try:
             made.settimeout(HELLO_S)
-            secret, peer = HELLO.unpack(made.recv(HELLO.size, socket.MSG_WAITALL))
-            if not secrets.compare_digest(secret, self._secret):
+            said = bytearray(HELLO.size)
+            _fill(made, memoryview(said))
+            _, peer = HELLO.unpack(said)
+            if not hmac.compare_digest(said, hello(self._board, self._challenge.hex(), peer)):
                 raise TransportError("a stranger")
-            made.settimeout(None)
+            _settle(made)
             self._lane("from", peer).give(made)
-        except (OSError, struct.error, TransportError):
+        except (OSError, TransportError):
             made.close()
+
+
+def hello(board: Board, challenge: str, rank: int) -> bytes:
+    """How `rank` shows a receiver that it is of the run."""
+    return HELLO.pack(board.sign(f"hello {challenge} {rank}".encode()), rank)
 
 
 class _Lane:
@@ -124,16 +157,15 @@ class _Lane:
         self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
         self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _Done | None] | None]()
         self._socket: socket.socket | None = None
-        self._ended = False
+        self.ended = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def give(self, made: socket.socket) -> None:
         """The connection of a lane that others open."""
-        if self._ended:
-            made.close()
-        else:
-            self._given.put(made)
+        self._given.put(made)
+        if self.ended:
+            self._refuse()
 
     def given(self) -> socket.socket:
         made = self._given.get()
@@ -143,19 +175,27 @@ class _Lane:
 
     def start(self, task: _Sending | _Receiving, done: _Done | None = None) -> None:
         """`done` is told when the task is over."""
-        if not self._ended:
+        if not self.ended:
             self._tasks.put((task, done))
         elif done is not None:
             done.tell("it was given up before")
 
     def end(self) -> None:
         """No message's memory is read or written after this."""
-        self._ended = True  # a thread that has no connection yet looks at it before it touches any
+        self.ended = True  # a thread that has no connection yet looks at it before it touches any
+        self._shut()
         self._given.put(None)
         self._tasks.put(None)
-        self._shut()
-        if self._socket is not None:
-            self._thread.join()
+        self._thread.join(CONNECTING_S if self._socket is None else None)
+
+    def _refuse(self) -> None:
+        """Closes connections that nobody uses."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                made = self._given.get_nowait()
+                if made is not None:
+                    made.close()
+        self._given.put(None)
 
     def _shut(self) -> None:
         if self._socket is not None:
@@ -169,17 +209,18 @@ class _Lane:
             try:
                 if failure is None:
                     self._socket = self._socket or self._open(self)
-                    if self._ended:
+                    if self.ended:
                         raise TransportError("given up")
                     task.run(self._socket)
-            except (OSError, RuntimeError) as error:  # also of torch: no memory
-                failure = str(error)
+            except Exception as error:  # of torch too: no memory
+                failure = str(error) or type(error).__name__
                 self._shut()  # the other side hears of it
             if done is not None:
                 done.tell(failure)
         if self._socket is not None:
             self._shut()
             self._socket.close()
+        self._refuse()
 
 
 class _Done:
@@ -231,16 +272,27 @@ class _Moving:
         self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
 
     def wait(self, deadline: Deadline) -> Tensor:
-        late = deadline.until(self._done.event.wait)
-        if late or self._done.failure:
-            self._lane.end()
-            raise TransportError(f"{self._what}: {late or self._done.failure}")
+        failure = "given up"
+        try:
+            failure = deadline.until(self._done.event.wait) or self._done.failure
+        finally:  # the board may be gone
+            if failure is not None:
+                self._lane.end()
+        if failure is not None:
+            raise TransportError(f"{self._what}: {failure}")
         assert self._done.message is not None
         return self._done.message
 
     def release(self) -> None:
         assert self._done.message is not None
         self._buffers.give_back(self._done.message)
+
+
+def _settle(made: socket.socket) -> None:
+    made.settimeout(None)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between refits nothing else is sent
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
 def _memory(block: Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config import Refit
 from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
-from megatron_rl.refit.board import Board
+from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
 from megatron_rl.refit.topology import Topology
@@ -277,17 +277,16 @@ class TrainerSide:
                         outcome.delta_seconds, saved,
                     )  # fmt: skip
 
-    def _open_board(self, host: str) -> tuple[Board, tuple[str, int]]:
+    def _open_board(self, host: str) -> tuple[Board, Address]:
         """One on the first rank's host, that everybody joins."""
         board, place = None, None
         if self._rank == 0:
-            board, port = Board.host(host)
-            place = host, port
+            board, place = Board.host(host)
             settings = {name: getattr(self._settings, name) for name in self._settings.__dataclass_fields__}
             board.put("setup", {"topology": self.topology.to_json(), "settings": settings})
             board.put("next", 1)
-        address = self._from_first(lambda: place)
-        return board or Board.join(*address), address
+        address = Address(*self._from_first(lambda: place))
+        return board or Board.join(address), address
 
     def _forget(self) -> None:
         """The next refit makes its plan, groups and slots anew."""
