@@ -1,6 +1,9 @@
-"""Runs a command on two hosts with a cable between them, as torchrun would: network namespaces of this machine.
+"""Runs commands on two hosts with a cable between them: network namespaces of this machine.
 
-python two_hosts.py COMMAND...      exit status: the first failure's; the other host's command is then killed
+python two_hosts.py COMMAND...               as torchrun would: two ranks of it
+python two_hosts.py COMMAND... and COMMAND... one on each
+
+Their addresses are 10.9.0.1 and 10.9.0.2, at cable0 and cable1. Exit status: the first failure's; the other host's command is then killed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import sys
 import time
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--uts"]
-READY = b"ready\n"
+READY, AND = b"ready\n", "and"
+RANKS = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500"}
 
 
 def missing() -> str | None:
@@ -26,13 +30,16 @@ def missing() -> str | None:
     return tried.stderr.strip() if tried.returncode else None
 
 
-def both(command: list[str]) -> int:
+def both(words: list[str]) -> int:
     """Inside a network namespace of its own."""
+    at = words.index(AND) if AND in words else None
+    commands = [words, words] if at is None else [words[:at], words[at + 1 :]]
     subprocess.run(["ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1"], check=True)
     hosts = []
-    for number in range(2):
-        words = ["unshare", "--net", "--uts", sys.executable, __file__, f"--host={number}", *command]
-        host = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for number, command in enumerate(commands):
+        env = os.environ if at is not None else os.environ | {"RANK": str(number)} | RANKS
+        child = ["unshare", "--net", "--uts", sys.executable, __file__, f"--host={number}", *command]
+        host = subprocess.Popen(child, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert host.stdout is not None and host.stdin is not None and host.stdout.readline() == READY
         subprocess.run(["ip", "link", "set", f"cable{number}", "netns", str(host.pid)], check=True)
         hosts.append(host)
@@ -52,9 +59,8 @@ def one(number: int, command: list[str]) -> None:
     socket.sethostname(f"host{number}")
     for words in ("link set lo up", f"addr add 10.9.0.{1 + number}/24 dev cable{number}", f"link set cable{number} up"):
         subprocess.run(["ip", *words.split()], check=True)
-    rank = {"RANK": str(number), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500"}
     os.dup2(2, 1)
-    os.execvpe(command[0], command, os.environ | rank | {"GLOO_SOCKET_IFNAME": f"cable{number}"})
+    os.execvpe(command[0], command, os.environ | {"GLOO_SOCKET_IFNAME": f"cable{number}"})
 
 
 if __name__ == "__main__":
