@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--uts"]
+ISOLATED = ["unshare", "--user", "--map-root-user", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child"]
 READY, AND = b"ready\n", "and"
 RANKS = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29500"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 
 import psutil
 
@@ -10,6 +11,11 @@ from megatron_rl.config import ConfigError
 
 AUTO = "auto"
 _NOWHERE = ("192.0.2.1", 9)  # no packet goes there: only the route is asked for
+
+
+def address_among_ranks(environment: Mapping[str, str]) -> str:
+    """Of this machine, on the interface that gloo was told to take."""
+    return own_address(environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0])
 
 
 def own_address(host: str) -> str:

@@ -70,7 +70,6 @@ class Driver:
     """The run directory as this rank sees it. `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing."""
 
     directory: RunDirectory
-    address: str  # of rank 0, as other hosts reach it; known there
     checkpoints: Checkpoints
     resumed: Path | None  # the checkpoint to go on from
     resumed_number: int  # turns done in it
@@ -163,7 +162,7 @@ def _opened(
     done = newest.number if newest else 0
     finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
-    driver = Driver(directory, place.address, checkpoints, newest.path if newest else None, done, finished, watch, leave)
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, watch, leave)
     if world.rank != 0:
         yield driver
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.chat import load_tokenizer
-from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.address import address_among_ranks, own_address
 from megatron_rl.commands.common import Driver
 from megatron_rl.commands.servers import ENGINES, TOKEN, About, connect
 from megatron_rl.config import Embedded, Servers, TrainConfig
@@ -91,10 +94,17 @@ def _embedded(
         engines[name] = SpreadEngine(world, name, own)
         layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
         topology, group = _topology(policy, layout, model.dtype), policy.groups.control
-        side = TrainerSide(topology, config.refit, policy.shards(), group=group, endpoint=own, host=driver.address)
+        side = TrainerSide(topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group))
         stack.callback(side.close)
         refits[name] = functools.partial(_refit_here, side, name, driver)
     return Fleet(engines, refits)
+
+
+def _board_host(group: Any) -> str:
+    """Where the ranks of a gloo group reach the first of them. Collective."""
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
 
 
 def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> None:

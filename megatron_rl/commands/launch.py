@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_rl.cluster.address import AUTO, own_address
+from megatron_rl.cluster.address import address_among_ranks
 from megatron_rl.cluster.job import Job, job_from
 
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
@@ -53,8 +53,7 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     rank, world, local = (int(environment.get(n, "0")) for n in names)
     given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment]
     if not given and names[0] != "RANK":
-        interface = environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0]
-        return Place(rank, world, local, own_address(interface), None, job)
+        return Place(rank, world, local, address_among_ranks(environment), None, job)
     if len(given) < 2:
         raise ValueError("ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before")
     return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Member:
     seen: float  # when its beat last changed
     lost: str | None = "it has given no sign of life yet"  # why; a listing may be of a server that died with its host
     version: int | None = None  # None: none that counts
-    joined: Address | None = None  # the refit board that it has a seat at
+    joined: Address | None = field(default=None, repr=False)  # the refit board that it has a seat at
     load: int = 0  # sequences under way
     requests: int = 0  # that it has not answered, steps of a refit among them
     trouble: str | None = None  # why its last refit failed

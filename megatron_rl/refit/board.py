@@ -25,11 +25,14 @@ class Address(NamedTuple):
     port: int
     secret: str  # hexadecimal
 
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"
+
 
 class Board:
     """JSON values under keys, in a torch TCPStore, which anybody may write to who reaches its port.
 
-    What does not carry the secret's signature is refused; nothing that comes from it is ever executed.
+    What does not carry the secret's signature counts as nothing; what comes from it is never executed.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str = "") -> None:
@@ -37,9 +40,12 @@ class Board:
 
     @classmethod
     def host(cls, address: str) -> tuple[Board, Address]:
-        """Opens a board here that listens at `address` alone (by itself the store would at every interface)."""
-        family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(place, family=family, backlog=1024)
+        """Opens a board here that listens at `address` alone (by itself the store would at every interface). Raises TransportError."""
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(place, family=family, backlog=1024)
+        except OSError as error:
+            raise TransportError(f"a refit board cannot listen at {address}: {error}") from error
         port = listening.getsockname()[1]
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -83,17 +89,22 @@ class Board:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
     def get(self, key: str, timeout_s: float) -> Any:
-        """Waits for it. Raises TransportError when it does not come."""
+        """Waits for it. Raises TransportError when it does not come, or is not signed."""
         name = self._prefix + key
         try:
             self._store.wait([name], timedelta(seconds=timeout_s))
-            found = self._store.get(name)
+            text = self._signed(name)
         except RuntimeError as error:
             raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
-        signature, text = found[:SIGNATURE], found[SIGNATURE:]
-        if not hmac.compare_digest(signature, self._signature(name, text).encode()):
+        if text is None:
             raise TransportError(f"{name!r} on the refit board is not of this run: somebody else writes there")
         return json.loads(text)
+
+    def _signed(self, name: str) -> bytes | None:
+        """The text there; None when this run did not put it there."""
+        found = self._store.get(name)
+        signature, text = found[:SIGNATURE], found[SIGNATURE:]
+        return text if hmac.compare_digest(signature, self._signature(name, text).encode()) else None
 
     def _signature(self, name: str, text: bytes) -> str:
         return self.sign(name.encode() + b"\0" + text).hex()
@@ -104,7 +115,7 @@ class Board:
         Asks again and again: the store's own wait writes two warnings to standard error whenever its time is up.
         """
         end, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
-        while not self._there(key):
+        while self._look(key) is None:
             left = end - time.monotonic()
             if left <= 0:
                 return False
@@ -114,11 +125,13 @@ class Board:
 
     def peek(self, key: str) -> Any:
         """The value, or None when there is none now."""
-        return self.get(key, 1.0) if self._there(key) else None
+        text = self._look(key)
+        return None if text is None else json.loads(text)
 
-    def _there(self, key: str) -> bool:
+    def _look(self, key: str) -> bytes | None:
+        name = self._prefix + key
         try:
-            return self._store.check([self._prefix + key])
+            return self._signed(name) if self._store.check([name]) else None
         except RuntimeError as error:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 

@@ -21,6 +21,7 @@ from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
 POLL_S = 0.0002
+END_S = 5.0
 
 
 class PointToPoint:
@@ -40,6 +41,7 @@ class PointToPoint:
             raise TransportError(f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})") from error
         self._long = timedelta(seconds=settings.timeout_s)
         self._waiter: _Waiter | None = None
+        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # with what they wait for
         self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
@@ -76,6 +78,9 @@ class PointToPoint:
 
     def close(self) -> None:
         self.buffers.clear()
+        for waiter, works in self._left:
+            self.cut(works)
+            waiter.end()  # Python must not exit while it waits: torch aborts the process then
         if self._waiter is not None:
             self._waiter.end()
         if self._backend == "nccl":
@@ -105,7 +110,7 @@ class PointToPoint:
             self._waiter = self._waiter or _Waiter(self._long)
             done = self._waiter.start(works, failures)
             if late := deadline.until(done.wait):
-                self._waiter.end()  # when it comes to that: it is left alone with what it waits for
+                self._left.append((self._waiter, works))
                 self._waiter = None
         return late or (failures[0] if failures else None)
 
@@ -122,7 +127,8 @@ class _Waiter:
 
     def __init__(self, longest: timedelta) -> None:
         self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=(longest,), daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(longest,), daemon=True)
+        self._thread.start()
 
     def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
         """Set when all works are done or one has failed, which `failures` tells."""
@@ -132,6 +138,7 @@ class _Waiter:
 
     def end(self) -> None:
         self._tasks.put(None)
+        self._thread.join(END_S)
 
     def _work(self, longest: timedelta) -> None:
         while (task := self._tasks.get()) is not None:

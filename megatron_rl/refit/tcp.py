@@ -89,6 +89,8 @@ class Tcp:
             self._listener.shutdown(socket.SHUT_RDWR)  # what waits in accept wakes
         self._listener.close()
         for lane in lanes:
+            lane.stop()
+        for lane in lanes:
             lane.end()
         with self._change:
             self._lanes.clear()
@@ -133,9 +135,13 @@ class Tcp:
 
     def _greet(self, made: socket.socket) -> None:
         try:
-            made.settimeout(HELLO_S)
-            said = bytearray(HELLO.size)
-            _fill(made, memoryview(said))
+            said, end = bytearray(), time.monotonic() + HELLO_S
+            while len(said) < HELLO.size:
+                made.settimeout(max(0.01, end - time.monotonic()))
+                came = made.recv(HELLO.size - len(said))
+                if not came or time.monotonic() > end:
+                    raise TransportError("a stranger")
+                said += came
             _, peer = HELLO.unpack(said)
             if not hmac.compare_digest(said, hello(self._board, self._challenge.hex(), peer)):
                 raise TransportError("a stranger")
@@ -180,12 +186,16 @@ class _Lane:
         elif done is not None:
             done.tell("it was given up before")
 
-    def end(self) -> None:
-        """No message's memory is read or written after this."""
-        self.ended = True  # a thread that has no connection yet looks at it before it touches any
+    def stop(self) -> None:
+        """Asks it to end."""
+        self.ended = True  # a thread that has no connection yet looks at it before it touches any message
         self._shut()
         self._given.put(None)
         self._tasks.put(None)
+
+    def end(self) -> None:
+        """No message's memory is read or written after this."""
+        self.stop()
         self._thread.join(CONNECTING_S if self._socket is None else None)
 
     def _refuse(self) -> None:

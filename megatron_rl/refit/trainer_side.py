@@ -279,14 +279,18 @@ class TrainerSide:
 
     def _open_board(self, host: str) -> tuple[Board, Address]:
         """One on the first rank's host, that everybody joins."""
-        board, place = None, None
-        if self._rank == 0:
-            board, place = Board.host(host)
+        opened: list[Board] = []
+
+        def open_() -> Address:
+            board, address = Board.host(host)
             settings = {name: getattr(self._settings, name) for name in self._settings.__dataclass_fields__}
             board.put("setup", {"topology": self.topology.to_json(), "settings": settings})
             board.put("next", 1)
-        address = Address(*self._from_first(lambda: place))
-        return board or Board.join(address), address
+            opened.append(board)
+            return address
+
+        address = self._from_first(open_)
+        return opened[0] if opened else Board.join(address), address
 
     def _forget(self) -> None:
         """The next refit makes its plan, groups and slots anew."""
