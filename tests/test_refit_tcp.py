@@ -214,9 +214,10 @@ from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.tcp import Tcp
 
-board, _ = Board.host("127.0.0.1")
+hosted, address = Board.host("127.0.0.1")
 ends = {}
 def open_(rank):
+    board = Board.join(address)  # one each: a client that waits lets no other thread through
     ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=Refit()) if sys.argv[1] == "gloo" else Tcp(board, rank, Refit())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
