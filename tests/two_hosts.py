@@ -27,7 +27,7 @@ def missing() -> str | None:
     tried = subprocess.run(
         [*ISOLATED, "ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1"], capture_output=True, text=True
     )
-    return tried.stderr.strip() if tried.returncode else None
+    return (tried.stderr.strip() or f"unshare ended with {tried.returncode}") if tried.returncode else None
 
 
 def both(words: list[str]) -> int:
