@@ -89,26 +89,26 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
-	$(PY) -m pytest tests -q -k slurm --durations=15
+	$(PY) -m pytest tests/slurm -q --durations=15
 
 test-servers: setup ## rollouts by real vLLM servers
-	$(PY) -m pytest tests -q -k "servers and not slurm" --durations=15
+	$(PY) -m pytest tests/servers -q --durations=15
 
 test-others: setup # all but those
-	$(PY) -m pytest tests -q -k "not servers and not slurm" --durations=15
+	$(PY) -m pytest tests/unit tests/multi tests/gpu -q --durations=15
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"
 
 test-layouts: setup ## every axis and every pair of axes on four ranks, packed and padded, dense and with experts, against transformers
-	$(PY) -m pytest tests/test_layouts.py -m "matrix or not matrix"
+	$(PY) -m pytest tests/multi/test_layouts.py -m "matrix or not matrix"
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest
 	.venv-latest/bin/python -m pip install --quiet "$(TORCH)"
 	.venv-latest/bin/python -m pip install --quiet -e ".[dev]"
 	.venv-latest/bin/python -m pip install --quiet --no-deps --ignore-requires-python megatron-core==0.19.2
-	.venv-latest/bin/python -m pytest tests/test_layouts.py tests/test_actor.py -q
+	.venv-latest/bin/python -m pytest tests/multi/test_layouts.py tests/multi/test_actor.py -q
 
 .PHONY: engines-sglang
 SGLANG ?= .venv-sglang
@@ -136,7 +136,7 @@ check: setup ## format, lint, types, layering
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(PY)
-	$(PY) -m pytest tests/test_layering.py -q
+	$(PY) -m pytest tests/unit/test_layering.py -q
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed
 	@missed=0; for name in rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published grading; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed

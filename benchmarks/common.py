@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def finish(
-    figures: Mapping[str, float], bars: Mapping[str, float], args: argparse.Namespace, *, limits: Mapping[str, float] | None = None
+    figures: Mapping[str, float],
+    bars: Mapping[str, float],
+    args: argparse.Namespace,
+    *,
+    limits: Mapping[str, float] | None = None,
 ) -> None:
     """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
 
@@ -44,7 +48,13 @@ def finish(
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        told = {"figures": dict(figures), "bars": dict(bars), "limits": dict(limits), "missed": missed, "machine": machine()}
+        told = {
+            "figures": dict(figures),
+            "bars": dict(bars),
+            "limits": dict(limits),
+            "missed": missed,
+            "machine": machine(),
+        }
         args.json.write_text(json.dumps(told, indent=2) + "\n")
     if args.check and missed:
         sys.exit(1)

@@ -16,8 +16,8 @@ from pathlib import Path
 import common
 import torch
 
-from megatron_rl.commands import compare, convert
-from megatron_rl.commands.source import find, read_sizes
+from megatron_rl.conversion import compare, convert
+from megatron_rl.conversion.source import find, read_sizes
 from megatron_rl.weights.hf_writer import HfWriter, Planned
 from megatron_rl.weights.rectangles import hf_shapes
 

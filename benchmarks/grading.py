@@ -22,7 +22,7 @@ from pathlib import Path
 
 import common
 
-from megatron_rl.config import ConfigError, Reward
+from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.evaluation.benchmarks import MATH, Benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.rewards.pool import GradePool, Outcome
 
@@ -65,7 +65,9 @@ def main() -> None:
     common.finish(figures, bars, args)
 
 
-def measure(found: Benchmark, answers: list[str], args: argparse.Namespace) -> tuple[dict[str, float], list[dict[str, str]]]:
+def measure(
+    found: Benchmark, answers: list[str], args: argparse.Namespace
+) -> tuple[dict[str, float], list[dict[str, str]]]:
     """-> the set's figures, and the cases in which the grader disagrees."""
     cases = [case for answer in answers for case in cases_of(answer)]
     with GradePool(Reward(target=found.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
@@ -78,7 +80,15 @@ def measure(found: Benchmark, answers: list[str], args: argparse.Namespace) -> t
         agrees = result.outcome is Outcome.SCORE and result.score == wanted
         hits[kind] += agrees
         if not agrees:
-            rows.append({"set": found.name, "kind": kind, "answer": answer, "response": response, "outcome": result.outcome.value})
+            rows.append(
+                {
+                    "set": found.name,
+                    "kind": kind,
+                    "answer": answer,
+                    "response": response,
+                    "outcome": result.outcome.value,
+                }
+            )
     figures = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
     figures |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
     return figures | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
@@ -110,7 +120,11 @@ def reformatted(answer: str) -> Iterator[str]:
     if "\\frac" in answer:
         yield f"\\boxed{{{answer.replace(chr(92) + 'frac', chr(92) + 'dfrac')}}}"
     if "(" in answer and answer.count("(") == answer.count(")"):
-        yield "\\boxed{" + answer.replace("\\left", "").replace("\\right", "").replace("(", "\\left(").replace(")", "\\right)") + "}"
+        yield (
+            "\\boxed{"
+            + answer.replace("\\left", "").replace("\\right", "").replace("(", "\\left(").replace(")", "\\right)")
+            + "}"
+        )
 
 
 def near_misses(answer: str) -> Iterator[str]:

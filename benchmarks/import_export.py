@@ -61,7 +61,9 @@ def main() -> None:
                 read_shards(folder, ranks)
             figures[f"import/tp{tp}/extra_mib"] = peak.mib
             out = folder / "out"
-            plain, ours = in_turn([lambda out=out: hf.write_tensors(out, tensors), lambda r=ranks, o=out: write_shards(o, r)], args.rounds)
+            plain, ours = in_turn(
+                [lambda out=out: hf.write_tensors(out, tensors), lambda r=ranks, o=out: write_shards(o, r)], args.rounds
+            )
             figures |= {f"export/tp{tp}/gb_per_s": size / ours / 1e9, f"export/tp{tp}/ratio": plain / ours}
     common.finish(figures, BARS, args, limits=LIMITS)
 
@@ -84,7 +86,10 @@ def read_slices(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> N
         with safe_open(folder / "model.safetensors", "pt") as file:
             for parameter, rects in own:
                 for rect in rects:
-                    rows, columns = slice(rect.row, rect.row + rect.rows), slice(rect.column, rect.column + rect.columns)
+                    rows, columns = (
+                        slice(rect.row, rect.row + rect.rows),
+                        slice(rect.column, rect.column + rect.columns),
+                    )
                     found = file.get_slice(rect.tensor)
                     copies.local(parameter, rect).copy_(found[rows] if parameter.dim() == 1 else found[rows, columns])
 
@@ -97,7 +102,9 @@ def read_plain(folder: Path, into: dict[str, torch.Tensor]) -> None:
 def write_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for parts in zip(*ranks, strict=True):
-        whole = [parts[0]] if len({tuple(rects) for _, rects in parts}) == 1 else parts  # of a norm every rank holds all
+        whole = (
+            [parts[0]] if len({tuple(rects) for _, rects in parts}) == 1 else parts
+        )  # of a norm every rank holds all
         tensors |= copies.assemble(whole)
     hf.write_tensors(folder, tensors)
 

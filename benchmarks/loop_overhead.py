@@ -35,7 +35,7 @@ from statistics import fmean, median
 import common
 import psutil
 
-from megatron_rl.metrics import Row, read_metrics
+from megatron_rl.run.metrics import Row, read_metrics
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/last_letter"
@@ -64,17 +64,30 @@ class Seen:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", default=None, help="embedded, vllm or both, with a comma (default: vllm where --python exists)")
-    parser.add_argument("--python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter that has vLLM (make engines)")
-    parser.add_argument("--models", type=Path, default=ROOT / f"runs/last_letter_{HEADS}_heads/a", help="made when there are none")
+    parser.add_argument(
+        "--engines", default=None, help="embedded, vllm or both, with a comma (default: vllm where --python exists)"
+    )
+    parser.add_argument(
+        "--python", default=str(ROOT / ".venv-vllm/bin/python"), help="interpreter that has vLLM (make engines)"
+    )
+    parser.add_argument(
+        "--models", type=Path, default=ROOT / f"runs/last_letter_{HEADS}_heads/a", help="made when there are none"
+    )
     parser.add_argument("--prompts", type=int, default=256, help="of a turn")
     parser.add_argument(
-        "--turns", type=int, default=9, help="of Tango's generator; every fourth is the verifier's beside them. GRPO has as many in all"
+        "--turns",
+        type=int,
+        default=9,
+        help="of Tango's generator; every fourth is the verifier's beside them. GRPO has as many in all",
     )
-    parser.add_argument("--staleness", default="0,1", help="values of rollouts.max_staleness, with vLLM (default: %(default)s)")
+    parser.add_argument(
+        "--staleness", default="0,1", help="values of rollouts.max_staleness, with vLLM (default: %(default)s)"
+    )
     common.add_arguments(parser)
     args = parser.parse_args()
-    engines = args.engines.split(",") if args.engines else ["embedded", *(["vllm"] if Path(args.python).exists() else [])]
+    engines = (
+        args.engines.split(",") if args.engines else ["embedded", *(["vllm"] if Path(args.python).exists() else [])]
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
     _prepare(args.models)
     figures: dict[str, float] = {}
@@ -82,12 +95,21 @@ def main() -> None:
         for staleness in map(int, args.staleness.split(",")) if engine == "vllm" else (0,):
             with tempfile.TemporaryDirectory() as folder:
                 if staleness == 0:
-                    found = {f"{engine}/{name}": value for name, value in serial(in_turn(engine, Path(folder), args)).items()}
+                    found = {
+                        f"{engine}/{name}": value for name, value in serial(in_turn(engine, Path(folder), args)).items()
+                    }
                 else:
                     seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ARMS}
-                    found = {f"{engine}, staleness {staleness}/{name}": value for name, value in overlapped(seen).items()}
+                    found = {
+                        f"{engine}, staleness {staleness}/{name}": value for name, value in overlapped(seen).items()
+                    }
             figures |= found
-    limits = {name: limit for name in figures for end, limit in BARS.items() if name.endswith(f"_{end}") or name.endswith(f"/{end}")}
+    limits = {
+        name: limit
+        for name in figures
+        for end, limit in BARS.items()
+        if name.endswith(f"_{end}") or name.endswith(f"/{end}")
+    }
     limits |= {f"vllm/{name}": limit for name, limit in GOAL.items() if f"vllm/{name}" in figures}
     common.finish(figures, {}, args, limits={name: limit for name, limit in limits.items() if _counts(name, figures)})
 
@@ -97,7 +119,9 @@ def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     out: dict[str, float] = {}
     for arm, turns in seen.items():
         out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
-        whole = [turn for turn in turns if turn.of(PLAYING + LEARNING) <= turn.wall_s]  # no phase was stopped in the middle
+        whole = [
+            turn for turn in turns if turn.of(PLAYING + LEARNING) <= turn.wall_s
+        ]  # no phase was stopped in the middle
         out[f"{arm}_turns_with_shares"] = len(whole)
         wall = sum(turn.wall_s for turn in whole) or math.nan
         for phase in (*PLAYING, *LEARNING):
@@ -150,7 +174,9 @@ def watch(arm: str, engine: str, staleness: int, folder: Path, args: argparse.Na
 class _Run:
     """A run under way, in `directory`."""
 
-    def __init__(self, arm: str, trainer: subprocess.Popen[bytes], servers: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
+    def __init__(
+        self, arm: str, trainer: subprocess.Popen[bytes], servers: Sequence[subprocess.Popen[bytes]], directory: Path
+    ) -> None:
         self.arm = arm
         self.stopped: list[psutil.Process] = []
         self._trainer, self._directory = trainer, directory
@@ -166,7 +192,9 @@ class _Run:
         """Raises RuntimeError when it failed."""
         if self._trainer.poll():
             log = self._directory.with_name(f"{self.arm}.log")
-            raise RuntimeError(f"megatron-rl train ended with status {self._trainer.returncode}:\n{log.read_text()[-3000:]}")
+            raise RuntimeError(
+                f"megatron-rl train ended with status {self._trainer.returncode}:\n{log.read_text()[-3000:]}"
+            )
         return self._trainer.returncode == 0
 
     def turn(self, *, stop: bool = True) -> bool:
@@ -217,8 +245,12 @@ def _opened(arm: str, engine: str, staleness: int, folder: Path, args: argparse.
             for number, role in enumerate(roles, 1):
                 command = ["serve", *settings, f"--role={role}"]
                 own = [cores[(len(roles) - number + 1) % len(cores)]] if staleness == 0 else cores[1:]
-                servers.append(stack.enter_context(_started(command, folder / f"serve_{arm}_{role}.log", own if apart else cores)))
-        trainer = stack.enter_context(_started(["train", *settings], folder / f"{arm}.log", cores[:1] if apart else cores))
+                servers.append(
+                    stack.enter_context(_started(command, folder / f"serve_{arm}_{role}.log", own if apart else cores))
+                )
+        trainer = stack.enter_context(
+            _started(["train", *settings], folder / f"{arm}.log", cores[:1] if apart else cores)
+        )
         run = _Run(arm, trainer, servers, folder / arm)
         stack.callback(run.resume)  # who is stopped cannot end
         yield run

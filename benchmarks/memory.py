@@ -25,8 +25,8 @@ import torch.distributed as dist
 from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.config import Layout as OneRank
-from megatron_rl.config import Loss, Model, Role
+from megatron_rl.config.schema import Layout as OneRank
+from megatron_rl.config.schema import Loss, Model, Role
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
@@ -40,7 +40,10 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    hidden, weight = torch.randn(tokens, HIDDEN, requires_grad=True), (0.05 * torch.randn(vocab, HIDDEN)).requires_grad_()
+    hidden, weight = (
+        torch.randn(tokens, HIDDEN, requires_grad=True),
+        (0.05 * torch.randn(vocab, HIDDEN)).requires_grad_(),
+    )
     labels = torch.randint(vocab, (tokens,))
     with common.AnonymousPeak() as peak:
         if way == "chunked":
@@ -57,11 +60,19 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
 def sleeping(hidden: int, layers: int) -> dict[str, float]:
     """Seconds and MiB of one role's sleep."""
     torch.set_num_threads(1)
-    sizes = dict(hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8)
+    sizes = dict(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+    )
     with tempfile.TemporaryDirectory() as folder:
         Qwen2ForCausalLM(Qwen2Config(vocab_size=8192, **sizes)).save_pretrained(folder)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        policy = MegatronPolicy(Role(model=Model(path=str(Path(folder))), loss=Loss(kl_coef=0.0)), parallel.create(OneRank()))
+        policy = MegatronPolicy(
+            Role(model=Model(path=str(Path(folder))), loss=Loss(kl_coef=0.0)), parallel.create(OneRank())
+        )
     held, start = offload.gradient_bytes(policy.chunks), time.monotonic()
     policy.sleep()
     asleep, between = offload.gradient_bytes(policy.chunks), time.monotonic()

@@ -16,18 +16,31 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 from common import add_arguments, finish  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from tiny_models import make_model  # noqa: E402
 
-SIZES = {"vocab_size": 8192, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048}
+SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "intermediate_size": 2048,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen2", SIZES | {"num_hidden_layers": 10}),  # 75 M parameters
     "experts": (
         "qwen3_moe",
-        SIZES | {"num_hidden_layers": 4, "num_experts": 16, "moe_intermediate_size": 384, "num_experts_per_tok": 4, "head_dim": 64},
+        SIZES
+        | {
+            "num_hidden_layers": 4,
+            "num_experts": 16,
+            "moe_intermediate_size": 384,
+            "num_experts_per_tok": 4,
+            "head_dim": 64,
+        },
     ),  # 76 M
 }
 SP = {"tp": 2, "sequence_parallel": True}
@@ -65,7 +78,9 @@ def main() -> None:
             own = [case for case in CASES if case[0] == ranks]
             file = folder / f"cases{ranks}.json"
             file.write_text(json.dumps([_case(folder, case) for case in own]))
-            answers = run_ranks(ROOT / "tests" / "plan_worker.py", ranks, folder / f"ranks{ranks}", str(file), timeout_s=1800)
+            answers = run_ranks(
+                ROOT / "tests/helpers/plan_worker.py", ranks, folder / f"ranks{ranks}", str(file), timeout_s=1800
+            )
             for number, case in enumerate(own):
                 figures |= _errors(case, [answer[number] for answer in answers])
     limits = {what: 0.15 if what.endswith("activations") else 0.05 for what in figures}
@@ -75,14 +90,25 @@ def main() -> None:
 def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -> dict[str, Any]:
     _, model, layout, kind = case
     modules = kind.get("modules", "core_attn").split()
-    return {"model": str(folder / model), "layout": layout, "lengths": LENGTHS, "micro": MICRO, **kind, "modules": modules}
+    return {
+        "model": str(folder / model),
+        "layout": layout,
+        "lengths": LENGTHS,
+        "micro": MICRO,
+        **kind,
+        "modules": modules,
+    }
 
 
-def _errors(case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+def _errors(
+    case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]
+) -> dict[str, float]:
     """{case and part: the largest relative error over the ranks}; of activations, on the ranks' sum where experts share them out."""
     ranks, model, layout, kind = case
     words = [f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel"]
-    label = " ".join([model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *kind.values()])
+    label = " ".join(
+        [model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *kind.values()]
+    )
     out = {}
     for part in ("weights", "gradients", "optimizer", "activations"):
         pairs = [(answer["expected"][part], answer["found"][part]) for answer in answers]

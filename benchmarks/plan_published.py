@@ -64,7 +64,9 @@ MODELS = {
 }
 
 
-def trained(shape: Shape, where: str, layout: Parallel, *, samples: int, length: int, micro: int, recompute: bool) -> tuple[float, float]:
+def trained(
+    shape: Shape, where: str, layout: Parallel, *, samples: int, length: int, micro: int, recompute: bool
+) -> tuple[float, float]:
     """-> (seconds of a step, tokens a second and GPU)."""
     cluster = parse_cluster(where)
     batch = Batch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
@@ -73,7 +75,9 @@ def trained(shape: Shape, where: str, layout: Parallel, *, samples: int, length:
     return seconds, batch.tokens / seconds / cluster.gpus
 
 
-def foundry(model: str, where: str, numbers: tuple[int, int, int], *, recompute: bool, published: float, fitted: bool = False) -> Row:
+def foundry(
+    model: str, where: str, numbers: tuple[int, int, int], *, recompute: bool, published: float, fitted: bool = False
+) -> Row:
     """`numbers`: length, micro-batch size, global batch size."""
     length, micro, samples = numbers
     layout = Parallel(world=parse_cluster(where).gpus)
@@ -83,14 +87,22 @@ def foundry(model: str, where: str, numbers: tuple[int, int, int], *, recompute:
 
 
 def grpo(
-    model: str, where: str, numbers: tuple[int, int, float, int], tp: int, layout: dict[str, int], published: float, **kind: bool
+    model: str,
+    where: str,
+    numbers: tuple[int, int, float, int],
+    tp: int,
+    layout: dict[str, int],
+    published: float,
+    **kind: bool,
 ) -> Row:
     """`numbers`: samples, optimizer steps, mean and greatest length of prompt and completion."""
     samples, steps, mean, longest = numbers
     shape, cluster = read_shape(model), parse_cluster(where)
     parallel = Parallel(world=cluster.gpus, **layout, sequence_parallel=layout.get("tp", 1) > 1)
     batch = Batch(sequences=samples, length=mean, micro_tokens=longest)
-    passed = 2 * compute.pass_seconds(shape, parallel, cluster, batch, backward=False)  # the policy's before the update, the reference's
+    passed = 2 * compute.pass_seconds(
+        shape, parallel, cluster, batch, backward=False
+    )  # the policy's before the update, the reference's
     part = Batch(sequences=samples // steps, length=mean, micro_tokens=longest)
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
@@ -115,18 +127,30 @@ def served(rows: int, published: float, **kind: bool) -> Row:
     draw = Draw(role="", samples=20 * rows, prompt=1024, response=128, longest=128)
     drawn = compute.rollout(shape, engine, cluster, draw, width=2)
     what = f"vLLM llama-3.1-8b on one A100-40, {rows} requests at once"
-    return Row(what=what, source=SWEEP, unit="tokens/s out", published=published, ours=20 * rows * 128 / drawn.seconds, **kind)
+    return Row(
+        what=what, source=SWEEP, unit="tokens/s out", published=published, ours=20 * rows * 128 / drawn.seconds, **kind
+    )
 
 
 def rows() -> list[Row]:
     qwen = read_shape("qwen3-30b-a3b")
     _, experts = trained(qwen, "1x8xH100", Parallel(world=8, ep=8), samples=512, length=4096, micro=4, recompute=False)
     _, kimi = trained(
-        read_shape("moe-1t"), "32x8xH100", Parallel(world=256, pp=8, vpp=4, ep=32), samples=512, length=4096, micro=1, recompute=True
+        read_shape("moe-1t"),
+        "32x8xH100",
+        Parallel(world=256, pp=8, vpp=4, ep=32),
+        samples=512,
+        length=4096,
+        micro=1,
+        recompute=True,
     )
-    _, small = trained(qwen, "2x8xH100", Parallel(world=16, pp=2, vpp=24, ep=8), samples=512, length=4096, micro=2, recompute=False)
+    _, small = trained(
+        qwen, "2x8xH100", Parallel(world=16, pp=2, vpp=24, ep=8), samples=512, length=4096, micro=2, recompute=False
+    )
     layout = Parallel(world=256, tp=2, pp=8, vpp=4, ep=32, sequence_parallel=True)
-    _, large = trained(read_shape("qwen3-235b-a22b"), "32x8xH100", layout, samples=2048, length=4096, micro=1, recompute=False)
+    _, large = trained(
+        read_shape("qwen3-235b-a22b"), "32x8xH100", layout, samples=2048, length=4096, micro=1, recompute=False
+    )
     turing = Shape(name="mt-nlg-530b", sizes=mpt("530b", 105, 20480, 128).sizes)
     layout = Parallel(world=2240, tp=8, pp=35, sequence_parallel=False)
     turing_s, _ = trained(turing, "280x8xA100-80", layout, samples=1920, length=2048, micro=1, recompute=True)
@@ -140,8 +164,22 @@ def rows() -> list[Row]:
         foundry("13b", "8x8xH100", (2048, 2, 128), recompute=False, published=4800),
         foundry("70b", "8x8xH100", (2048, 8, 2048), recompute=True, published=1039),
         Row(what="MT-NLG 530B, 280x8xA100, tp8 pp35 dp8", source=MT_NLG, unit="s/step", published=60.1, ours=turing_s),
-        Row(what="Qwen3-30B-A3B, 1x8xH100, ep8", source=AUTOMODEL, unit="tokens/s/GPU", published=12040, ours=experts, other=DISPATCH),
-        Row(what="Qwen3-30B-A3B, 2x8xH100, pp2 ep8, FP8", source=BRIDGE, unit="tokens/s/GPU", published=5275, ours=small, other="FP8"),
+        Row(
+            what="Qwen3-30B-A3B, 1x8xH100, ep8",
+            source=AUTOMODEL,
+            unit="tokens/s/GPU",
+            published=12040,
+            ours=experts,
+            other=DISPATCH,
+        ),
+        Row(
+            what="Qwen3-30B-A3B, 2x8xH100, pp2 ep8, FP8",
+            source=BRIDGE,
+            unit="tokens/s/GPU",
+            published=5275,
+            ours=small,
+            other="FP8",
+        ),
         Row(
             what="Qwen3-235B-A22B, 32x8xH100, tp2 pp8 ep32, FP8",
             source=BRIDGE,
@@ -151,7 +189,12 @@ def rows() -> list[Row]:
             other="FP8, and experts over four nodes",
         ),
         Row(
-            what="Kimi K2 as our 1T model, 32x8xH100, ep32", source=AUTOMODEL, unit="tokens/s/GPU", published=924, ours=kimi, other=DISPATCH
+            what="Kimi K2 as our 1T model, 32x8xH100, ep32",
+            source=AUTOMODEL,
+            unit="tokens/s/GPU",
+            published=924,
+            ours=kimi,
+            other=DISPATCH,
         ),
         served(1, 75, fitted=True),
         served(8, 75 * 6.6),
@@ -169,7 +212,9 @@ def main() -> None:
     args, found = parser.parse_args(), rows()
     for row in found:
         kind = "fitted" if row.fitted else row.other
-        print(f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {kind} |")
+        print(
+            f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {kind} |"
+        )
     checked = {row.what: row.ours / row.published for row in found}
     free = [row.what for row in found if not row.fitted and not row.other]
     finish(checked, {name: 1 - WORST for name in free}, args, limits={name: 1 + WORST for name in free})

@@ -34,12 +34,12 @@ from rich.progress import track
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/last_letter"
-sys.path[:0] = [str(ROOT / "tests"), str(EXAMPLE)]
+sys.path[:0] = [str(ROOT / "tests/helpers"), str(EXAMPLE)]
 from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 
 from megatron_rl.cluster import slices  # noqa: E402
-from megatron_rl.metrics import read_metrics  # noqa: E402
-from megatron_rl.run import read_rollouts, rollout_files  # noqa: E402
+from megatron_rl.run.directory import read_rollouts, rollout_files  # noqa: E402
+from megatron_rl.run.metrics import read_metrics  # noqa: E402
 
 KINDS = ("rank", "hang", "node", "save", "requeue", "warning")
 PROMPTS, SAMPLES, HANG_S, GIVE_UP_S, LOOK_S = 8, 5, 10, 300.0, 0.1
@@ -75,7 +75,9 @@ class Watched:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             with contextlib.suppress(psutil.Error):
-                is_own = words[1:4] == ["-m", "megatron_rl.main", "train"] and str(self.run / "jobs/config.yaml") in words
+                is_own = (
+                    words[1:4] == ["-m", "megatron_rl.main", "train"] and str(self.run / "jobs/config.yaml") in words
+                )
                 if is_own and process.parent().name().startswith("slurmstepd"):
                     found.append(process)
         return found
@@ -150,7 +152,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--models", type=Path, default=ROOT / "runs/last_letter_2_heads/a", help="made when there are none")
+    parser.add_argument(
+        "--models", type=Path, default=ROOT / "runs/last_letter_2_heads/a", help="made when there are none"
+    )
     common.add_arguments(parser)
     args = parser.parse_args()
     if missing := missing_commands():
@@ -170,7 +174,9 @@ def main() -> None:
             start = watched.last_turn()
             calm = rng.randint(3, 8)
             watched.until("turns without a fault", lambda start=start, calm=calm: watched.last_turn() >= start + calm)
-            starts = len(slices.read(watched.run))  # before: the next start may be there when the command that strikes comes back
+            starts = len(
+                slices.read(watched.run)
+            )  # before: the next start may be there when the command that strikes comes back
             node, struck = strike(kind, watched, rng)
             done = watched.last_turn()
             watched.until(f"another start after {kind}", lambda starts=starts: len(slices.read(watched.run)) > starts)
@@ -180,7 +186,10 @@ def main() -> None:
             if node is not None:
                 cluster.start_node(node)
         (watched.run / "stop").touch()
-        watched.until("the end", lambda: set(cluster.states(watched.job).values()) <= {"COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL"})
+        watched.until(
+            "the end",
+            lambda: set(cluster.states(watched.job).values()) <= {"COMPLETED", "CANCELLED", "FAILED", "NODE_FAIL"},
+        )
         turns = watched.last_turn() + 1
         figures = {f"{kind}/seconds": fmean(values) for kind, values in seconds.items() if values}
         figures |= {

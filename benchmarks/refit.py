@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Refit
+from megatron_rl.config.schema import Refit
 from megatron_rl.refit.base import Part, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -79,9 +79,21 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        common_args = [sys.executable, __file__, "--gigabytes", str(args.gigabytes), "--rounds", str(args.rounds), "--port", str(port)]
+        common_args = [
+            sys.executable,
+            __file__,
+            "--gigabytes",
+            str(args.gigabytes),
+            "--rounds",
+            str(args.rounds),
+            "--port",
+            str(port),
+        ]
         common_args += ["--bucket-mib", str(args.bucket_mib)]
-        ranks = [subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/figures"], env=os.environ) for r in range(RANKS)]
+        ranks = [
+            subprocess.Popen([*common_args, "--rank", str(r), "--json", f"{folder}/figures"], env=os.environ)
+            for r in range(RANKS)
+        ]
         if any([rank.wait() for rank in ranks]):
             sys.exit("a rank failed")
         figures = json.loads((Path(folder) / "figures").read_text())
@@ -104,7 +116,9 @@ def moe(gigabytes: float) -> Topology:
         family="qwen3_moe", num_layers=layers, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=1024, vocab=16000, tied=False,
         experts=32, expert_ffn=512,
     )  # fmt: skip
-    return Topology(sizes=sizes, trainer=TrainerLayout(tp=2, pp=2, ep=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16")
+    return Topology(
+        sizes=sizes, trainer=TrainerLayout(tp=2, pp=2, ep=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16"
+    )
 
 
 CASES: dict[str, Callable[[float], Topology]] = {"dense": dense, "moe": moe}
@@ -125,7 +139,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
         for tensor in engine.tensors.values():
             tensor.zero_()
         settings = Refit(transport=transport, bucket_mib=args.bucket_mib, verify="off")
-        side = TrainerSide(topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine)
+        side = TrainerSide(
+            topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine
+        )
         figures["wire_gb"] = side(0)["refit/gigabytes"]
         if any(not torch.equal(t, engine.tensors[n]) for n, t in reference.items()):
             raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
@@ -147,7 +163,9 @@ def shards(topology: Topology, rank: int) -> Shards:
     """A trainer rank's parameters with their rectangles, random."""
     generator, out = torch.Generator().manual_seed(rank), {}
     for name, (shape, rects) in shapes_of(topology, rank).items():
-        seeded = generator if is_sharded(name) else torch.Generator().manual_seed(len(name))  # held alike by all ranks of the stage
+        seeded = (
+            generator if is_sharded(name) else torch.Generator().manual_seed(len(name))
+        )  # held alike by all ranks of the stage
         out[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
     return out
 
@@ -174,7 +192,9 @@ class Engine:
                 columns = min(rect.column + rect.columns, wanted.column + wanted.columns) - left
                 if rows > 0 and columns > 0:
                     source = Part(rect.at_row + top - rect.row, rect.at_column + left - rect.column, rows, columns)
-                    target = Part(wanted.at_row + top - wanted.row, wanted.at_column + left - wanted.column, rows, columns)
+                    target = Part(
+                        wanted.at_row + top - wanted.row, wanted.at_column + left - wanted.column, rows, columns
+                    )
                     self.targets.write(name, target, Tensors({"": part}).read("", source))
 
 

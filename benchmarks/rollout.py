@@ -41,12 +41,27 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 
 PRESETS = {
-    "tiny": dict(vocab_size=59, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
+    "tiny": dict(
+        vocab_size=59,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
     "small": dict(
-        vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
     ),
 }
-BARS = {"mixed/ratio": 3.0, "vllm/ratio": 0.9}  # the first of the tiny preset; small is bound by arithmetic, not by overhead
+BARS = {
+    "mixed/ratio": 3.0,
+    "vllm/ratio": 0.9,
+}  # the first of the tiny preset; small is bound by arithmetic, not by overhead
 VLLM_PRESET = "small"
 VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm/bin/python"
 EOS = 1
@@ -67,7 +82,9 @@ class Recorded(LogitsProcessor):
 def write_model(directory: Path, preset: str, eos_share: float) -> None:
     """A random Qwen2 whose every next-token distribution gives EOS the probability `eos_share`, nearly."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**PRESETS[preset], max_position_embeddings=2048, eos_token_id=EOS, pad_token_id=0)).eval()
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**PRESETS[preset], max_position_embeddings=2048, eos_token_id=EOS, pad_token_id=0)
+    ).eval()
     with torch.no_grad():
         # Feature 0 of the residual stream is a constant; the output row of EOS reads it alone, the other rows never.
         model.model.embed_tokens.weight[:, 0] = model.model.embed_tokens.weight.norm(dim=1).mean()
@@ -83,7 +100,9 @@ def write_model(directory: Path, preset: str, eos_share: float) -> None:
     model.save_pretrained(directory)
 
 
-def generate_recorded(model: Qwen2ForCausalLM, prompts: list[list[int]], recordings: list[list[int]], batch: int) -> list[list[int]]:
+def generate_recorded(
+    model: Qwen2ForCausalLM, prompts: list[list[int]], recordings: list[list[int]], batch: int
+) -> list[list[int]]:
     """Runs transformers' generate over the prompts, `batch` at a time, and returns what it generated."""
     out = []
     for start in range(0, len(prompts), batch):
@@ -105,7 +124,9 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def compare(directory: Path, prompts: list[list[int]], sampling: Sampling, *, batches: list[int], rounds: int) -> dict[str, float]:
+def compare(
+    directory: Path, prompts: list[list[int]], sampling: Sampling, *, batches: list[int], rounds: int
+) -> dict[str, float]:
     """Measures both sides in turn. Raises RuntimeError when transformers generated other tokens than ours."""
     engine = EmbeddedEngine(directory, max_batch=len(prompts))
     engine.load_pretrained()
@@ -133,7 +154,10 @@ def embedded_figures(args: argparse.Namespace) -> dict[str, float]:
     prompts = _prompts(args.preset, args.sequences)
     batches = [b for b in args.batches if b <= args.sequences] or [args.sequences]
     figures: dict[str, float] = {}
-    for kind, eos_share, tokens in (("mixed", 3 / args.max_tokens, args.max_tokens), ("equal", 1e-9, args.max_tokens // 3)):
+    for kind, eos_share, tokens in (
+        ("mixed", 3 / args.max_tokens, args.max_tokens),
+        ("equal", 1e-9, args.max_tokens // 3),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), args.preset, eos_share)
             found = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
@@ -154,19 +178,38 @@ def vllm_figures(args: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", help="embedded,transformers (they go together), vllm, or all (default: vllm where --python exists)")
-    parser.add_argument("--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)")
-    parser.add_argument("--preset", choices=PRESETS, default="tiny", help="of embedded; tiny: 0.16 M parameters; small: 19 M")
+    parser.add_argument(
+        "--engines", help="embedded,transformers (they go together), vllm, or all (default: vllm where --python exists)"
+    )
+    parser.add_argument(
+        "--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)"
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="tiny", help="of embedded; tiny: 0.16 M parameters; small: 19 M"
+    )
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--samples", type=int, default=4, help="of one prompt, in a request to vLLM")
-    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of the longest sequence; end of sequence comes with 3 / this")
-    parser.add_argument("--batches", type=int, nargs="+", default=[256, 128, 64], help="batch sizes that transformers may choose from")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=192,
+        help="tokens of the longest sequence; end of sequence comes with 3 / this",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[256, 128, 64], help="batch sizes that transformers may choose from"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     common.add_arguments(parser)
     args = parser.parse_args()
-    chosen = set(args.engines.split(",")) if args.engines else {"embedded", "transformers", *(["vllm"] if args.python.exists() else [])}
+    chosen = (
+        set(args.engines.split(","))
+        if args.engines
+        else {"embedded", "transformers", *(["vllm"] if args.python.exists() else [])}
+    )
     if chosen - {"embedded", "transformers", "vllm"} or ("embedded" in chosen) != ("transformers" in chosen):
-        parser.error(f"--engines {args.engines}: give embedded,transformers (they are compared with each other), vllm, or all three")
+        parser.error(
+            f"--engines {args.engines}: give embedded,transformers (they are compared with each other), vllm, or all three"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
@@ -174,7 +217,9 @@ def main() -> None:
         figures |= embedded_figures(args)
     if "vllm" in chosen:
         figures |= vllm_figures(args)
-    bars = {name: bar for name, bar in BARS.items() if name in figures and (name != "mixed/ratio" or args.preset == "tiny")}
+    bars = {
+        name: bar for name, bar in BARS.items() if name in figures and (name != "mixed/ratio" or args.preset == "tiny")
+    }
     common.finish(figures, bars, args)
 
 

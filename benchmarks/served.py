@@ -16,7 +16,7 @@ from typing import Any
 
 import common
 
-from megatron_rl.config import Vllm
+from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
@@ -56,7 +56,9 @@ def open_pool(
     token_file = directory / "token"
     token, port = make_token(token_file), free_port(settings.host)
     assert settings.python is not None
-    words = command(settings, python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False)
+    words = command(
+        settings, python=settings.python, model=model, dtype="float32", port=port, token_file=token_file, on_gpu=False
+    )
     words = words if boundaries is None else with_tandem(words, model=model, junior=model, tokenizer=model)
     log = directory / "server.log"
     process = ServerProcess(words, log, os.environ, imports=directory / "imports")
@@ -83,7 +85,9 @@ class Offline:
 
     def __init__(self, model: Path, settings: Vllm, log: Path) -> None:
         assert settings.python is not None
-        words = command(settings, python=settings.python, model=model, dtype="float32", port=0, token_file=log, on_gpu=False)
+        words = command(
+            settings, python=settings.python, model=model, dtype="float32", port=0, token_file=log, on_gpu=False
+        )
         arguments = {
             "model": str(model), "dtype": "float32", "enforce_eager": True, "max_num_seqs": settings.max_batch,
             "enable_chunked_prefill": False,
@@ -119,7 +123,9 @@ class Offline:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"vLLM ended with status {self._process.wait()}; the end of its log:\n{tail(Path(self._log.name))}")
+            raise RuntimeError(
+                f"vLLM ended with status {self._process.wait()}; the end of its log:\n{tail(Path(self._log.name))}"
+            )
         return json.loads(answer)
 
 
@@ -139,11 +145,18 @@ def compare(
             seconds, here = time.perf_counter() - start, time.process_time() - here
             spent = common.cpu_seconds([server]) - before + here
             tokens = sum(len(completion.tokens) for group in groups for completion in group)
-            row = {"pool_tokens_per_s": tokens / seconds, "pool_tokens_per_cpu_s": tokens / spent, "pool_client_share": here / spent}
+            row = {
+                "pool_tokens_per_s": tokens / seconds,
+                "pool_tokens_per_cpu_s": tokens / spent,
+                "pool_client_share": here / spent,
+            }
             before = common.cpu_seconds([offline.pid])
             answer = offline.round(prompts, drawn, eos)
             spent = common.cpu_seconds([offline.pid]) - before
-            row |= {"offline_tokens_per_s": answer["tokens"] / answer["seconds"], "offline_tokens_per_cpu_s": answer["tokens"] / spent}
+            row |= {
+                "offline_tokens_per_s": answer["tokens"] / answer["seconds"],
+                "offline_tokens_per_cpu_s": answer["tokens"] / spent,
+            }
             if number:  # the first warms up
                 found.append(row)
     out = {name: statistics.median(row[name] for row in found) for name in found[0]}

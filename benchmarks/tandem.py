@@ -29,10 +29,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.algorithms.authors import Rule, boundaries
-from megatron_rl.chat import load_tokenizer
-from megatron_rl.config import Vllm
+from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.text import load_tokenizer
 
 BARS = {"embedded/ratio_cpu": 0.5, "vllm/ratio_cpu": 0.5}
 Generate = Callable[[list[list[int]], Sampling], list[list[Completion]]]
@@ -43,7 +43,9 @@ def make_pair(directory: Path, preset: str, max_tokens: int) -> None:
     """The model, and a tokenizer in whose vocabulary every third token opens a word."""
     write_model(directory, preset, 3 / max_tokens)
     words = {("\u0120" if i % 3 == 0 else "") + f"w{i}": i for i in range(PRESETS[preset]["vocab_size"])}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), eos_token="w1").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), eos_token="w1"
+    ).save_pretrained(directory)
 
 
 def rate(generate: Generate, prompts: list[list[int]], sampling: Sampling, spent: Callable[[], float]) -> Rate:
@@ -94,16 +96,29 @@ def vllm_figures(model: Path, folder: Path, args: argparse.Namespace) -> dict[st
             asked = (alone, replace(alone, tandem=Tandem(rule=Rule())))
             row = []
             for (pool, server), sampling in zip(pools, asked, strict=True):
-                row.append(rate(pool.generate, prompts, sampling, lambda server=server: common.cpu_seconds([server]) + time.process_time()))
+                row.append(
+                    rate(
+                        pool.generate,
+                        prompts,
+                        sampling,
+                        lambda server=server: common.cpu_seconds([server]) + time.process_time(),
+                    )
+                )
             pairs.append(tuple(row))
     return ratios(pairs[1:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", help="embedded, vllm, or both with a comma (default: vllm too where --python exists)")
-    parser.add_argument("--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)")
-    parser.add_argument("--preset", choices=PRESETS, default="small", help="tiny: 0.16 M parameters (embedded alone); small: 19 M")
+    parser.add_argument(
+        "--engines", help="embedded, vllm, or both with a comma (default: vllm too where --python exists)"
+    )
+    parser.add_argument(
+        "--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)"
+    )
+    parser.add_argument(
+        "--preset", choices=PRESETS, default="small", help="tiny: 0.16 M parameters (embedded alone); small: 19 M"
+    )
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--samples", type=int, default=4, help="of one prompt, in a request to vLLM")
     parser.add_argument("--max-tokens", type=int, default=96, help="of the longest sequence")

@@ -29,7 +29,7 @@ from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.config import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.config.schema import Layout, Loss, Model, Optimizer, Role
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Batch, Stop, Trajectory, pack
@@ -37,9 +37,21 @@ from megatron_rl.types import Batch, Stop, Trajectory, pack
 ALONE = Layout()
 RANKS = 2
 PRESETS = {
-    "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2),
+    "tiny": dict(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
     "small": dict(
-        vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
     ),
 }
 LAYOUTS = {
@@ -63,7 +75,15 @@ def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Traject
         tokens = [rng.randrange(vocab) for _ in range(n)]
         trainable = [j >= prompt for j in range(n)]
         out.append(
-            Trajectory(group=str(i), tokens=tokens, trainable=trainable, logprobs=[0.0] * n, version=0, stop=Stop.EOS, advantages=[1.0] * n)
+            Trajectory(
+                group=str(i),
+                tokens=tokens,
+                trainable=trainable,
+                logprobs=[0.0] * n,
+                version=0,
+                stop=Stop.EOS,
+                advantages=[1.0] * n,
+            )
         )
     return out
 
@@ -86,7 +106,9 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
         for tokens, seen, labels in micro:
             mask = None if bool(seen.all()) else seen
             logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-            (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / total).backward()
+            (
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum") / total
+            ).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
@@ -126,7 +148,9 @@ def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, f
     figures, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
     with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
         for name, packed in track(cases, "layouts on two ranks", console=Console(stderr=True)):
-            ranks = pool.starmap(rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1)
+            ranks = pool.starmap(
+                rank_seconds, [(rank, folder, name, packed, args) for rank in range(RANKS)], chunksize=1
+            )
             seconds = min(sum(both) for both in zip(*ranks, strict=True))
             figures[f"{name}/{'packed' if packed else 'padded'}"] = tokens / seconds
     return figures
@@ -149,7 +173,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--length", type=int, default=256, help="tokens of each sequence (equal), of the longest (varied)")
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of each sequence (equal), of the longest (varied)"
+    )
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layouts", action="store_true", help="each layout on two ranks, too")
@@ -168,7 +194,10 @@ def main() -> None:
             ours = our_step(Path(folder), batch, packed=kind == "varied", budget=budget)
             seconds, theirs = measure(ours, transformers_step(Path(folder), batch, args.rows), args.rounds)
             tokens = len(batch.tokens)
-            figures |= {f"{kind}/ours_tokens_per_cpu_s": tokens / seconds, f"{kind}/transformers_tokens_per_cpu_s": tokens / theirs}
+            figures |= {
+                f"{kind}/ours_tokens_per_cpu_s": tokens / seconds,
+                f"{kind}/transformers_tokens_per_cpu_s": tokens / theirs,
+            }
             figures[f"{kind}/ratio"] = theirs / seconds
         dist.destroy_process_group()
         if args.layouts:

@@ -21,7 +21,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.chat import fill
+from megatron_rl.text import fill
 
 HERE = Path(__file__).parent
 BASE = Path("runs/gsm8k")
@@ -34,12 +34,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="GSM8K train.jsonl")
     parser.add_argument(
-        "--sft-steps", type=int, default=220, help="of each role; 400 learn the problems so well that nothing is left to reinforce"
+        "--sft-steps",
+        type=int,
+        default=220,
+        help="of each role; 400 learn the problems so well that nothing is left to reinforce",
     )
     options = parser.parse_args()
     source = options.data or next((p for p in PLACES if p.exists()), None)
     if source is None or not source.exists():
-        sys.exit(f"no GSM8K file at {options.data or PLACES[0]}: give one with --data (openai/grade-school-math, train.jsonl)")
+        sys.exit(
+            f"no GSM8K file at {options.data or PLACES[0]}: give one with --data (openai/grade-school-math, train.jsonl)"
+        )
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     prepare(rows, options.sft_steps)
     for name, model in (("generator", "task/model"), ("verifier", "task/model")):
@@ -51,7 +56,9 @@ def main() -> None:
                 "run.save_every=100", "launch.nproc=2",
             )  # fmt: skip
     program("train", str(HERE / "gsm8k_cpu.yaml"), "run.steps=2", "run.resume=auto")
-    program("train", str(HERE / "gsm8k_cpu.yaml"), "run.resume=must")  # the same run, longer: it goes on from its checkpoint
+    program(
+        "train", str(HERE / "gsm8k_cpu.yaml"), "run.resume=must"
+    )  # the same run, longer: it goes on from its checkpoint
     program("report", str(BASE / "tango"))
     print((BASE / "tango/summary.json").read_text())
 
@@ -64,19 +71,31 @@ def prepare(rows: list[dict[str, str]], steps: int) -> None:
     task.mkdir(parents=True, exist_ok=True)
     chosen = rows[:PROBLEMS]
     write(task / "train.jsonl", chosen)
-    solved = [(row["question"], solution_steps(row["answer"]), row["answer"].split("####")[-1].strip()) for row in chosen]
-    templates = {name: (HERE / f"gsm8k/{name}.txt").read_text().removesuffix("\n") for name in ("generator", "verifier")}
+    solved = [
+        (row["question"], solution_steps(row["answer"]), row["answer"].split("####")[-1].strip()) for row in chosen
+    ]
+    templates = {
+        name: (HERE / f"gsm8k/{name}.txt").read_text().removesuffix("\n") for name in ("generator", "verifier")
+    }
     rng = random.Random(0)
     pairs = [(fill(templates["generator"], question=q), solution(lines, answer)) for q, lines, answer in solved]
-    write(task / "generator_sft.jsonl", [{"prompt": p, "response": r} for p, r in (rng.choice(pairs) for _ in range(steps * BATCH))])
+    write(
+        task / "generator_sft.jsonl",
+        [{"prompt": p, "response": r} for p, r in (rng.choice(pairs) for _ in range(steps * BATCH))],
+    )
     judged = [verification(rng, templates["verifier"], *rng.choice(solved)) for _ in range(steps * BATCH)]
     write(task / "verifier_sft.jsonl", judged)
-    write_model(task / "model", [r["question"] + r["answer"] for r in rows] + [p["prompt"] + p["response"] for p in judged[:500]])
+    write_model(
+        task / "model",
+        [r["question"] + r["answer"] for r in rows] + [p["prompt"] + p["response"] for p in judged[:500]],
+    )
 
 
 def solution_steps(answer: str) -> list[str]:
     """The lines of a GSM8K answer, without its calculator marks."""
-    return [re.sub(r"<<.*?>>", "", line).strip() for line in answer.split("####")[0].strip().splitlines() if line.strip()]
+    return [
+        re.sub(r"<<.*?>>", "", line).strip() for line in answer.split("####")[0].strip().splitlines() if line.strip()
+    ]
 
 
 def solution(lines: list[str], answer: str) -> str:
@@ -92,7 +111,9 @@ def verification(rng: random.Random, template: str, question: str, lines: list[s
     word = {True: "\\boxed{CORRECT}", False: "\\boxed{INCORRECT}"}
     blocks = "\n".join(f"<step>Step {i + 1} Analysis: {word[i < wrong_from]}</step>" for i in range(len(lines)))
     verdict = word[wrong_from == len(lines)]
-    response = f"<step_verification>\n{blocks}\n</step_verification>\n<final_verification>{verdict}</final_verification>"
+    response = (
+        f"<step_verification>\n{blocks}\n</step_verification>\n<final_verification>{verdict}</final_verification>"
+    )
     prompt = fill(template, question=question, solution=solution(shown, final), num_steps=str(len(lines)))
     return {"prompt": prompt, "response": response}
 
@@ -110,7 +131,9 @@ def write_model(directory: Path, texts: list[str]) -> None:
     """A byte-level BPE of 2048 tokens learned from the texts, and a random Qwen2 of about 1.5 M parameters."""
     backend = ByteLevelBPETokenizer()
     backend.train_from_iterator(texts, vocab_size=2048, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend._tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend._tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,

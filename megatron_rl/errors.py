@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_rl.checkpoint import CheckpointError
-from megatron_rl.config import ConfigError
-from megatron_rl.data import DataError
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.data.problems import DataError
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.server import RequestRefused
-from megatron_rl.gate import GateFailure
-from megatron_rl.loop import NothingTrained
 from megatron_rl.rewards.pool import RewardFailure
-from megatron_rl.run import RunError
+from megatron_rl.run.checkpoint import CheckpointError
+from megatron_rl.run.directory import RunError
+from megatron_rl.training.gate import GateFailure
+from megatron_rl.training.loop import NothingTrained
 from megatron_rl.world import DriverError  # on the other ranks, of an error on rank 0
 
 EXPECTED = (

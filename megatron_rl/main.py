@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import config as configs
-from megatron_rl import config_checks, config_files
-from megatron_rl.commands import cluster, conversions, launch, plan
+from megatron_rl.commands import cluster, conversions, plan
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import schema as configs
+from megatron_rl.session import launch
 
 LEFT = 130  # of a run that was asked to save and leave
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
@@ -70,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "eval" and (args.completions or args.compare):
             return _grade_or_compare(args)
         if not args.settings:
-            raise configs.ConfigError("give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file")
+            raise configs.ConfigError(
+                "give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file"
+            )
         return _run(args, words)
     except configs.ConfigError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
@@ -78,33 +82,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in HELP.items():
-        sub = commands.add_parser(name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW)
-        sub.add_argument("settings", nargs="*" if name == "eval" else "+", metavar="CONFIG.yaml | a.b=c", help="YAML files, then overrides")
+        sub = commands.add_parser(
+            name, help=text, description=text + "\n\n" + _settings(SCHEMAS[name]), formatter_class=_RAW
+        )
+        sub.add_argument(
+            "settings",
+            nargs="*" if name == "eval" else "+",
+            metavar="CONFIG.yaml | a.b=c",
+            help="YAML files, then overrides",
+        )
         if name == "eval":
             _evaluation_arguments(sub)
-    drift = commands.add_parser("drift", help="whether the engines keep to the trainer: a run at learning rate 0, its log-prob gaps")
+    drift = commands.add_parser(
+        "drift", help="whether the engines keep to the trainer: a run at learning rate 0, its log-prob gaps"
+    )
     drift.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of a `train` run")
     drift.add_argument("--updates", type=_positive, default=5, help="updates, each with a refit behind it (default: 5)")
     check = commands.add_parser("check", help="validate a config without torch and say what its numbers mean")
     check.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c")
-    check.add_argument("--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)")
+    check.add_argument(
+        "--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)"
+    )
     check.add_argument("--ranks", type=_positive, help="number of ranks it will run on (default: launch.nproc)")
-    check.add_argument("--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in")
+    check.add_argument(
+        "--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in"
+    )
     plan.add_parser(commands)
-    convert = commands.add_parser("convert", help="weights from one form into another: Hugging Face, Megatron, another layout")
+    convert = commands.add_parser(
+        "convert", help="weights from one form into another: Hugging Face, Megatron, another layout"
+    )
     forms = convert.add_subparsers(dest="form", required=True, metavar="FORM")
     for name, text in conversions.HELP.items():
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
-    serve = commands.add_parser("serve", help="start one server of a run's rollouts and keep it alive (runs with engine.kind vllm, sglang)")
-    serve.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of the run that it serves, with the same overrides")
+    serve = commands.add_parser(
+        "serve", help="start one server of a run's rollouts and keep it alive (runs with engine.kind vllm, sglang)"
+    )
+    serve.add_argument(
+        "settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of the run that it serves, with the same overrides"
+    )
     serve.add_argument("--role", required=True, help="whose model")
     serve.add_argument("--replica", type=int, default=0, help="which of engine.replicas (default: 0)")
-    serve.add_argument("--with-parent", action="store_true", help="leave at the end of standard input, a pipe from whoever started this")
+    serve.add_argument(
+        "--with-parent",
+        action="store_true",
+        help="leave at the end of standard input, a pipe from whoever started this",
+    )
     cluster.add_parsers(commands)
-    report = commands.add_parser("report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts")
+    report = commands.add_parser(
+        "report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts"
+    )
     report.add_argument("run", type=Path, help="a run directory, or a sweep's")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
     return parser
@@ -113,9 +144,14 @@ def _parser() -> argparse.ArgumentParser:
 def _evaluation_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip-done", action="store_true", help="do nothing where `output` is there already")
     parser.add_argument(
-        "--completions", type=Path, metavar="FILE", help="grade these rows {id, answer, completion} instead of asking a model"
+        "--completions",
+        type=Path,
+        metavar="FILE",
+        help="grade these rows {id, answer, completion} instead of asking a model",
     )
-    parser.add_argument("--compare", type=Path, nargs="+", metavar="NAME.json", help="compare finished evaluations, each with the first")
+    parser.add_argument(
+        "--compare", type=Path, nargs="+", metavar="NAME.json", help="compare finished evaluations, each with the first"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where grades or the comparison go")
 
 
@@ -139,7 +175,9 @@ def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
     hints, out = typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
         comment = re.search(rf"^    {field.name}:.*?  # (.*)$", sources, re.MULTILINE)
-        inside = [kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)]
+        inside = [
+            kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)
+        ]
         place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"
         default = getattr(made, field.name) if made is not None else _default(field)
         if inside:
@@ -148,7 +186,11 @@ def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
                 out.append(f"  {place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside))
             for kind in inside:
                 lines = _lines(kind, f"{place}.", default if isinstance(default, kind) else None)
-                out += [line for line in lines if line not in out and not (len(inside) > 1 and line.startswith(f"  {place}.kind "))]
+                out += [
+                    line
+                    for line in lines
+                    if line not in out and not (len(inside) > 1 and line.startswith(f"  {place}.kind "))
+                ]
         else:
             value = "" if default is dataclasses.MISSING else f" = {json.dumps(default)}"
             out.append(f"  {place}{value}{'  # ' + comment[1] if comment else ''}")
@@ -194,7 +236,7 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
         import torch  # noqa: F401
     except ImportError:
         return ["the arguments of recipe and reward were not checked: torch is not installed here"]
-    from megatron_rl import plugins
+    from megatron_rl.config import plugins
 
     if hasattr(config, "reward"):
         plugins.build(configs.Use(target=config.reward.target, args=config.reward.args))
@@ -220,9 +262,9 @@ def _guess_schema(files: Sequence[Path]) -> str:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_rl.report import write_figure, write_report
-    from megatron_rl.report_sweep import write_sweep_report
-    from megatron_rl.run import SWEEP
+    from megatron_rl.run.directory import SWEEP
+    from megatron_rl.run.report import write_figure, write_report
+    from megatron_rl.run.report_sweep import write_sweep_report
 
     if not args.run.is_dir():
         raise configs.ConfigError(f"no run directory {args.run}")
@@ -236,12 +278,14 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from megatron_rl.commands import serve
     from megatron_rl.engines.base import EngineError
+    from megatron_rl.session import serving as serve
 
     config = config_files.load(configs.TrainConfig, *_split(args.settings))
     try:
-        return serve.run(config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ)
+        return serve.run(
+            config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ
+        )
     except EngineError as error:
         print(f"megatron-rl serve: {error}", file=sys.stderr)
         return 1
@@ -299,7 +343,9 @@ def _run(args: argparse.Namespace, words: list[str]) -> int:
     try:
         status = run(config, place)
         in_step = place.job is not None and place.job.step is not None
-        return 0 if status == LEFT and in_step else status  # srun ends the other ranks for any status but 0, and slurm/job.sh sees a fault
+        return (
+            0 if status == LEFT and in_step else status
+        )  # srun ends the other ranks for any status but 0, and slurm/job.sh sees a fault
     except errors.EXPECTED as error:
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""

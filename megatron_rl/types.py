@@ -54,10 +54,14 @@ class Trajectory:
     step_rewards: list[float] = field(default_factory=list)  # [K], or empty when the sample gets none
     rewards: Mapping[str, float] = field(default_factory=dict)
     advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (position, version from there on), where there were several
+    versions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (position, version from there on), where there were several
     start: int | None = None  # of a text that two models wrote: its first position, whoever wrote it
     other_weight: float = 0.0  # in the loss, of the response's tokens that are not trainable: a junior's
-    experts: Tensor | None = field(default=None, compare=False, repr=False)  # [T - 1, layers, k] int16: the engine's for each token
+    experts: Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # [T - 1, layers, k] int16: the engine's for each token
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -65,7 +69,9 @@ class Trajectory:
             if len(values) != length:
                 raise ValueError(f"group {self.group!r}: {len(values)} {name} for {length} tokens; give one per token")
         if self.advantages and len(self.advantages) != length:
-            raise ValueError(f"group {self.group!r}: {len(self.advantages)} advantages for {length} tokens; give one per token")
+            raise ValueError(
+                f"group {self.group!r}: {len(self.advantages)} advantages for {length} tokens; give one per token"
+            )
         if self.step_rewards and len(self.step_rewards) != len(self.steps):
             raise ValueError(f"group {self.group!r}: {len(self.step_rewards)} step rewards for {len(self.steps)} steps")
 
@@ -110,7 +116,9 @@ class Batch:
     old_logprobs: Tensor | None = None  # [N] float32
     reference_logprobs: Tensor | None = None  # [N] float32
     weights: Tensor | None = None  # [N] float32, of each label in the loss; None: 1 where `mask` is True, 0 elsewhere
-    experts: Tensor | None = None  # [N, layers, k] int16: the experts that the engine chose, FREE where that is not known
+    experts: Tensor | None = (
+        None  # [N, layers, k] int16: the experts that the engine chose, FREE where that is not known
+    )
 
     @property
     def counted(self) -> Tensor:
@@ -158,7 +166,9 @@ def pack(trajectories: Iterable[Trajectory]) -> Batch:
     tokens, labels, mask, logprobs, advantages, lengths, experts, weights = [], [], [], [], [], [0], [], []
     for t in trajectories:
         if len(t.advantages) != len(t.tokens):
-            raise ValueError(f"group {t.group!r}: {len(t.advantages)} advantages for {len(t.tokens)} tokens; return one per token")
+            raise ValueError(
+                f"group {t.group!r}: {len(t.advantages)} advantages for {len(t.tokens)} tokens; return one per token"
+            )
         tokens += t.tokens
         labels += [*t.tokens[1:], 0]
         mask += [*t.trainable[1:], False]

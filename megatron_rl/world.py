@@ -101,7 +101,9 @@ class TorchWorld:
         self._driving = True
         try:
             result = function(*args)
-            packed = pickle.dumps(result)  # here, so that a result that cannot travel is an error on every rank and not a hang
+            packed = pickle.dumps(
+                result
+            )  # here, so that a result that cannot travel is an error on every rank and not a hang
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
             raise
@@ -121,7 +123,9 @@ class TorchWorld:
         if self.size == 1:
             return [self._handlers[name](args_per_rank[0])]
         if not self._driving:
-            raise RuntimeError("call_all outside from_driver: the other ranks do not listen; call it from a function given to from_driver")
+            raise RuntimeError(
+                "call_all outside from_driver: the other ranks do not listen; call it from a function given to from_driver"
+            )
         self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
         answers = self._collect(name, args_per_rank[0])
         for rank, (failure, _) in enumerate(answers):

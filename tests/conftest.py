@@ -49,7 +49,10 @@ def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subp
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +63,7 @@ def last_letter(tmp_path_factory) -> Path:
 
     import task
 
-    from megatron_rl.last_letter import Sizes, make_problem, teacher_solution
+    from megatron_rl.data.last_letter import Sizes, make_problem, teacher_solution
 
     base = tmp_path_factory.mktemp("last_letter")
     sizes = Sizes((2, 3), (2, 3), alphabet=6)
@@ -80,7 +83,9 @@ def last_letter(tmp_path_factory) -> Path:
             "sft", "examples/last_letter/sft.yaml", f"model.path={base}/{start}", f"data.train={base}/task/{name}_sft.jsonl",
             f"steps={steps}", f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}", "launch.nproc=1",
         )  # fmt: skip
-        rows = [json.loads(line)["metrics"]["loss"] for line in (base / name / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)["metrics"]["loss"] for line in (base / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert rows[-1] < 0.5 * rows[0]
     return base
 

@@ -15,18 +15,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.compare import compare
-from megatron_rl.commands.source import find
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.compare import compare
+from megatron_rl.conversion.source import find
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("first", type=Path, help="a run directory (its newest checkpoint), a checkpoint, or a Hugging Face directory")
+    parser.add_argument(
+        "first", type=Path, help="a run directory (its newest checkpoint), a checkpoint, or a Hugging Face directory"
+    )
     parser.add_argument("second", type=Path, help="as `first`")
     parser.add_argument("--model", type=Path, help="model directory of checkpoints that have no run above them")
     parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same"
+    )
     parser.add_argument("--show", type=int, default=20, help="rows of the largest differences")
     args = parser.parse_args()
     try:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import config_checks, config_files
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.commands import submit
-from megatron_rl.commands.launch import run_directory
-from megatron_rl.commands.submit import Plan
-from megatron_rl.config import ConfigError, EvalConfig, SftConfig, TrainConfig
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
+from megatron_rl.jobs import submit
+from megatron_rl.jobs.submit import Plan
+from megatron_rl.session.launch import run_directory
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
 CONFIG = "config.yaml"  # below RUN/jobs
@@ -96,7 +97,9 @@ def load(path: Path, options: Options) -> Experiment:
         raise ConfigError(f"{path} has no function experiment(options)")
     found = module.experiment(options)
     if not isinstance(found, Experiment):
-        raise ConfigError(f"{path}: experiment(options) returned {type(found).__name__}; return an experiments.Experiment")
+        raise ConfigError(
+            f"{path}: experiment(options) returned {type(found).__name__}; return an experiments.Experiment"
+        )
     _check_names(found, path)
     return found
 
@@ -134,7 +137,9 @@ def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
         behind = next((name for name in task.after if name in own), None)
         if isinstance(task, Program):
             if behind is not None:
-                raise ConfigError(f"task {task.name!r}: a program cannot wait for {behind!r}, which {own[behind]}; let it come before")
+                raise ConfigError(
+                    f"task {task.name!r}: a program cannot wait for {behind!r}, which {own[behind]}; let it come before"
+                )
             out.append(_program(task, task.after))
             continue
         with _named(task):
@@ -154,7 +159,11 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
         files = {CONFIG: config_files.dump(config)}
     elif task.points:
         plan = submit.plan_sweep(
-            config, [(point, _read(task, point)) for point in task.points], site, command=task.command, to_come=bool(task.after)
+            config,
+            [(point, _read(task, point)) for point in task.points],
+            site,
+            command=task.command,
+            to_come=bool(task.after),
         )
         files = {}
         why = f"is a sweep of {len(task.points)} runs, an array"
@@ -172,7 +181,10 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
 
 def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
     directory = _directory(config)
-    words = [*_megatron_rl(task, directory / submit.JOBS / CONFIG), *(["--skip-done"] if task.command == "eval" else [])]
+    words = [
+        *_megatron_rl(task, directory / submit.JOBS / CONFIG),
+        *(["--skip-done"] if task.command == "eval" else []),
+    ]
     job = None if isinstance(config, EvalConfig) else config.job
     step = Step(
         name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1, time=job.time if job else None
@@ -187,9 +199,15 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
         return _single(task, config, after)
     site = Profile(ranks_per_node=config.launch.nproc, gpus_per_node=0)
     plan = submit.plan_sweep(
-        config, [(point, _read(task, point)) for point in task.points], site, command=task.command, to_come=bool(task.after)
+        config,
+        [(point, _read(task, point)) for point in task.points],
+        site,
+        command=task.command,
+        to_come=bool(task.after),
     )
-    files = {name: text for name, text in plan.files.items() if name not in plan.scripts}  # `megatron-rl status` and `report` know it then
+    files = {
+        name: text for name, text in plan.files.items() if name not in plan.scripts
+    }  # `megatron-rl status` and `report` know it then
     steps = [
         Step(name=f"{task.name}_{index:03d}", words=_megatron_rl(task, plan.directory / submit.JOBS / f"{index:03d}.yaml"), after=after,
              directory=plan.directory / f"{index:03d}")
@@ -212,7 +230,9 @@ def _read(task: Task, point: Mapping[str, Any] | None = None) -> Any:
         raise ConfigError(f"command {task.command!r}: give one of {', '.join(SCHEMAS)}")
     if task.points and task.command == "eval":
         raise ConfigError("a sweep is of train or sft: give evaluations a task each")
-    changes = [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in (point or {}).items()]
+    changes = [
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in (point or {}).items()
+    ]
     files, own = [Path(s) for s in task.settings if "=" not in s], [s for s in task.settings if "=" in s]
     return config_files.load(SCHEMAS[task.command], files, [*own, *changes])
 
@@ -240,7 +260,9 @@ def _apart(planned: list[Planned]) -> list[Planned]:
             continue
         if one.plan.directory in owners:
             both = f"{owners[one.plan.directory]!r} and {one.task.name!r}"
-            raise ConfigError(f"tasks {both} both have the directory {one.plan.directory}: give each a run.name, or an output, of its own")
+            raise ConfigError(
+                f"tasks {both} both have the directory {one.plan.directory}: give each a run.name, or an output, of its own"
+            )
         owners[one.plan.directory] = one.task.name
     return planned
 
@@ -252,7 +274,9 @@ def _check_names(experiment: Experiment, path: Path) -> None:
             raise ConfigError(f"{path}: task {task.name!r}: give each task a name of its own, of letters, digits and _")
         for name in task.after:
             if name not in above:
-                raise ConfigError(f"{path}: task {task.name!r} waits for {name!r}, which is none of the tasks above it: {above}")
+                raise ConfigError(
+                    f"{path}: task {task.name!r} waits for {name!r}, which is none of the tasks above it: {above}"
+                )
         above.append(task.name)
     if not above:
         raise ConfigError(f"{path}: an experiment without tasks")

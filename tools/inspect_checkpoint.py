@@ -15,15 +15,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.commands.source import find
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.source import find
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F32": 4, "BF16": 2, "F16": 2, "float64": 8, "F64": 8}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="a run directory, a checkpoint, a role's directory in one, or a model directory")
+    parser.add_argument(
+        "source", type=Path, help="a run directory, a checkpoint, a role's directory in one, or a model directory"
+    )
     parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
     parser.add_argument("--optimizer", action="store_true", help="list the optimizer's tensors too")
     args = parser.parse_args()
@@ -45,7 +47,9 @@ def main() -> int:
             table.add_row(name, "x".join(map(str, shape)), dtype, f"{size / 1e6:,.3f}")
     console = Console(width=max(110, Console().width))
     console.print(table)
-    step = next((parent.name for parent in (source.path, *source.path.parents) if parent.name.startswith("step_")), None)
+    step = next(
+        (parent.name for parent in (source.path, *source.path.parents) if parent.name.startswith("step_")), None
+    )
     if step:
         console.print(f"{step}: the state after that many turns")
     console.print(f"model {totals['model'] / 1e6:,.3f} MB, optimizer {totals['optimizer'] / 1e6:,.3f} MB")

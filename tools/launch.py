@@ -37,10 +37,20 @@ from megatron_rl.cluster import profile, slices, slurm  # noqa: E402
 from megatron_rl.cluster.profile import Profile  # noqa: E402
 from megatron_rl.cluster.render import common_settings  # noqa: E402
 from megatron_rl.commands import submit  # noqa: E402
-from megatron_rl.config import ConfigError  # noqa: E402
+from megatron_rl.config.schema import ConfigError  # noqa: E402
 
 DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
-ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "OUT_OF_MEMORY",
+)
 DRY = "dryrun"
 SRUN = """\
 unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table
@@ -70,17 +80,36 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", metavar="DEFINITION.py", help="with a function experiment(options), as in examples/nemo_run")
-    parser.add_argument("settings", nargs="*", metavar="TASK.a.b=c", help="settings of its tasks, over those of the definition")
+    parser = argparse.ArgumentParser(
+        prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "experiment", metavar="DEFINITION.py", help="with a function experiment(options), as in examples/nemo_run"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="TASK.a.b=c", help="settings of its tasks, over those of the definition"
+    )
     parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="(default: %(default)s)")
-    parser.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)")
-    parser.add_argument("--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing")
+    parser.add_argument(
+        "--profile",
+        help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
+    )
+    parser.add_argument(
+        "--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing"
+    )
     parser.add_argument("--small", action="store_true", help="the definition's laptop size")
     parser.add_argument("--dir", default="runs", help="where runs go (default: %(default)s)")
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="local: so many tasks at a time (default: %(default)s)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="local: so many tasks at a time (default: %(default)s)"
+    )
     parser.add_argument("--wait", action="store_true", help="slurm: stay until all jobs have ended, and say how")
-    parser.add_argument("--every", type=float, default=10.0, metavar="SECONDS", help="of --wait: between two looks (default: %(default)s)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="of --wait: between two looks (default: %(default)s)",
+    )
     return parser
 
 
@@ -96,7 +125,9 @@ def _nemo_run() -> Any:
 
 def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
     if site.setup or site.container:
-        raise ConfigError("setup and container of a profile are for batch scripts: with --executor local do these in your shell")
+        raise ConfigError(
+            "setup and container of a profile are for batch scripts: with --executor local do these in your shell"
+        )
     if args.at_once < 1:
         raise ConfigError(f"--at-once {args.at_once}: give 1 or more")
     planned = for_local(experiment)
@@ -107,7 +138,12 @@ def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         return 0
     with _Forwarded() as signals:
         states = _run_steps(
-            nemo, experiment.name, [step for one in planned for step in _written(one)], site, at_once=args.at_once, signals=signals
+            nemo,
+            experiment.name,
+            [step for one in planned for step in _written(one)],
+            site,
+            at_once=args.at_once,
+            signals=signals,
         )
     for name, state in states.items():
         print(f"{name}: {state}")
@@ -133,14 +169,18 @@ class _Forwarded:
                 child.send_signal(number)
 
 
-def _run_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile, *, at_once: int, signals: _Forwarded) -> dict[str, str]:
+def _run_steps(
+    nemo: Any, name: str, steps: Sequence[Step], site: Profile, *, at_once: int, signals: _Forwarded
+) -> dict[str, str]:
     """-> states. One NeMo-Run experiment for what is ready and fits: given the whole graph, its local executor starts a task whether
     or not the ones before it failed. After a signal nothing is started."""
     python, states = str(common_settings(site, ROOT)["PYTHON"]), dict[str, str]()
     waiting = {step.name: step for step in steps}
     while waiting:
         for step in steps:
-            if step.name in waiting and (signals.number or any(states.get(before, DONE) != DONE for before in step.after)):
+            if step.name in waiting and (
+                signals.number or any(states.get(before, DONE) != DONE for before in step.after)
+            ):
                 states[step.name] = LOST
                 del waiting[step.name]
         ready = [step for step in waiting.values() if all(before in states for before in step.after)][:at_once]
@@ -183,10 +223,18 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
     """NeMo-Run's dry run writes its scripts to files; these are printed, and removed."""
     with nemo.Experiment(name, id=f"{name}_{DRY}", serialize_metadata_for_scripts=False) as dry:
         for step in (step for one in planned for step in one.steps):
-            dry.add(_script(nemo, _slurm_words(step, site)), executor=_slurm_executor(nemo, name, step, site), name=step.name)
+            dry.add(
+                _script(nemo, _slurm_words(step, site)),
+                executor=_slurm_executor(nemo, name, step, site),
+                name=step.name,
+            )
         directories = {job.executor.experiment_dir for job in dry.jobs}
         dry.dryrun(log=False, exist_ok=True, delete_exp_dir=False)
-    texts = {path.name.removesuffix("_sbatch.sh"): path.read_text() for d in directories for path in Path(d).glob("*_sbatch.sh")}
+    texts = {
+        path.name.removesuffix("_sbatch.sh"): path.read_text()
+        for d in directories
+        for path in Path(d).glob("*_sbatch.sh")
+    }
     for directory in directories:
         shutil.rmtree(directory)
     for one in planned:
@@ -194,7 +242,9 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
             print(f"# ---- {step.name}, by NeMo-Run{_behind(step.after)}\n{texts[step.name]}")
         if one.plan is not None and one.why:
             for script in one.plan.scripts:
-                print(f"# ---- {one.task.name} {one.why}: {one.plan.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}")
+                print(
+                    f"# ---- {one.task.name} {one.why}: {one.plan.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}"
+                )
                 print(one.plan.files[script])
 
 
@@ -207,7 +257,12 @@ def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) ->
     with nemo.Experiment(name, skip_status_at_exit=True, enable_goodbye_message=False) as running:
         for step in steps:
             executor = _slurm_executor(nemo, name, step, site)
-            running.add(_script(nemo, _slurm_words(step, site)), executor=executor, name=step.name, dependencies=list(step.after))
+            running.add(
+                _script(nemo, _slurm_words(step, site)),
+                executor=executor,
+                name=step.name,
+                dependencies=list(step.after),
+            )
         try:
             running.run(detach=True)
         except UnexpectedExit as error:
@@ -225,7 +280,13 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     image = site.container if site.container is not None and site.container.runtime == "pyxis" else None
     here = os.getcwd()  # relative paths of configs count from here; of two such options srun takes the last
     words = [*site.srun, f"--container-workdir={here}" if image else f"--chdir={here}"]
-    more = {"chdir": here, "kill_on_invalid_dep": "yes", "qos": site.qos, "constraint": site.constraint, **_sbatch_words(site)}
+    more = {
+        "chdir": here,
+        "kill_on_invalid_dep": "yes",
+        "qos": site.qos,
+        "constraint": site.constraint,
+        **_sbatch_words(site),
+    }
     if gpus and site.gpu_type:
         more["gpus_per_node"] = f"{site.gpu_type}:{gpus}"
     exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
@@ -264,9 +325,17 @@ def _quoted(word: str) -> str:
 
 def _refuse_taken(steps: Sequence[Step], site: Profile) -> None:
     """What cannot be written in parts."""
-    texts = [os.getcwd(), *(str(step.directory) for step in steps if step.directory), *site.setup, *site.srun, *site.sbatch]
+    texts = [
+        os.getcwd(),
+        *(str(step.directory) for step in steps if step.directory),
+        *site.setup,
+        *site.srun,
+        *site.sbatch,
+    ]
     if wrong := next((text for text in texts if TAKEN in text), None):
-        raise ConfigError(f"{wrong}: NeMo-Run puts its own directory where a batch script has {TAKEN}; take a path without it")
+        raise ConfigError(
+            f"{wrong}: NeMo-Run puts its own directory where a batch script has {TAKEN}; take a path without it"
+        )
 
 
 def _script(nemo: Any, words: Sequence[str]) -> Any:
@@ -308,7 +377,9 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
             continue
         states |= now
         for name, found in ids.items():
-            text = ", ".join(sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in found}))
+            text = ", ".join(
+                sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in found})
+            )
             if text != last.get(name):
                 last[name] = text
                 print(f"{time.strftime('%H:%M:%S')} {name}: {text}", flush=True)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.models import KNOWN
@@ -35,15 +35,22 @@ NVLINK = 300e9  # bytes a second, per GPU and direction
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help=f"a config.json, a model directory, or one of {', '.join(KNOWN)}")
+    parser.add_argument(
+        "--model", required=True, help=f"a config.json, a model directory, or one of {', '.join(KNOWN)}"
+    )
     parser.add_argument("--trainer", required=True, help="e.g. tp4,pp2,dp4 or tp4,pp2,dp8,ep16")
     parser.add_argument("--engine", required=True, help="e.g. tp2x8 or tp8+ep")
     parser.add_argument(
-        "--together", action="store_true", help="engine rank r runs on the GPU of trainer rank r (default: nodes of its own)"
+        "--together",
+        action="store_true",
+        help="engine rank r runs on the GPU of trainer rank r (default: nodes of its own)",
     )
     parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument(
-        "--network", type=float, default=8 * 200, help="gigabits a second of a node, all adapters together (default: %(default)s)"
+        "--network",
+        type=float,
+        default=8 * 200,
+        help="gigabits a second of a node, all adapters together (default: %(default)s)",
     )
     parser.add_argument("--bytes", type=int, default=2, help="per element (default: %(default)s, bfloat16)")
     parser.add_argument("--bucket", type=int, default=128, help="MiB of one message (default: %(default)s)")
@@ -113,9 +120,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     table.add_column("value", justify="right")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
-    table.caption = (
-        f"{per_node} GPUs a node, {args.network:g} Gb/s a node, NVLink {NVLINK / 1e9:.0f} GB/s a GPU, {args.bytes} bytes an element"
-    )
+    table.caption = f"{per_node} GPUs a node, {args.network:g} Gb/s a node, NVLink {NVLINK / 1e9:.0f} GB/s a GPU, {args.bytes} bytes an element"
     Console(width=max(100, Console().width)).print(table)
     return figures
 
@@ -134,7 +139,9 @@ def read_model(name: str) -> Sizes:
         return KNOWN[name]
     path = Path(name)
     if not path.exists():
-        raise ConfigError(f"--model {name}: no such file; give a config.json, a model directory or one of {', '.join(KNOWN)}")
+        raise ConfigError(
+            f"--model {name}: no such file; give a config.json, a model directory or one of {', '.join(KNOWN)}"
+        )
     file = path / "config.json" if path.is_dir() else path
     try:
         return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
@@ -144,7 +151,9 @@ def read_model(name: str) -> Sizes:
 
 def read_trainer(text: str) -> TrainerLayout:
     known = ("tp", "pp", "dp", "ep", "etp")
-    parts = {m[1]: int(m[2]) for m in (re.fullmatch(r"([a-z]+)([1-9]\d*)", part.strip()) for part in text.split(",")) if m}
+    parts = {
+        m[1]: int(m[2]) for m in (re.fullmatch(r"([a-z]+)([1-9]\d*)", part.strip()) for part in text.split(",")) if m
+    }
     if len(parts) != len(text.split(",")) or any(name not in known for name in parts):
         raise ConfigError(f"--trainer {text}: parts like tp4, of {', '.join(known)}, with commas between")
     return TrainerLayout(**parts)

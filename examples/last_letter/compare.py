@@ -30,7 +30,17 @@ FIGURES = {
     "verifier_outcome_f1": "verifier outcome-F1",
     "verifier_step_f1": "verifier step-F1",
 }
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # two-sided Student t, n - 1 degrees
+T_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}  # two-sided Student t, n - 1 degrees
 console = Console(soft_wrap=True, width=110)
 
 
@@ -100,14 +110,23 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
     """Sampled accuracy and outcome-F1 against the updates of the role they measure: a thin line per seed, a thick mean."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     for number, arm in enumerate(summaries):
-        for axis, role, figure_name in ((axes[0], "generator", "accuracy_sampled"), (axes[1], "verifier", "outcome_f1")):
+        for axis, role, figure_name in (
+            (axes[0], "generator", "accuracy_sampled"),
+            (axes[1], "verifier", "outcome_f1"),
+        ):
             lines = [curve(options.out / f"{arm}_seed{seed}", role, figure_name) for seed in options.seeds]
             if not all(len(line) > 1 for line in lines):
                 continue
             for line in lines:
                 axis.plot(*zip(*line, strict=True), color=f"C{number}", alpha=0.3, linewidth=1)
             shared = sorted(set.intersection(*(set(dict(line)) for line in lines)))
-            axis.plot(shared, [mean([dict(line)[x] for line in lines]) for x in shared], color=f"C{number}", linewidth=2, label=arm)
+            axis.plot(
+                shared,
+                [mean([dict(line)[x] for line in lines]) for x in shared],
+                color=f"C{number}",
+                linewidth=2,
+                label=arm,
+            )
             axis.set(xlabel=f"{role} updates", ylabel=f"{role} {figure_name}")
             axis.grid(alpha=0.3)
     for axis in axes:

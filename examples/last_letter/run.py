@@ -126,7 +126,11 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
     """Completes summary.json, prints before and after, writes the report."""
     path = options.out / "summary.json"
     summary = json.loads(path.read_text())
-    for figure, source in (("generator_accuracy", "generator_accuracy_sampled"), ("verifier_outcome_f1", None), ("verifier_step_f1", None)):
+    for figure, source in (
+        ("generator_accuracy", "generator_accuracy_sampled"),
+        ("verifier_outcome_f1", None),
+        ("verifier_step_f1", None),
+    ):
         for end in ("start", "end"):
             if source and f"{source}_{end}" in summary:
                 summary[f"{figure}_{end}"] = summary[f"{source}_{end}"]
@@ -140,7 +144,11 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
     names = ("generator_accuracy_sampled", "generator_accuracy_greedy", "verifier_outcome_f1", "verifier_step_f1")
     for name in names:
         if f"{name}_end" in summary:
-            table.add_row(name.replace("_", " "), f"{summary.get(f'{name}_start', float('nan')):.3f}", f"{summary[f'{name}_end']:.3f}")
+            table.add_row(
+                name.replace("_", " "),
+                f"{summary.get(f'{name}_start', float('nan')):.3f}",
+                f"{summary[f'{name}_end']:.3f}",
+            )
     console.print(table)
     console.print("updates: " + ", ".join(f"{role} {count}" for role, count in summary["updates"].items()))
     subprocess.run([sys.executable, "-m", "megatron_rl.main", "report", str(options.out)], check=True)
@@ -171,12 +179,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of reinforcement learning")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--updates", type=int, help="generator updates (default: the regime's)")
-    parser.add_argument("--warmup", type=int, help="updates of the verifier before the first of the generator (default: the regime's)")
     parser.add_argument(
-        "--engine", choices=ENGINES, default="embedded", help="vllm: two real servers (make engines); sglang: two on stubbed kernels"
+        "--warmup", type=int, help="updates of the verifier before the first of the generator (default: the regime's)"
     )
-    parser.add_argument("--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)")
-    parser.add_argument("--python", help="that servers run in (default: .venv-vllm/bin/python or .venv-sglang/bin/python)")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="embedded",
+        help="vllm: two real servers (make engines); sglang: two on stubbed kernels",
+    )
+    parser.add_argument(
+        "--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)"
+    )
+    parser.add_argument(
+        "--python", help="that servers run in (default: .venv-vllm/bin/python or .venv-sglang/bin/python)"
+    )
     options = parser.parse_args()
     options.python = options.python or f".venv-{options.engine}/bin/python"
     if options.engine != "embedded" and shutil.which(options.python) is None:
@@ -184,7 +201,10 @@ def main() -> None:
     heads = HEADS[options.engine]
     if options.engine == "sglang":
         console.print(STUBBED)
-    stages, base = Stages(), Path("runs/last_letter" if heads == 4 else f"runs/last_letter_{heads}_heads") / options.regime
+    stages, base = (
+        Stages(),
+        Path("runs/last_letter" if heads == 4 else f"runs/last_letter_{heads}_heads") / options.regime,
+    )
     prepare(base, options.regime, stages, heads=heads)
     reinforce(base, options, stages)
     finish(options, stages)

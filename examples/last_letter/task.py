@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.chat import fill
-from megatron_rl.last_letter import LETTERS, MAX_STEPS, Sizes, make_problem, teacher_solution, verification_text
+from megatron_rl.data.last_letter import LETTERS, MAX_STEPS, Sizes, make_problem, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
+from megatron_rl.text import fill
 
 PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
@@ -50,7 +50,9 @@ def regimes() -> dict[str, Regime]:
     short = Sizes((2, 5), (2, 4))
     return {
         "a": Regime(0.35, short, short, Sizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
-        "b": Regime(0.65, short, Sizes((5, 5), (2, 4)), Sizes((5, 5), (2, 4)), Sizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4),
+        "b": Regime(
+            0.65, short, Sizes((5, 5), (2, 4)), Sizes((5, 5), (2, 4)), Sizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4
+        ),
     }
 
 
@@ -59,7 +61,9 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
     words = [*SPECIAL, *TAGS, *(f"#{i}" for i in range(1, MAX_STEPS + 1)), *LETTERS]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
     config = Qwen2Config(
         vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=2,
         max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=False, use_sliding_window=False,
@@ -71,7 +75,9 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def write_problems(path: Path, sizes: Sizes, count: int, seed: int, *, without: Iterable[str] = ()) -> list[dict[str, Any]]:
+def write_problems(
+    path: Path, sizes: Sizes, count: int, seed: int, *, without: Iterable[str] = ()
+) -> list[dict[str, Any]]:
     """Distinct problems, none with a question in `without`."""
     rng, seen, rows = random.Random(seed), set(without), []
     while len(rows) < count:
@@ -83,17 +89,26 @@ def write_problems(path: Path, sizes: Sizes, count: int, seed: int, *, without: 
     return rows
 
 
-def write_generator_pairs(path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100) -> None:
+def write_generator_pairs(
+    path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100
+) -> None:
     """Pairs in training order: first a teacher without fault, then one with the misconception."""
     rng, template, rows = random.Random(seed), _template("generator"), []
     for i in range((clean_steps + noisy_steps) * BATCH):
         problem = make_problem(rng, regime.sft)
         wrong = regime.misconception if i >= clean_steps * BATCH else 0.0
-        rows.append({"prompt": fill(template, question=problem["question"]), "response": teacher_solution(rng, problem["words"], wrong)})
+        rows.append(
+            {
+                "prompt": fill(template, question=problem["question"]),
+                "response": teacher_solution(rng, problem["words"], wrong),
+            }
+        )
     _write_jsonl(path, rows)
 
 
-def write_verifier_pairs(path: Path, regime: Regime, pool: list[dict[str, Any]], seed: int, *, steps: int = 400) -> None:
+def write_verifier_pairs(
+    path: Path, regime: Regime, pool: list[dict[str, Any]], seed: int, *, steps: int = 400
+) -> None:
     """Half the pairs judge solutions that the generator sampled (`pool` rows with words, question, response), half a noisy teacher's."""
     rng, template, rows = random.Random(seed), _template("verifier"), []
     for _ in range(steps * BATCH):

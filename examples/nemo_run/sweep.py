@@ -30,7 +30,13 @@ def small(out: str) -> list[Task | Program]:
     ]  # fmt: skip
     return [
         Program(name="data", words=["examples/nemo_run/last_letter_data.py", f"{base}/task"]),
-        Task(name="rates", command="sft", settings=settings, points=grid("optimizer.lr", (1e-3, 3e-3), seeds=2), after=["data"]),
+        Task(
+            name="rates",
+            command="sft",
+            settings=settings,
+            points=grid("optimizer.lr", (1e-3, 3e-3), seeds=2),
+            after=["data"],
+        ),
     ]
 
 

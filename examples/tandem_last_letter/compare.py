@@ -24,7 +24,7 @@ from measures import Figures, measure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron_rl.last_letter import Sizes  # noqa: E402
+from megatron_rl.data.last_letter import Sizes  # noqa: E402
 
 ARMS = {
     "grpo": ["recipe.target=megatron_rl.recipes.grpo:Grpo", "roles.generator.tandem=null"],
@@ -37,14 +37,26 @@ SHOWN = {
     "cross_entropy": "cross-entropy of the junior on its texts, nats per token",
     "length": "tokens of a text",
 }
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # two-sided Student t, n - 1 degrees
+T_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}  # two-sided Student t, n - 1 degrees
 SFT_SEED = 1
 console = Console(soft_wrap=True, width=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of reinforcement learning; at least two")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of reinforcement learning; at least two"
+    )
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--samples", type=int, default=4, help="per held-out problem and measure")
     parser.add_argument("--out", type=Path, default=Path("runs/tandem_last_letter/arms"))
@@ -58,7 +70,9 @@ def main() -> None:
         for seed in options.seeds:
             run = train(options, arm, seed)
             found.setdefault(arm, []).append(measured(run, start, test, options.samples))
-            console.print(f"{arm}, seed {seed}: { ({name: round(value, 3) for name, value in found[arm][-1].items()}) }")
+            console.print(
+                f"{arm}, seed {seed}: { ({name: round(value, 3) for name, value in found[arm][-1].items()}) }"
+            )
     show(before, found)
     report = {"before": before, "updates": options.updates, "seeds": options.seeds, "arms": found}
     (options.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -70,7 +84,9 @@ def prepare(base: Path) -> None:
     if not (files / "generator_sft.jsonl").exists():
         task.write_model(files / "model", SFT_SEED)
         test = task.write_problems(files / "test.jsonl", Sizes((3, 5), (2, 4)), 512, SFT_SEED + 1)
-        task.write_problems(files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=[row["question"] for row in test])
+        task.write_problems(
+            files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=[row["question"] for row in test]
+        )
         task.write_generator_pairs(files / "generator_sft.jsonl", regime, SFT_SEED + 5)
     if not (base / "generator/model/model.safetensors").exists():
         program(
@@ -112,7 +128,9 @@ def measured(run: Path, junior: Path, test: Path, samples: int) -> Figures:
 
 def show(before: Figures, found: dict[str, list[Figures]]) -> None:
     seeds = len(found["tandem"])
-    table = Table(title=f"last letter, {seeds} seeds: mean ± 95 % confidence over seeds; the difference is paired by seed")
+    table = Table(
+        title=f"last letter, {seeds} seeds: mean ± 95 % confidence over seeds; the difference is paired by seed"
+    )
     for column in ("held out", "start", *found, "tandem - grpo"):
         table.add_column(column, justify="left" if column == "held out" else "right")
     for name, label in SHOWN.items():

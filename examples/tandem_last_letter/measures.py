@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import fill, load_tokenizer
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.rewards.last_letter import grade
-from megatron_rl.rollout import tokenize
+from megatron_rl.text import fill, load_tokenizer
+from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
 
 TEMPLATE = Path(__file__).parent.parent / "last_letter/prompts/generator.txt"
@@ -49,7 +49,9 @@ def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
     }
 
 
-def handed_over(pair: Sequence[EmbeddedEngine], prompts: Sequence[list[int]], sampling: Sampling, tokenizer: Any) -> list[list[int]]:
+def handed_over(
+    pair: Sequence[EmbeddedEngine], prompts: Sequence[list[int]], sampling: Sampling, tokenizer: Any
+) -> list[list[int]]:
     """One text per prompt: the senior begins, the pen passes at the end of every step, until the text ends or is full."""
     out: list[list[int]] = [[] for _ in prompts]
     going, rounds = list(range(len(prompts))), 0

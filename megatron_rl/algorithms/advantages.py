@@ -50,7 +50,9 @@ def assign_advantages(
     ]
 
 
-def outcome_advantages(rewards: Sequence[float], groups: Sequence[str], *, estimator: Estimator = "grpo") -> list[float]:
+def outcome_advantages(
+    rewards: Sequence[float], groups: Sequence[str], *, estimator: Estimator = "grpo"
+) -> list[float]:
     """One scalar per reward. [B] rewards and group names -> [B]. A group of equal rewards gets exactly 0.
 
     grpo     (r - mean of group) / (std of group + 1e-6); sample std (n - 1), as in the Tango code (arXiv 2402.03300)
@@ -115,7 +117,9 @@ def mix(outcome: Sequence[Sequence[float]], steps: Sequence[Sequence[float]], al
     """(1 - alpha) outcome + alpha steps, token by token (eq. 7). [B][T] each -> [B][T]. Raises ValueError for alpha outside [0, 1]."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha = {alpha}: the weight of the step advantages lies between 0 and 1")
-    return [[(1 - alpha) * o + alpha * s for o, s in zip(a, b, strict=True)] for a, b in zip(outcome, steps, strict=True)]
+    return [
+        [(1 - alpha) * o + alpha * s for o, s in zip(a, b, strict=True)] for a, b in zip(outcome, steps, strict=True)
+    ]
 
 
 def _outcome(trajectory: Trajectory, reward: str | Mapping[str, float]) -> float:
@@ -126,7 +130,9 @@ def _outcome(trajectory: Trajectory, reward: str | Mapping[str, float]) -> float
             raise ValueError(f"group {trajectory.group!r} has no reward {name!r}; it has {sorted(trajectory.rewards)}")
         value = trajectory.rewards[name]
         if not math.isfinite(value):
-            raise ValueError(f"group {trajectory.group!r}: reward {name!r} is {value}; a reward function must return a finite number")
+            raise ValueError(
+                f"group {trajectory.group!r}: reward {name!r} is {value}; a reward function must return a finite number"
+            )
         total += weight * value
     return total
 
@@ -156,6 +162,8 @@ def _suffix_sums(trajectory: Trajectory, scores: Sequence[float]) -> list[float]
 
 def _whitened(values: list[list[float]], trajectories: Sequence[Trajectory]) -> list[list[float]]:
     """(v - mean) / (std + 1e-6), mean and sample std over the trainable tokens of the batch. [B][T] -> [B][T]."""
-    valid = [v for row, t in zip(values, trajectories, strict=True) for v, on in zip(row, t.trainable, strict=True) if on]
+    valid = [
+        v for row, t in zip(values, trajectories, strict=True) for v, on in zip(row, t.trainable, strict=True) if on
+    ]
     mean, std = _mean_and_std(valid)
     return [[(v - mean) / (std + EPSILON) for v in row] for row in values]

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from megatron_rl.config import Strategy
+from megatron_rl.config.schema import Strategy
 
-WORD_MARKS = ("\u0120", "\u2581", " ")  # what a vocabulary writes for a leading space: byte-level BPE, SentencePiece, plain text
+WORD_MARKS = (
+    "\u0120",
+    "\u2581",
+    " ",
+)  # what a vocabulary writes for a leading space: byte-level BPE, SentencePiece, plain text
 SENTENCE_END = "\n\n"
 
 
@@ -119,7 +123,9 @@ def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
     if strategy != "word":
         return frozenset()
     strings = tokenizer.convert_ids_to_tokens(ids)
-    found = frozenset(i for i, string in zip(ids, strings, strict=True) if string is not None and string.startswith(WORD_MARKS))
+    found = frozenset(
+        i for i, string in zip(ids, strings, strict=True) if string is not None and string.startswith(WORD_MARKS)
+    )
     if found:
         return found
     pairs = tokenizer.batch_decode([[i, i] for i in ids], clean_up_tokenization_spaces=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Loss
+from megatron_rl.config.schema import Loss
 from megatron_rl.types import Batch
 
 
@@ -62,7 +62,9 @@ class PolicyLoss:
         if batch.reference_logprobs is not None:
             return batch.reference_logprobs
         if batch.mask.any():
-            raise ValueError(f"loss.kl_coef = {self.config.kl_coef} needs the reference's log-probs: compute them, or set kl_coef to 0")
+            raise ValueError(
+                f"loss.kl_coef = {self.config.kl_coef} needs the reference's log-probs: compute them, or set kl_coef to 0"
+            )
         return torch.zeros_like(batch.engine_logprobs)
 
     def _weights(self, batch: Batch, like: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ def step_weight(schedule: Schedule, update: int, *, start: float, floor: float, 
     if update < 0 or total < 1:
         raise ValueError(f"update {update} of total = {total}: updates count from 0, and there is at least one")
     if floor < 0 or (schedule == "exponential" and floor == 0 < start):
-        raise ValueError(f"floor = {floor} for a {schedule} schedule: give a number above 0 (linear and cosine can end at 0)")
+        raise ValueError(
+            f"floor = {floor} for a {schedule} schedule: give a number above 0 (linear and cosine can end at 0)"
+        )
     if start <= floor:
         return start
     share = min(1.0, update / total)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 AUTO = "auto"
 _NOWHERE = ("192.0.2.1", 9)  # no packet goes there: only the route is asked for
@@ -21,7 +21,9 @@ def address_among_ranks(environment: Mapping[str, str]) -> str:
 def own_address(host: str) -> str:
     """`host`: an address of this machine, the name of one of its interfaces (ib0), or "auto": that which its own name has, else that of
     its default route. Raises ConfigError."""
-    interfaces = {name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()}
+    interfaces = {
+        name: [a.address for a in found if a.family is socket.AF_INET] for name, found in psutil.net_if_addrs().items()
+    }
     if host == AUTO:
         own = _resolved(socket.gethostname())
         return own if own is not None and not own.startswith("127.") else _routed() or own or "127.0.0.1"

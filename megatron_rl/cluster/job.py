@@ -52,7 +52,9 @@ class Leave:
     and a save would not end before the job's time limit, by the longest so far.
     """
 
-    def __init__(self, directory: Path, job: Job | None, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, directory: Path, job: Job | None, say: Callable[[str], None], clock: Callable[[], float] = time.time
+    ) -> None:
         self._directory, self._job, self._say, self._clock = directory, job, say, clock
         self._last, self._longest_turn, self._longest_save = clock(), 0.0, 0.0
         self._warned = False
@@ -63,7 +65,9 @@ class Leave:
 
     def asked(self) -> bool:
         """By a file. Cheap: also for a loop that waits."""
-        return (self._directory / STOP).exists() or (self._job is not None and leave_file(self._directory, self._job).exists())
+        return (self._directory / STOP).exists() or (
+            self._job is not None and leave_file(self._directory, self._job).exists()
+        )
 
     def __call__(self) -> bool:
         now = self._clock()
@@ -72,12 +76,18 @@ class Leave:
             self._compare(self._job)
         if self.asked():
             stopped = (self._directory / STOP).exists()
-            self._say(f"stopped by {self._directory / STOP} (remove it to go on)" if stopped else "the time limit is near: leaving now")
+            self._say(
+                f"stopped by {self._directory / STOP} (remove it to go on)"
+                if stopped
+                else "the time limit is near: leaving now"
+            )
             return True
         end = None if self._job is None else self._job.end
         if end is None or now + self._needed() + SPARE_S < end:
             return False
-        self._say(f"the job ends in {end - now:.0f} s, another turn and a save may take {self._needed():.0f} s: leaving now")
+        self._say(
+            f"the job ends in {end - now:.0f} s, another turn and a save may take {self._needed():.0f} s: leaving now"
+        )
         return True
 
     def saved(self, seconds: float) -> None:

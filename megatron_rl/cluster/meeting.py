@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.checkpoint import read_json, write_json
+from megatron_rl.run.checkpoint import read_json, write_json
 
 POLL_S = 0.2
 
@@ -26,7 +26,9 @@ def meet(file: Path, *, rank: int, world_size: int, address: str, timeout: timed
         write_json(file, {"address": address, "port": store.port})
         return store
     end = time.monotonic() + timeout.total_seconds()
-    while file.name not in (os.listdir(file.parent) if file.parent.exists() else ()):  # listing looks past what NFS remembers
+    while file.name not in (
+        os.listdir(file.parent) if file.parent.exists() else ()
+    ):  # listing looks past what NFS remembers
         if time.monotonic() > end:
             raise MeetingError(
                 f"rank 0 did not write {file} within {timeout.total_seconds():.0f} s: is this directory on a shared file system?"

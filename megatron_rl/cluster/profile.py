@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megatron_rl import config_files
-from megatron_rl.config import ConfigError, config
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, config
 
 SHIPPED = Path(__file__).parent.parent.parent / "slurm"
 

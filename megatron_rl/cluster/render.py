@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.cluster.profile import SHIPPED, Profile
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 SETTINGS, END = "# --- settings", "# --- end of settings"
 
@@ -57,7 +57,9 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
         "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
-        "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,  # a part of a node takes the default of its share
+        "mem": profile.memory
+        if shape.gpus == profile.gpus_per_node
+        else None,  # a part of a node takes the default of its share
         "constraint": profile.constraint,
         "time": shape.time,
         "array": shape.array,
@@ -79,9 +81,18 @@ def common_settings(profile: Profile, root: Path, directory: Path | None = None)
         srun += [f"--container-mounts={','.join(profile.container.mounts)}"] if profile.container.mounts else []
         srun += [f"--container-workdir={directory}"] if directory else []
     elif profile.container is not None:
-        words = ["apptainer", "exec", *(["--nv"] if profile.gpus_per_node else []), *([f"--pwd={directory}"] if directory else [])]
+        words = [
+            "apptainer",
+            "exec",
+            *(["--nv"] if profile.gpus_per_node else []),
+            *([f"--pwd={directory}"] if directory else []),
+        ]
         words += [f"--bind={mount}" for mount in profile.container.mounts] + [profile.container.image]
-    python = profile.python if "/" not in profile.python or Path(profile.python).is_absolute() else str(root / profile.python)
+    python = (
+        profile.python
+        if "/" not in profile.python or Path(profile.python).is_absolute()
+        else str(root / profile.python)
+    )
     setup = "\n".join(profile.setup)
     return {"ROOT": str(root), "PYTHON": python, "SETUP": setup, "SRUN": srun, "CONTAINER": words}
 

@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from megatron_rl.checkpoint import Checkpoints
 from megatron_rl.cluster.job import STOP, Job
-from megatron_rl.run import RunDirectory
+from megatron_rl.run.checkpoint import Checkpoints
+from megatron_rl.run.directory import RunDirectory
 
 FILE = "slices.jsonl"
 CONFIG = 2  # exit status of `megatron-rl train`: wrong config
 HUNG = 86  # of a rank that ended itself because nothing moved
-SILENT_SHARE = 3  # starts that ended without a word, a crashed node or a preemption, are borne so many times as long as others
+SILENT_SHARE = (
+    3  # starts that ended without a word, a crashed node or a preemption, are borne so many times as long as others
+)
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
 
@@ -77,7 +79,11 @@ def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, st
         return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
-    before = [s for s in read(directory) if _submission(s.job) == _submission(job.id) and not s.refused and s.turns_before == turns]
+    before = [
+        s
+        for s in read(directory)
+        if _submission(s.job) == _submission(job.id) and not s.refused and s.turns_before == turns
+    ]
     faults = sum((s.cause or SILENT) != SILENT for s in before)
     if faults >= stalled or len(before) >= SILENT_SHARE * stalled:
         causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 ANSWER_S = 60.0
 _FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # id, name, state, nodes, time left, reason, start
@@ -38,12 +38,19 @@ def present() -> bool:
 def require() -> None:
     """Raises ConfigError where there is no Slurm."""
     if not present():
-        raise ConfigError("there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run")
+        raise ConfigError(
+            "there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run"
+        )
 
 
 def submit(script: Path, *, dependency: str | None = None) -> str:
     """-> the job's id. `dependency`: as sbatch takes it, after:17_0 or afterok:17; a job for which it cannot come true is cancelled."""
-    words = ["sbatch", "--parsable", *([f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []), str(script)]
+    words = [
+        "sbatch",
+        "--parsable",
+        *([f"--dependency={dependency}", "--kill-on-invalid-dep=yes"] if dependency else []),
+        str(script),
+    ]
     return run(words).strip().partition(";")[0]
 
 
@@ -78,7 +85,15 @@ def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
     """{(job or job_index, number of its start): how Slurm's accounting says it ended}; empty where there is no accounting."""
     if not jobs or shutil.which("sacct") is None:
         return {}
-    words = ["sacct", "--noheader", "--allocations", "--duplicates", "--parsable2", "--format=JobID,State", f"--jobs={','.join(jobs)}"]
+    words = [
+        "sacct",
+        "--noheader",
+        "--allocations",
+        "--duplicates",
+        "--parsable2",
+        "--format=JobID,State",
+        f"--jobs={','.join(jobs)}",
+    ]
     try:
         lines = run(words).splitlines()
     except SlurmError:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import config_files
-from megatron_rl.config import ConfigError, EvalConfig, SftConfig, TrainConfig
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 
 NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
 Load = Callable[[Sequence[str]], tuple[str, Any]]  # words -> (command that they are for, config)
@@ -26,21 +26,44 @@ def add_parsers(commands: Any) -> None:
         description=SUBMIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    submit.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of `train`, `sft` or, with --checkpoints, `eval`")
-    submit.add_argument("--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)")
+    submit.add_argument(
+        "settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of `train`, `sft` or, with --checkpoints, `eval`"
+    )
+    submit.add_argument(
+        "--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)"
+    )
     submit.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
     submit.add_argument(
-        "--shape", choices=("chain", "roles"), default="chain", help="roles: trainer and engines as one array of single nodes"
+        "--shape",
+        choices=("chain", "roles"),
+        default="chain",
+        help="roles: trainer and engines as one array of single nodes",
     )
     submit.add_argument(
-        "--sweep", type=Path, metavar="YAML", help="one run for each combination of {setting: [values]}, or for each of a list"
+        "--sweep",
+        type=Path,
+        metavar="YAML",
+        help="one run for each combination of {setting: [values]}, or for each of a list",
     )
-    submit.add_argument("--checkpoints", nargs="+", metavar="MODEL", help="evaluate each of these model directories by each config given")
-    submit.add_argument("--out", type=Path, default=Path("runs/eval"), help="of --checkpoints: where results go (default: runs/eval)")
-    doctor = commands.add_parser("doctor", help="look at what a run needs of this host: versions, GPUs, network, files, memory, Slurm")
+    submit.add_argument(
+        "--checkpoints",
+        nargs="+",
+        metavar="MODEL",
+        help="evaluate each of these model directories by each config given",
+    )
+    submit.add_argument(
+        "--out", type=Path, default=Path("runs/eval"), help="of --checkpoints: where results go (default: runs/eval)"
+    )
+    doctor = commands.add_parser(
+        "doctor", help="look at what a run needs of this host: versions, GPUs, network, files, memory, Slurm"
+    )
     doctor.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=c", help="of the run; without it, of any run")
     doctor.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file")
-    doctor.add_argument("--quick", action="store_true", help="what every node of a job looks at as it starts; prints what is wrong alone")
+    doctor.add_argument(
+        "--quick",
+        action="store_true",
+        help="what every node of a job looks at as it starts; prints what is wrong alone",
+    )
     status = commands.add_parser("status", help="a run's jobs, engines, turns, rates, starts and what ended them")
     status.add_argument("run", type=Path, help="a run directory, or a sweep's")
     stop = commands.add_parser("stop", help="let a run save and leave, and take back its jobs")
@@ -48,7 +71,9 @@ def add_parsers(commands: Any) -> None:
     stop.add_argument("--now", action="store_true", help="cancel its jobs at once: what is not saved is lost")
     logs = commands.add_parser("logs", help="the ends of a run's logs")
     logs.add_argument("run", type=Path)
-    logs.add_argument("--of", default="", help="only files with this in their name: train, engines, generator_0, stacks")
+    logs.add_argument(
+        "--of", default="", help="only files with this in their name: train, engines, generator_0, stacks"
+    )
     logs.add_argument("--lines", type=int, default=20, help="of each file (default: 20)")
     logs.add_argument("--follow", action="store_true", help="then print new lines as they come")
     slices = commands.add_parser("slice", help="what the batch scripts ask about their run; not for typing")
@@ -71,9 +96,9 @@ def run(args: argparse.Namespace, load: Load) -> int:
     from megatron_rl.cluster.slurm import SlurmError
 
     try:
-        return {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}[args.command](
-            args, load
-        )
+        return {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}[
+            args.command
+        ](args, load)
     except SlurmError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
         return 1
@@ -81,7 +106,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
 
 def _submit(args: argparse.Namespace, load: Load) -> int:
     from megatron_rl.cluster import profile
-    from megatron_rl.commands import submit
+    from megatron_rl.jobs import submit
 
     if sum((args.checkpoints is not None, args.sweep is not None, args.shape == "roles")) > 1:
         raise ConfigError("--checkpoints, --sweep and --shape roles are three kinds of submission: give one of them")
@@ -138,19 +163,21 @@ def _doctor(args: argparse.Namespace, load: Load) -> int:
     from rich.console import Console
 
     from megatron_rl.cluster import profile
-    from megatron_rl.commands import doctor
+    from megatron_rl.jobs import doctor
 
     site = profile.read(args.profile) if args.profile else None
     config = load(args.settings)[1] if args.settings else None
     checks = doctor.examine(config, site, quick=args.quick, environment=os.environ)
-    doctor.show(checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ)
+    doctor.show(
+        checks, Console(width=None if sys.stdout.isatty() else 180), only_wrong=args.quick, environment=os.environ
+    )
     return 1 if any(check.verdict == "wrong" for check in checks) else 0
 
 
 def _status(args: argparse.Namespace, load: Load) -> int:
     from rich.console import Console
 
-    from megatron_rl.commands import status
+    from megatron_rl.jobs import status
 
     console = Console(width=None if sys.stdout.isatty() else 160)
     runs = status.sweep_status(args.run)
@@ -162,14 +189,14 @@ def _status(args: argparse.Namespace, load: Load) -> int:
 
 
 def _stop(args: argparse.Namespace, load: Load) -> int:
-    from megatron_rl.commands import status
+    from megatron_rl.jobs import status
 
     print(status.stop(args.run, now=args.now))
     return 0
 
 
 def _logs(args: argparse.Namespace, load: Load) -> int:
-    from megatron_rl.commands import status
+    from megatron_rl.jobs import status
 
     for line in status.tails(args.run, args.of, args.lines):
         print(line)
@@ -183,7 +210,7 @@ def _slice(args: argparse.Namespace, load: Load) -> int:
     """Prints `WORD: why` for slurm/job.sh."""
     from megatron_rl.cluster import slices
     from megatron_rl.cluster.job import job_from
-    from megatron_rl.commands.launch import run_directory
+    from megatron_rl.session.launch import run_directory
 
     config = load(args.settings)[1]
     directory = run_directory(config).absolute()

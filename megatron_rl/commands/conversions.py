@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 HELP = {
     "to-hf": "a run's checkpoint as a Hugging Face directory, loadable by transformers and vLLM as it stands",
@@ -24,21 +24,40 @@ SHARD_GB = 4.0
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """The arguments of one of the commands in HELP."""
-    source = {"to-megatron": "a Hugging Face directory"}.get(command, "a run directory (its newest checkpoint), a checkpoint, or a role's")
+    source = {"to-megatron": "a Hugging Face directory"}.get(
+        command, "a run directory (its newest checkpoint), a checkpoint, or a role's"
+    )
     parser.add_argument("source", type=Path, help=source)
     parser.add_argument("target", type=Path, help="the directory to make; it must not exist")
     if command != "to-megatron":
-        everything = "" if command == "to-hf" else "; without it all of them and the run's state, into a directory of the same name step_N"
+        everything = (
+            ""
+            if command == "to-hf"
+            else "; without it all of them and the run's state, into a directory of the same name step_N"
+        )
         parser.add_argument("--role", help=f"which role's model, where a checkpoint holds several{everything}")
-        parser.add_argument("--model", type=Path, help="model directory the role started from (default: as the run's config.yaml says)")
+        parser.add_argument(
+            "--model", type=Path, help="model directory the role started from (default: as the run's config.yaml says)"
+        )
     if command == "reshard":
         for name, text in (("tp", "tensor parallel ranks"), ("pp", "pipeline stages"), ("ep", "expert parallel ranks")):
-            parser.add_argument(f"--{name}", type=_positive, default=1, help=f"{text} of the layout that is going to read it (default: 1)")
-        parser.add_argument("--etp", type=_positive, help="ranks that share an expert (default: as tp, as in a run's layout)")
+            parser.add_argument(
+                f"--{name}",
+                type=_positive,
+                default=1,
+                help=f"{text} of the layout that is going to read it (default: 1)",
+            )
+        parser.add_argument(
+            "--etp", type=_positive, help="ranks that share an expert (default: as tp, as in a run's layout)"
+        )
         return
     parser.add_argument("--dtype", choices=DTYPES, help="cast on the way (default: as stored)")
-    parser.add_argument("--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})")
-    checks = "read the result back and compare bit for bit" + ("; and logits against transformers" if command == "to-hf" else "")
+    parser.add_argument(
+        "--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})"
+    )
+    checks = "read the result back and compare bit for bit" + (
+        "; and logits against transformers" if command == "to-hf" else ""
+    )
     parser.add_argument("--verify", action="store_true", help=checks)
 
 
@@ -73,8 +92,8 @@ def _stoppable(target: Path) -> Iterator[None]:
 def _run(command: str, args: argparse.Namespace) -> int:
     import torch
 
-    from megatron_rl.commands import convert, recut
-    from megatron_rl.commands.source import find
+    from megatron_rl.conversion import convert, recut
+    from megatron_rl.conversion.source import find
     from megatron_rl.weights.layouts import TrainerLayout
 
     if command == "reshard":
@@ -83,7 +102,9 @@ def _run(command: str, args: argparse.Namespace) -> int:
             for etp in (args.etp or 1, args.etp or args.tp)
         )
         for path in recut.reshard(args.source, args.target, dense, experts=experts, role=args.role, model=args.model):
-            print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{f', etp {args.etp}' if args.etp else ''})")
+            print(
+                f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{f', etp {args.etp}' if args.etp else ''})"
+            )
         return 0
     dtype, size = getattr(torch, args.dtype) if args.dtype else None, int(args.shard_gb * 1e9)
     if command == "to-megatron":

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl import config_checks, gate, loop, plugins
-from megatron_rl.chat import load_tokenizer
-from megatron_rl.checkpoint import write_json
-from megatron_rl.commands import parts
-from megatron_rl.commands.common import open_driver, open_world
-from megatron_rl.commands.engines import open_fleet
-from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import Debug, Role, TrainConfig
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import Debug, Role, TrainConfig
 from megatron_rl.rewards.pool import Graded
-from megatron_rl.rollout import plain
-from megatron_rl.run import RunDirectory, RunError
-from megatron_rl.turns import Players, Recipe
+from megatron_rl.run.checkpoint import write_json
+from megatron_rl.run.directory import RunDirectory, RunError
+from megatron_rl.session import parts
+from megatron_rl.session.common import open_driver, open_world
+from megatron_rl.session.fleet import open_fleet
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import load_tokenizer
+from megatron_rl.training import gate, loop
+from megatron_rl.training.rollouts import plain
+from megatron_rl.training.turns import Players, Recipe
 from megatron_rl.types import Batch, Trajectory, pack
 from megatron_rl.world import TorchWorld
 
@@ -43,7 +45,9 @@ class Gap:
     error: float  # standard error of `mean`, as if sequences were independent
     p99: float
     max: float
-    quarters: list[float | None]  # [QUARTERS] mean over the first quarter of each response, ..., over the last; None: no such token
+    quarters: list[
+        float | None
+    ]  # [QUARTERS] mean over the first quarter of each response, ..., over the last; None: no such token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,11 @@ def still(config: TrainConfig) -> TrainConfig:
 
     def role(settings: Role) -> Role:
         optimizer = replace(settings.optimizer, lr=0.0, min_lr=0.0)
-        return replace(settings, optimizer=optimizer, sampling=replace(settings.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0))
+        return replace(
+            settings,
+            optimizer=optimizer,
+            sampling=replace(settings.sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
+        )
 
     own = replace(config.run, resume="auto", steps=None)
     evaluation = replace(config.evaluation, prompts=None)
@@ -86,7 +94,9 @@ def measure(batch: Batch, engine: Tensor, trainer: Tensor, *, version: int) -> G
     """`engine` and `trainer`: log-probs where `batch.mask` is True, in order."""
     gap = (engine - trainer).abs().double()
     counts = torch.stack([part.sum() for part in batch.mask.split(batch.lengths.tolist())])  # [S] sampled tokens
-    place = torch.cat([torch.arange(n) * QUARTERS // max(1, n) for n in counts.tolist()])  # of every sampled token: its quarter
+    place = torch.cat(
+        [torch.arange(n) * QUARTERS // max(1, n) for n in counts.tolist()]
+    )  # of every sampled token: its quarter
     sums = torch.stack([part.sum() for part in gap.split(counts.tolist())])  # [S]
     mean = float(gap.mean())
     return Gap(
@@ -104,7 +114,9 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
     """[refits] of one role, two at least."""
     middle = (len(gaps) - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(len(gaps)))
-    shares = [(i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))]  # of each mean in the rise of the line of least squares
+    shares = [
+        (i - middle) * (len(gaps) - 1) / spread for i in range(len(gaps))
+    ]  # of each mean in the rise of the line of least squares
     growth = sum(share * gap.mean for share, gap in zip(shares, gaps, strict=True))
     error = math.sqrt(sum((share * gap.error) ** 2 for share, gap in zip(shares, gaps, strict=True)))
     return Verdict(
@@ -157,15 +169,21 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
     world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
-        tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
+        tokenizers = {
+            name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()
+        }
         readers, _ = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
-        fleet = open_fleet(config, world, tokenizers, policies, replace(driver, tracker=None), stack)  # the run's refits.jsonl is not ours
+        fleet = open_fleet(
+            config, world, tokenizers, policies, replace(driver, tracker=None), stack
+        )  # the run's refits.jsonl is not ours
         players = parts.players(config, fleet.engines, tokenizers, _nothing_to_grade, driver)
         roles = {name: parts.role(config, name, policy, fleet.refits[name]) for name, policy in policies.items()}
         prompts = readers[recipe.prompt_role].take(config.run.prompts_per_step) if world.rank == 0 else []
         probes = Probes(world, players, roles, recipe.trained, [recipe.generator_prompt(p.payload) for p in prompts])
-        driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *(f"quarter {q + 1}" for q in range(QUARTERS))))
+        driver.say(
+            _row("role", "refit", "tokens", "mean", "p99", "max", *(f"quarter {q + 1}" for q in range(QUARTERS)))
+        )
         for version in range(updates + 1):
             for name in roles:
                 driver.say(_gap_row(name, probes.round(name, version)))
@@ -180,12 +198,16 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
 
 def _with_advantages(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """1 and -1 by turns: gradients that would move the weights, were the rate not 0."""
-    return [replace(t, advantages=[float(s) * (1 - 2 * (i % 2)) for s in t.trainable]) for i, t in enumerate(trajectories)]
+    return [
+        replace(t, advantages=[float(s) * (1 - 2 * (i % 2)) for s in t.trainable]) for i, t in enumerate(trajectories)
+    ]
 
 
 def _refuse_a_begun_run(directory: RunDirectory) -> None:
     if directory.has_begun():
-        raise RunError(f"{directory.path} holds a run that has begun: give the drift test a directory of its own, such as run.name=drift")
+        raise RunError(
+            f"{directory.path} holds a run that has begun: give the drift test a directory of its own, such as run.name=drift"
+        )
 
 
 def _nothing_to_grade(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
@@ -195,7 +217,15 @@ def _nothing_to_grade(responses: Sequence[str], payloads: Sequence[Mapping[str, 
 def _write(path: Path, config: TrainConfig, gaps: Mapping[str, Sequence[Gap]], verdicts: Mapping[str, Verdict]) -> None:
     roles = {name: {**asdict(verdicts[name]), "refits": [asdict(gap) for gap in gaps[name]]} for name in gaps}
     passed = not any(verdict.grows or verdict.above for verdict in verdicts.values())
-    write_json(path, {"engine": config.engine.kind, "max_logprob_gap": config.gate.max_logprob_gap, "passed": passed, "roles": roles})
+    write_json(
+        path,
+        {
+            "engine": config.engine.kind,
+            "max_logprob_gap": config.gate.max_logprob_gap,
+            "passed": passed,
+            "roles": roles,
+        },
+    )
 
 
 def _row(*cells: str) -> str:

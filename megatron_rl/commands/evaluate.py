@@ -15,14 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl import config_files
-from megatron_rl.chat import read_template
-from megatron_rl.commands.common import open_world, sampling_of
-from megatron_rl.commands.eval_engines import Cast, open_cast
-from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import ConfigError, EvalConfig, Launch, PromptSet, Reward
-from megatron_rl.data import Problem, read_problems
-from megatron_rl.data_settings import resolve
+from megatron_rl.config import files as config_files
+from megatron_rl.config.data_settings import resolve
+from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, PromptSet, Reward
+from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.evaluation import report
 from megatron_rl.evaluation.benchmarks import TANGO, benchmark, read_benchmark, solution, source_of
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
@@ -33,6 +29,10 @@ from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver, Weigher
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, drift, legibility
 from megatron_rl.rewards.pool import GradePool, check_failures
+from megatron_rl.session.common import open_world, sampling_of
+from megatron_rl.session.eval_engines import Cast, open_cast
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import read_template
 
 CHUNK = 256  # problems asked at once
 JUDGED_TEMPLATE = "tango_verifier"
@@ -128,16 +128,28 @@ def _sources(config: EvalConfig) -> list[Source]:
         problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))
         reward = replace(config.reward, target=found.grader, args={})
         template = config.template or found.template
-        out.append(Source(name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template))
+        out.append(
+            Source(
+                name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template
+            )
+        )
     if config.data is not None:
-        problems, judged, name = read_problems(config.data), "steps" in resolve(config.data).fields, _name_of(config.data)
+        problems, judged, name = (
+            read_problems(config.data),
+            "steps" in resolve(config.data).fields,
+            _name_of(config.data),
+        )
         if judged:
             problems = [replace(p, values=solution(p.values)) for p in problems]
         template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
-        out.append(Source(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template))
+        out.append(
+            Source(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template)
+        )
     names = [source.name for source in out]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"benchmarks and data: {', '.join(twice)} is there twice; name it once, or give data.path a file of another name")
+        raise ConfigError(
+            f"benchmarks and data: {', '.join(twice)} is there twice; name it once, or give data.path a file of another name"
+        )
     return out
 
 
@@ -149,7 +161,10 @@ def _name_of(source: PromptSet) -> str:
 def _task(config: EvalConfig, tokenizer: Any, source: Source) -> Task:
     try:
         text = read_template(source.template)
-        values = [verifier_values(p.values) if source.judged else {"question": str(p.values["question"])} for p in source.problems]
+        values = [
+            verifier_values(p.values) if source.judged else {"question": str(p.values["question"])}
+            for p in source.problems
+        ]
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
     except FileNotFoundError as error:
         raise ConfigError(f"template: {error}") from None
@@ -168,7 +183,9 @@ def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _measures(config: EvalConfig, cast: Cast, task: Task, graders: Graders, samples: Samples) -> Iterator[tuple[str, Measure]]:
+def _measures(
+    config: EvalConfig, cast: Cast, task: Task, graders: Graders, samples: Samples
+) -> Iterator[tuple[str, Measure]]:
     """The measures of a set, in the order in which they need each other."""
     tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
     engine = cast.engines[config.model]
@@ -195,7 +212,12 @@ def _measures(config: EvalConfig, cast: Cast, task: Task, graders: Graders, samp
         yield (
             HANDOFF,
             HandOff(
-                engines=pair, tokenizer=tokenizer, sampling=sampling, grade=grade, context=config.context, max_rounds=config.max_rounds
+                engines=pair,
+                tokenizer=tokenizer,
+                sampling=sampling,
+                grade=grade,
+                context=config.context,
+                max_rounds=config.max_rounds,
             ),
         )
     if LEGIBILITY in wanted:

@@ -10,10 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.common import Answered, answers, open_world
-from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import GenerateConfig
-from megatron_rl.data import write_parquet
+from megatron_rl.config.schema import GenerateConfig
+from megatron_rl.data.problems import write_parquet
+from megatron_rl.session.common import Answered, answers, open_world
+from megatron_rl.session.launch import Place, run_directory
 
 
 def run(config: GenerateConfig, place: Place) -> int:

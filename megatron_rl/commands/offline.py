@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.config import GradingConfig
+from megatron_rl.config.schema import GradingConfig
 from megatron_rl.evaluation import completions
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.rewards.pool import GradePool
@@ -33,7 +33,9 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
 
     with GradePool(reward) as pool:
         summary = completions.grade_file(source, directory, pool.grade, say=say)
-    print(f"{'graded by':12} {reward.target}\n{'rows':12} {summary['rows']}\n{'mean score':12} {summary['mean_score']:.4f}")
+    print(
+        f"{'graded by':12} {reward.target}\n{'rows':12} {summary['rows']}\n{'mean score':12} {summary['mean_score']:.4f}"
+    )
     for outcome, count in sorted(summary["outcomes"].items()):
         print(f"{outcome:12} {count}")
     print(f"{directory / completions.GRADED} ({time.monotonic() - start:.1f} s)")

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl import config_checks
-from megatron_rl.config import ConfigError, Servers, TrainConfig, Use
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config.schema import ConfigError, Servers, TrainConfig, Use
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import shapes
@@ -37,7 +37,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of a `train` run")
-    parser.add_argument("--cluster", help="NODESxGPUSxDEVICE (default: job.nodes, those of the engines, 8 A100-80 each)")
+    parser.add_argument(
+        "--cluster", help="NODESxGPUSxDEVICE (default: job.nodes, those of the engines, 8 A100-80 each)"
+    )
     parser.add_argument("--search", action="store_true", help="propose the fastest layouts and engines that fit")
     parser.add_argument(
         "--shape",
@@ -46,7 +48,9 @@ def add_parser(commands: Any) -> None:
         metavar="ROLE=SOURCE",
         help="sizes of a role's model: a config.json, or a public model's name",
     )
-    parser.add_argument("--fill", type=float, default=0.5, help="mean lengths as a share of the longest allowed (default: 0.5)")
+    parser.add_argument(
+        "--fill", type=float, default=0.5, help="mean lengths as a share of the longest allowed (default: 0.5)"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
 
 
@@ -64,10 +68,18 @@ def run(args: argparse.Namespace, load: Load) -> int:
     found = searching.search(config, cluster, models, work) if args.search else []
     said = searching.advice(config, made, models, work)
     if args.json:
-        told = made.to_json() | {"advice": said, "search": [one.plan.to_json() | {"overrides": [*one.overrides]} for one in found]}
+        told = made.to_json() | {
+            "advice": said,
+            "search": [one.plan.to_json() | {"overrides": [*one.overrides]} for one in found],
+        }
         print(json.dumps(told, indent=1))
     else:
-        show(made, said, Console(soft_wrap=False, width=None if Console().is_terminal else 130), notes=note + _guesses(models))
+        show(
+            made,
+            said,
+            Console(soft_wrap=False, width=None if Console().is_terminal else 130),
+            notes=note + _guesses(models),
+        )
         if args.search:
             show_search(found, made, Console(width=None if Console().is_terminal else 130))
     return int(not found) if args.search else int(bool(made.problems))
@@ -96,7 +108,9 @@ def show(made: Plan, advice: Sequence[str], console: Console, *, notes: Sequence
 def show_search(found: Sequence[Found], asked: Plan, console: Console) -> None:
     """The proposals, fastest first, each with what to give to the program."""
     if not found:
-        console.print("[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False)
+        console.print(
+            "[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths", highlight=False
+        )
     for one in found:
         saved = "" if asked.problems else f" ({one.plan.step_s / asked.step_s:.0%} of what was asked about)"
         layouts = "; ".join(f"{role.name} {role.parallel}" for role in one.plan.roles)
@@ -112,11 +126,15 @@ def _memory_table(made: Plan) -> Table:
     title = f"GiB of a trainer's GPU, the worst of {made.ranks} ({made.cluster}, {made.cluster.device.memory_gib} GiB)"
     table = Table("", *(f"{role.name} trains" for role in made.roles), title=title, title_justify="left")
     parts = ("weights", "gradients", "optimizer", "activations", "workspace")
-    labels = dict(zip(parts, ("weights", "gradients", "optimizer", "activations", "output layer's logits"), strict=True))
+    labels = dict(
+        zip(parts, ("weights", "gradients", "optimizer", "activations", "output layer's logits"), strict=True)
+    )
     for part in parts:
         table.add_row(labels[part], *(_gib(getattr(role.training, part)) for role in made.roles))
     table.add_row("reference in the weights' place", *(_gib(role.training.swapped) for role in made.roles), style="dim")
-    table.add_row("embedded engine's weights, all roles", *(_gib(sum(r.embedded for r in made.roles)) for _ in made.roles))
+    table.add_row(
+        "embedded engine's weights, all roles", *(_gib(sum(r.embedded for r in made.roles)) for _ in made.roles)
+    )
     others = [sum(o.asleep - o.embedded for o in made.roles if o is not role) for role in made.roles]
     table.add_row("other roles, asleep or not", *map(_gib, others))
     table.add_row("reserve (context, NCCL, fragments)", *(_gib(made.reserve) for _ in made.roles))
@@ -124,7 +142,9 @@ def _memory_table(made: Plan) -> Table:
     table.add_row("itself asleep", *(_gib(role.asleep - role.embedded) for role in made.roles), style="dim")
     if any(role.embedded for role in made.roles):
         table.add_row("keys and values while it generates", *(_gib(role.cache) for role in made.roles))
-    caption = [f"{r.name}: {r.shape.name}, {shapes.total(r.shape) / 1e9:.4g} B parameters, {r.parallel}" for r in made.roles]
+    caption = [
+        f"{r.name}: {r.shape.name}, {shapes.total(r.shape) / 1e9:.4g} B parameters, {r.parallel}" for r in made.roles
+    ]
     if any(role.embedded for role in made.roles):
         caption.append(f"while the embedded engine generates: {_gib(made.rollout_peak)} GiB")
     table.caption = "\n".join([*caption, f"of each node's own memory: {_gib(made.host_per_node)} GiB"])
@@ -133,7 +153,14 @@ def _memory_table(made: Plan) -> Table:
 
 
 def _servers_table(made: Plan) -> Table:
-    table = Table("engine of", "weights", "keys and values", "longest sequences", title="GiB of an engine's GPU", title_justify="left")
+    table = Table(
+        "engine of",
+        "weights",
+        "keys and values",
+        "longest sequences",
+        title="GiB of an engine's GPU",
+        title_justify="left",
+    )
     for server in made.servers:
         table.add_row(server.role, _gib(server.weights), _gib(server.cache), f"{server.sequences:.0f}")
     return table
@@ -145,7 +172,9 @@ def _time_table(made: Plan) -> Table:
     whole = sum(made.phases.values())
     for name, seconds in made.phases.items():
         own = [f"{turn.phases[name]:.1f}" if name in turn.phases else "" for turn in made.turns]
-        table.add_row(name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == max(made.phases.values()) else "")
+        table.add_row(
+            name, *own, f"{seconds / whole:.0%}", style="bold" if seconds == max(made.phases.values()) else ""
+        )
     if any(turn.hidden for turn in made.turns):
         table.add_row("beside others", *(f"-{turn.hidden:.1f}" for turn in made.turns), "")
     table.add_row("turn", *(f"{turn.seconds:.1f}" for turn in made.turns), f"{made.step_s:.0f} s")
@@ -191,7 +220,7 @@ def _recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
         return None, [
             "torch is not installed here: the recipe was not built, each role's turn is taken to draw group_size samples of its own"
         ]
-    from megatron_rl import plugins
+    from megatron_rl.config import plugins
 
     recipe = plugins.build(Use(target=config.recipe.target, args=config.recipe.args))
     config_checks.check_recipe(config, recipe)

@@ -6,17 +6,17 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from megatron_rl import config as configs
 from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.chat import load_tokenizer
-from megatron_rl.commands.common import Driver, Saver, export_model, open_driver, open_world
-from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import ConfigError, SftConfig
-from megatron_rl.data import read_pairs
+from megatron_rl.config import schema as configs
+from megatron_rl.config.schema import ConfigError, SftConfig
+from megatron_rl.data.problems import read_pairs
+from megatron_rl.data.sft import sft_trajectories
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.run import Interrupts
-from megatron_rl.sft_data import sft_trajectories
+from megatron_rl.run.directory import Interrupts
+from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import load_tokenizer
 from megatron_rl.types import Trajectory, pack
 from megatron_rl.world import TorchWorld
 
@@ -44,8 +44,13 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         loss=configs.Loss(kl_coef=0.0),
         micro_batch_tokens=config.micro_batch_tokens,
     )
-    policy = MegatronPolicy(role, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic)
-    with Interrupts(announce=place.rank == 0) as interrupts, open_driver(config, world, place, total_turns=steps) as driver:
+    policy = MegatronPolicy(
+        role, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic
+    )
+    with (
+        Interrupts(announce=place.rank == 0) as interrupts,
+        open_driver(config, world, place, total_turns=steps) as driver,
+    ):
         if driver.finished:
             return 0
         driver.say(

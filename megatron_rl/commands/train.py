@@ -13,23 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import config_checks, config_files, loop, plugins
-from megatron_rl.ahead import Ahead, Shelf, schedule
-from megatron_rl.chat import decode_all, load_tokenizer
-from megatron_rl.checkpoint import STATE, read_json
-from megatron_rl.commands import parts
-from megatron_rl.commands.common import Driver, Saver, export_model, open_driver, open_world
-from megatron_rl.commands.engines import Fleet, open_fleet
-from megatron_rl.commands.launch import Place, run_directory
-from megatron_rl.config import Launch, Sinks, TrainConfig, Use
-from megatron_rl.data import PromptReader
-from megatron_rl.gate import GatePlan
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import Launch, Sinks, TrainConfig, Use
+from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.metrics import Stopwatch
 from megatron_rl.rewards.pool import Graded, GradePool
-from megatron_rl.rollout import ROWS
-from megatron_rl.run import Interrupts
-from megatron_rl.turns import Grade, Played, Players, Recipe, Turn
+from megatron_rl.run.checkpoint import STATE, read_json
+from megatron_rl.run.directory import Interrupts
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.session import parts
+from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
+from megatron_rl.session.fleet import Fleet, open_fleet
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import decode_all, load_tokenizer
+from megatron_rl.training import loop
+from megatron_rl.training.gate import GatePlan
+from megatron_rl.training.player import Ahead, Shelf, schedule
+from megatron_rl.training.rollouts import ROWS
+from megatron_rl.training.turns import Grade, Played, Players, Recipe, Turn
 from megatron_rl.types import Prompt
 from megatron_rl.world import TorchWorld
 
@@ -37,7 +40,9 @@ from megatron_rl.world import TorchWorld
 def run(config: TrainConfig, place: Place) -> int:
     """Every rank runs it. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
-    plugins.build(Use(target=config.reward.target, args=config.reward.args))  # the workers build their own: here for its error
+    plugins.build(
+        Use(target=config.reward.target, args=config.reward.args)
+    )  # the workers build their own: here for its error
     config_checks.check_recipe(config, recipe)
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe)
@@ -55,11 +60,15 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
-        tokenizers = {name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()}
+        tokenizers = {
+            name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()
+        }
         readers, held_out = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
         progress = _restore(driver, recipe, readers, policies)
-        fleet = open_fleet(config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested or driver.leave.asked())
+        fleet = open_fleet(
+            config, world, tokenizers, policies, driver, stack, lambda: interrupts.requested or driver.leave.asked()
+        )
         players = parts.players(config, fleet.engines, tokenizers, _one_at_a_time(pool.grade), driver)
         replay = Path(config.debug.replay) if config.debug.replay else None
         game = _Game(recipe, readers, players, config.run.prompts_per_step, replay)
@@ -85,7 +94,9 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         else:
             for name in recipe.trained:
-                export_model(world, policies[name].weights(), config.roles[name].model, driver.directory.path / "models" / name)
+                export_model(
+                    world, policies[name].weights(), config.roles[name].model, driver.directory.path / "models" / name
+                )
             driver.summary({"finished": True})
             driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
     return 0 if finished else 130
@@ -140,7 +151,10 @@ class _Game:
         return dataclasses.replace(played, metrics={**played.metrics, **self.own_watch.take()})
 
     def state(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.state_dict(), "data": {name: reader.state_dict() for name, reader in self.readers.items()}}
+        return {
+            "recipe": self.recipe.state_dict(),
+            "data": {name: reader.state_dict() for name, reader in self.readers.items()},
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.recipe.load_state_dict(state["recipe"])
@@ -148,10 +162,14 @@ class _Game:
             reader.load_state_dict(state["data"][name])
 
 
-def _ahead(config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, loop_steps: int, progress: loop.Progress) -> Ahead:
+def _ahead(
+    config: TrainConfig, game: _Game, fleet: Fleet, driver: Driver, *, loop_steps: int, progress: loop.Progress
+) -> Ahead:
     """On the driver. Turns played under other settings are not taken from the shelf: all that is not of the machine counts, and
     the form of the rows."""
-    settings = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2))
+    settings = dataclasses.replace(
+        config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2)
+    )
     fingerprint = hashlib.sha256(f"{ROWS}\n{config_files.dump(settings)}".encode()).hexdigest()[:16]
     shelf = Shelf(driver.directory.path / "ahead", fingerprint)
     turns = schedule(game.recipe.turns, loop_steps, progress.state_dict())
@@ -189,10 +207,14 @@ def _plan(config: TrainConfig, steps: int, held_out: list[Prompt], reader: Promp
 
 def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
     reward = config.reward
-    return GatePlan(settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format)
+    return GatePlan(
+        settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format
+    )
 
 
-def _restore(driver: Driver, recipe: Recipe, readers: Mapping[str, PromptReader], policies: Mapping[str, MegatronPolicy]) -> loop.Progress:
+def _restore(
+    driver: Driver, recipe: Recipe, readers: Mapping[str, PromptReader], policies: Mapping[str, MegatronPolicy]
+) -> loop.Progress:
     if driver.resumed is None:
         return loop.Progress()
     state = read_json(driver.resumed / STATE)
@@ -226,7 +248,12 @@ def _hooks(
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
     """Figures of the first and last evaluation as NAME_start and NAME_end, updates by role, wall-clock seconds."""
-    figures: dict[str, Any] = {"finished": False, "updates": dict(progress.updates), "turns": progress.number, "seconds": {"wall": seconds}}
+    figures: dict[str, Any] = {
+        "finished": False,
+        "updates": dict(progress.updates),
+        "turns": progress.number,
+        "seconds": {"wall": seconds},
+    }
     for suffix, evaluation in (("start", progress.first_evaluation), ("end", progress.last_evaluation)):
         for name, value in evaluation.items():
             figures[f"{name.replace('/', '_')}_{suffix}"] = value

@@ -35,7 +35,9 @@ class Addresses:
 
     def _watch(self, role: str, replica: int, url: str) -> None:
         while not self._closed.is_set():
-            listing = Listing(role=role, replica=replica, url=url, incarnation=uuid.uuid4().hex, log=f"(of {url}: not here)")
+            listing = Listing(
+                role=role, replica=replica, url=url, incarnation=uuid.uuid4().hex, log=f"(of {url}: not here)"
+            )
             server = self._connect(listing)
             try:
                 self._until_it_answers(server)

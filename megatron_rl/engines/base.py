@@ -57,10 +57,18 @@ class Completion:
     tokens: list[int]  # [T_completion]
     logprobs: list[float]  # [T_completion] log p under the distribution sampled from (after temperature and truncation)
     stop: Stop
-    model_logprobs: list[float] | None = None  # [T_completion] log p of the model at temperature 1, where the engine tells
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on); empty: the engine's
-    experts: Tensor | None = field(default=None, compare=False, repr=False)  # [prompt + T - 1, layers, k] int16, where the engine tells
-    authors: list[bool] | None = None  # [T_completion] of a tandem: whether the senior wrote it; log-probs are its author's
+    model_logprobs: list[float] | None = (
+        None  # [T_completion] log p of the model at temperature 1, where the engine tells
+    )
+    versions: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (first token, weight version from there on); empty: the engine's
+    experts: Tensor | None = field(
+        default=None, compare=False, repr=False
+    )  # [prompt + T - 1, layers, k] int16, where the engine tells
+    authors: list[bool] | None = (
+        None  # [T_completion] of a tandem: whether the senior wrote it; log-probs are its author's
+    )
 
 
 class Engine(Protocol):

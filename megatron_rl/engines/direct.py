@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.config import Servers
+from megatron_rl.config.schema import Servers
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Row, Sampling
 from megatron_rl.engines.server import Server, ServerLost
@@ -29,7 +29,9 @@ class DirectEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
         """[P] prompts -> [P][n] completions, in order. Raises as `generate_rows` does."""
-        flat = self.generate_rows([(prompt, i, j) for i, prompt in enumerate(prompts) for j in range(sampling.n)], sampling)
+        flat = self.generate_rows(
+            [(prompt, i, j) for i, prompt in enumerate(prompts) for j in range(sampling.n)], sampling
+        )
         return [flat[i * sampling.n : (i + 1) * sampling.n] for i in range(len(prompts))]
 
     def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
@@ -49,7 +51,9 @@ class DirectEngine:
             number = self._take()
             try:
                 seed = sampler.stream_key(sampling.seed, i, j) & SEEDS
-                return self._servers[number].generate(prompt, one, seed=seed, timeout_s=self._settings.request_timeout_s)[0]
+                return self._servers[number].generate(
+                    prompt, one, seed=seed, timeout_s=self._settings.request_timeout_s
+                )[0]
             except ServerLost as error:
                 failures.append(str(error))
                 with self._lock:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.authors import Pen, boundaries, resumed
-from megatron_rl.config import Strategy
+from megatron_rl.config.schema import Strategy
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Row, Sampling
 from megatron_rl.engines.embedded_model import Decoder, Places, gather_weights, storage
@@ -57,7 +57,9 @@ class EmbeddedEngine:
             directory = hf.local_directory(junior)
             arch = _dense(directory)
             if arch.vocab != self.arch.vocab:
-                raise ValueError(f"{junior} has {arch.vocab} tokens, {model_dir} {self.arch.vocab}: a tandem needs one vocabulary")
+                raise ValueError(
+                    f"{junior} has {arch.vocab} tokens, {model_dir} {self.arch.vocab}: a tandem needs one vocabulary"
+                )
             self._junior = Decoder(arch, gather_weights(hf.read_tensors(directory), arch, dtype, self._device))
 
     @property
@@ -146,19 +148,28 @@ class EmbeddedEngine:
         if sampling.tandem is None:
             return None
         if self._junior is None:
-            raise ValueError("sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)")
+            raise ValueError(
+                "sampling.tandem: this engine has no junior; give one to EmbeddedEngine (roles.NAME.tandem)"
+            )
         rule = sampling.tandem.rule
         if rule.strategy not in self._boundaries:
             if self._tokenizer is None:
-                raise ValueError(f"sampling.tandem with strategy {rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine")
+                raise ValueError(
+                    f"sampling.tandem with strategy {rule.strategy!r} needs a tokenizer: give one to EmbeddedEngine"
+                )
             self._boundaries[rule.strategy] = boundaries(self._tokenizer, rule.strategy)
         ids, own, written = self._boundaries[rule.strategy], sampling.tandem.seed, sampling.tandem.written
         seeds = [sampler.request_seed(sampling.seed, i) + j if own is None else own for _, i, j in rows]
-        return [resumed(rule, ids, seed, prompt[len(prompt) - written :]) for seed, (prompt, _, _) in zip(seeds, rows, strict=True)]
+        return [
+            resumed(rule, ids, seed, prompt[len(prompt) - written :])
+            for seed, (prompt, _, _) in zip(seeds, rows, strict=True)
+        ]
 
     def _loaded(self) -> Decoder:
         if self._decoder is None:
-            raise RuntimeError("the engine has no whole weights: call load (or load_pretrained), or finish the refit first")
+            raise RuntimeError(
+                "the engine has no whole weights: call load (or load_pretrained), or finish the refit first"
+            )
         return self._decoder
 
     def _check_tokens(self, tokens: Sequence[int], name: str) -> None:
@@ -166,13 +177,17 @@ class EmbeddedEngine:
             raise ValueError(f"{name} is empty and cannot be continued: give at least one token")
         if min(tokens) < 0 or max(tokens) >= self.arch.vocab:
             worst = next(t for t in tokens if not 0 <= t < self.arch.vocab)
-            raise ValueError(f"{name} holds token {worst}, the model's vocabulary has {self.arch.vocab}: use the model's own tokenizer")
+            raise ValueError(
+                f"{name} holds token {worst}, the model's vocabulary has {self.arch.vocab}: use the model's own tokenizer"
+            )
 
 
 def _dense(directory: Path) -> hf.Architecture:
     arch = hf.read_architecture(directory)
     if arch.experts:
-        raise ValueError(f"{directory}: the embedded engine runs dense models only, this {arch.family} has {arch.experts} experts")
+        raise ValueError(
+            f"{directory}: the embedded engine runs dense models only, this {arch.family} has {arch.experts} experts"
+        )
     return arch
 
 
@@ -239,7 +254,12 @@ class _Batch:
         self._device = decoders[0].device
         context = min(decoder.arch.config.max_position_embeddings for decoder in decoders)
         requests = [
-            _Request(place, tuple(prompt), sampler.stream_key(sampling.seed, i, j), min(len(prompt) + sampling.max_tokens, context))
+            _Request(
+                place,
+                tuple(prompt),
+                sampler.stream_key(sampling.seed, i, j),
+                min(len(prompt) + sampling.max_tokens, context),
+            )
             for place, (prompt, i, j) in enumerate(rows)
         ]
         self._prompt_lengths = [len(r.prompt) for r in requests]
@@ -254,9 +274,13 @@ class _Batch:
         self._width = 0
         state = torch.zeros(5, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
-        self._tokens, self._positions, self._keys, self._limits, self._places = state  # [slots] each; positions: of `tokens`
+        self._tokens, self._positions, self._keys, self._limits, self._places = (
+            state  # [slots] each; positions: of `tokens`
+        )
         self._alive = [False] * self._slots
-        self._drawn: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # places, tokens, log-probs, model's log-probs of each draw
+        self._drawn: list[
+            tuple[Tensor, Tensor, Tensor, Tensor]
+        ] = []  # places, tokens, log-probs, model's log-probs of each draw
         self._authors: list[list[bool]] = [[] for _ in rows]  # of each completion, with pens
         self._texts: dict[int, list[int]] = {r.place: [] for r in fitting} if ends.by_text else {}
 
@@ -316,7 +340,9 @@ class _Batch:
         window = int(self._positions[part].max()) + 1
         self._reserve(window)
         tokens, positions = self._tokens[part], self._positions[part]
-        states = [d.decode(tokens, positions, cache, window) for d, cache in zip(self._decoders, self._caches, strict=True)]
+        states = [
+            d.decode(tokens, positions, cache, window) for d, cache in zip(self._decoders, self._caches, strict=True)
+        ]
         self._draw(self._logits(states, part), part)
 
     def _logits(self, states: list[Tensor], part: slice) -> Tensor:
@@ -391,8 +417,13 @@ class _Batch:
         """Every row's draws, in the order of the call."""
         if not self._drawn:
             authors = None if self._pens is None else []
-            return [Completion(tokens=[], logprobs=[], model_logprobs=[], stop=stop, authors=authors) for stop in self._stops]
-        places, tokens, logprobs, model_logprobs = (torch.cat(column).cpu() for column in zip(*self._drawn, strict=True))
+            return [
+                Completion(tokens=[], logprobs=[], model_logprobs=[], stop=stop, authors=authors)
+                for stop in self._stops
+            ]
+        places, tokens, logprobs, model_logprobs = (
+            torch.cat(column).cpu() for column in zip(*self._drawn, strict=True)
+        )
         if not bool(model_logprobs.isfinite().all()):
             raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
         order = places.argsort(stable=True)
@@ -403,6 +434,12 @@ class _Batch:
             part = slice(start, start + length)  # a dead row may have been drawn a few times more
             authors = None if self._pens is None else wrote
             out.append(
-                Completion(tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop, authors=authors)
+                Completion(
+                    tokens=tokens[part],
+                    logprobs=logprobs[part],
+                    model_logprobs=model_logprobs[part],
+                    stop=stop,
+                    authors=authors,
+                )
             )
         return out

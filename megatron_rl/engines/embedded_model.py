@@ -89,7 +89,9 @@ class Places:
         stored[place.order(row, rows)] = values.to(stored.dtype)
 
 
-def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
+def gather_weights(
+    stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device
+) -> Weights:
     """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or misshapen tensors.
 
     A tied model may bring lm_head.weight; it is not read.
@@ -100,17 +102,23 @@ def gather_weights(stream: Iterable[tuple[str, Tensor]], arch: Architecture, dty
         if name == "lm_head.weight" and arch.tied:
             continue
         if name not in places:
-            raise ValueError(f"weight stream: unknown tensor {name!r} for a {arch.family} model; give Hugging Face names")
+            raise ValueError(
+                f"weight stream: unknown tensor {name!r} for a {arch.family} model; give Hugging Face names"
+            )
         place = places[name]
         if tuple(tensor.shape) != place.shape:
-            raise ValueError(f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {place.shape}; give full tensors")
+            raise ValueError(
+                f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {place.shape}; give full tensors"
+            )
         if name in seen:
             raise ValueError(f"weight stream: {name} came twice; give every tensor once")
         seen.add(name)
         place.fill(tensor.detach())
     missing = sorted(places.keys() - seen)
     if missing:
-        raise ValueError(f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model")
+        raise ValueError(
+            f"weight stream: {len(missing)} tensors are missing, the first is {missing[0]}; give the whole model"
+        )
     return weights
 
 
@@ -224,7 +232,9 @@ class Decoder:
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
         """[N, h] -> turned queries [N, H, d]; turned keys, and values [N, 2, KV, d]."""
         arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
-        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(-1, (-1, arch.head_dim))  # [N, H + 2 KV, d]
+        fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(
+            -1, (-1, arch.head_dim)
+        )  # [N, H + 2 KV, d]
         both = fused[:, :turned]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = both.split([arch.heads, arch.kv_heads], dim=1)

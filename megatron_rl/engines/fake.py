@@ -90,7 +90,9 @@ class TableEngine:
         while len(out) < sampling.max_tokens and self.eos not in out:
             row = self._rows[tokens[-2] * self.vocab + tokens[-1]]
             best = max(range(self.vocab), key=row.__getitem__)
-            token = rng.choices(range(self.vocab), weights=[math.exp(x) for x in row])[0] if sampling.temperature else best
+            token = (
+                rng.choices(range(self.vocab), weights=[math.exp(x) for x in row])[0] if sampling.temperature else best
+            )
             tokens.append(token)
             out.append(token)
             logprobs.append(row[token])

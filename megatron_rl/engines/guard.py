@@ -11,7 +11,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"  # environment variable of the server: where the token stands, readable by its owner alone
+TOKEN_FILE = (
+    "MEGATRON_RL_TOKEN_FILE"  # environment variable of the server: where the token stands, readable by its owner alone
+)
 HEADER = "x-megatron-rl-token"
 OPEN = frozenset({"/health", "/ping"})
 

@@ -16,14 +16,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.config import ConfigError, Sglang, Vllm
+from megatron_rl.config.schema import ConfigError, Sglang, Vllm
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
 POLL_S = 0.2
 # A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 PLUGIN = {  # what `pip install` would leave of a package with this entry point
     "METADATA": "Metadata-Version: 2.1\nName: megatron-rl-plugin\nVersion: 0\n",
     "entry_points.txt": "[vllm.general_plugins]\nmegatron_rl = megatron_rl.engines.vllm_tandem:register\n",
@@ -46,7 +55,9 @@ def interpreter(settings: Vllm | Sglang) -> str:
     python, kind = settings.python or sys.executable, settings.kind
     if shutil.which(python) is None:
         target = {"vllm": "engines", "sglang": "engines-sglang"}[kind]
-        raise ConfigError(f"engine.python = {python}: there is no such program; `make {target}` makes .venv-{kind}/bin/python")
+        raise ConfigError(
+            f"engine.python = {python}: there is no such program; `make {target}` makes .venv-{kind}/bin/python"
+        )
     return python
 
 
@@ -59,15 +70,26 @@ class ServerProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, (str(_only_this_package(imports)), inherited.get("PYTHONPATH"))))
-        kept = {name: value for name, value in inherited.items() if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)}
+        kept = {
+            name: value
+            for name, value in inherited.items()
+            if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
+        }
         environment = {**kept, "PYTHONPATH": path, **command.environment}
         with log.open("ab") as out:
             try:
                 self._process = subprocess.Popen(
-                    command.words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+                    command.words,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             except OSError as error:
-                raise StartError(f"cannot start {command.words[0]}: {error}; set engine.python to the engine's interpreter") from error
+                raise StartError(
+                    f"cannot start {command.words[0]}: {error}; set engine.python to the engine's interpreter"
+                ) from error
         self._stopped = False
 
     @property
@@ -82,14 +104,21 @@ class ServerProcess:
         """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is ended then."""
         end = time.monotonic() + timeout_s
         while True:
-            answers, status = ready(), self.ended()  # in this order: who answers for a dead server is another one, at the same port
+            answers, status = (
+                ready(),
+                self.ended(),
+            )  # in this order: who answers for a dead server is another one, at the same port
             if answers and status is None:
                 return True
             if stop():
                 return False
             if status is not None or time.monotonic() > end:
                 self.stop()
-                what = f"did not answer within {timeout_s:g} s" if status is None else f"ended with status {status} while it started"
+                what = (
+                    f"did not answer within {timeout_s:g} s"
+                    if status is None
+                    else f"ended with status {status} while it started"
+                )
                 raise StartError(f"the server {what}; the end of {self.log}:\n{tail(self.log)}")
             time.sleep(POLL_S)
 
@@ -125,7 +154,9 @@ def free_port(host: str) -> int:
         try:
             probe.bind((host, 0))
         except OSError as error:
-            raise ConfigError(f"engine.host = {host}: this machine cannot listen there ({error}); give an address of its own") from error
+            raise ConfigError(
+                f"engine.host = {host}: this machine cannot listen there ({error}); give an address of its own"
+            ) from error
         return probe.getsockname()[1]
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Servers
+from megatron_rl.config.schema import Servers
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.launch import tail
@@ -154,7 +154,9 @@ class Pool:
                 call.over = True
                 self._change.notify_all()
 
-    def begin_refit(self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float) -> list[int]:
+    def begin_refit(
+        self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
+    ) -> list[int]:
         """Gets the servers that live (of the replicas `only`) to take part in a refit that the trainer, at `address`, begins now.
 
         -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as `engine.pause` says, and
@@ -259,7 +261,9 @@ class Pool:
                 finished[j] = completion
         return index, finished
 
-    def _complete(self, call: Asking, index: int, sample: int, prompt: list[int], begun: Completion, seed: int) -> Finished:
+    def _complete(
+        self, call: Asking, index: int, sample: int, prompt: list[int], begun: Completion, seed: int
+    ) -> Finished:
         """On a thread: a completion written to its end, however many refits cut it short."""
         while begun.stop is Stop.ABORTED:
             kept = begun if self._settings.partial == "continue" else _nothing_of(begun)
@@ -280,7 +284,9 @@ class Pool:
         while True:
             member, version = self._take(call, sampling.n, failed)
             try:
-                answers = member.server.generate(prompt, sampling, seed=seed, timeout_s=self._settings.request_timeout_s)
+                answers = member.server.generate(
+                    prompt, sampling, seed=seed, timeout_s=self._settings.request_timeout_s
+                )
                 return self._checked(member, version, answers)
             except ServerLost as error:
                 self._look_after(member, str(error))
@@ -291,7 +297,10 @@ class Pool:
                     failures.append(str(error))
                     failed.add(member)
                 if len(failures) >= self._settings.attempts:
-                    what, end = f"a request failed {len(failures)} times: {'; '.join(failures)}", tail(Path(member.listing.log))
+                    what, end = (
+                        f"a request failed {len(failures)} times: {'; '.join(failures)}",
+                        tail(Path(member.listing.log)),
+                    )
                     raise EngineError(f"{what}; the end of {member.listing.log}:\n{end}") from error
             finally:
                 with self._change:
@@ -372,7 +381,9 @@ class Pool:
                 member.server.close()
         elif listing.beat != member.listing.beat:
             member.listing, member.seen = listing, now
-            if member.lost is not None and member.server.ready():  # what it holds may be anything: it must take the weights anew
+            if (
+                member.lost is not None and member.server.ready()
+            ):  # what it holds may be anything: it must take the weights anew
                 with self._change:
                     member.lost, member.version, member.joined = None, None, None
 
@@ -391,7 +402,9 @@ class Pool:
         if self._closing.is_set():
             raise EngineError(f"the pool of {self._role} engines was closed")
         if not self._watcher.is_alive():
-            raise EngineError(f"nobody looks at {self._roster.directory} any more: the thread that did failed, see its traceback")
+            raise EngineError(
+                f"nobody looks at {self._roster.directory} any more: the thread that did failed, see its traceback"
+            )
 
     def _waiting(self) -> _Waiting:
         return _Waiting(self._settings.wait_s, self._role)
@@ -402,7 +415,10 @@ class Pool:
         if self.hopeless is not None and (why := self.hopeless()):
             raise EngineError(why)
         with self._change:
-            known = [f"{m.listing.name}: {m.lost or m.trouble or 'it has no current weights yet'}" for m in self._members.values()]
+            known = [
+                f"{m.listing.name}: {m.lost or m.trouble or 'it has no current weights yet'}"
+                for m in self._members.values()
+            ]
         waiting.on("; ".join(known) or f"no {self._role} engine is in {self._roster.directory}")
 
 
@@ -446,7 +462,11 @@ def _nothing_of(begun: Completion) -> Completion:
 def _joined(begun: Completion, more: Completion) -> Completion:
     """A completion and what was written after it."""
     offset = len(begun.tokens)
-    model = None if begun.model_logprobs is None or more.model_logprobs is None else begun.model_logprobs + more.model_logprobs
+    model = (
+        None
+        if begun.model_logprobs is None or more.model_logprobs is None
+        else begun.model_logprobs + more.model_logprobs
+    )
     later = [(start + offset, version) for start, version in more.versions]
     return Completion(
         tokens=begun.tokens + more.tokens,

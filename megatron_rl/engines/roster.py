@@ -48,7 +48,9 @@ class Roster:
 
     def read(self, role: str) -> list[Listing]:
         """Of a role, by replica."""
-        return sorted((listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica)
+        return sorted(
+            (listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica
+        )
 
     def all(self, start: str = "") -> list[Listing]:
         """Those whose file's name starts so. Files that are not listings are left out: one may be of another version of this program."""
@@ -108,5 +110,7 @@ class Announcement:
                 beat, self._last = beat + 1, time.monotonic()
                 try:
                     self._roster.write(replace(self._listing, beat=beat))
-                except OSError as error:  # a disk that is full, a file server that is away: the next beat may come through
+                except (
+                    OSError
+                ) as error:  # a disk that is full, a file server that is away: the next beat may come through
                     _log.warning("%s cannot renew its listing: %s", self._listing.name, error)

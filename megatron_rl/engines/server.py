@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import urllib3
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.guard import HEADER
 
@@ -148,7 +148,13 @@ class Http:
         data = None if body is None else json.dumps(body).encode()
         try:
             return self._pool.urlopen(
-                method, self._base + path, body=data, headers=self._headers, timeout=timeout, retries=False, redirect=False
+                method,
+                self._base + path,
+                body=data,
+                headers=self._headers,
+                timeout=timeout,
+                retries=False,
+                redirect=False,
             )
         except urllib3.exceptions.TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import Sglang
+from megatron_rl.config.schema import Sglang
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.guard import TOKEN_FILE
@@ -23,12 +23,18 @@ from megatron_rl.weights import hf
 
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 FLUSH_S = 30.0  # for the last batch to leave, before the cache is emptied
-PAUSES = {"abort": "abort", "wait": "retract", "keep": "retract"}  # retracted requests go on with caches that the new weights write
+PAUSES = {
+    "abort": "abort",
+    "wait": "retract",
+    "keep": "retract",
+}  # retracted requests go on with caches that the new weights write
 RESERVED = 5  # tokens that SGLang keeps free behind the longest prompt it takes
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def command(settings: Sglang, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
+def command(
+    settings: Sglang, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool
+) -> Command:
     """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess sees to it)."""
     words = [
         python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host, "--port", str(port),
@@ -51,9 +57,13 @@ def command(settings: Sglang, *, python: str, model: Path, dtype: str, port: int
             "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
             "--max-total-tokens", str(_cache_tokens(settings, model, dtype)),
         ]  # fmt: skip
-        cores = "|".join(f"{rank * settings.threads}-{(rank + 1) * settings.threads - 1}" for rank in range(settings.tp))
+        cores = "|".join(
+            f"{rank * settings.threads}-{(rank + 1) * settings.threads - 1}" for rank in range(settings.tp)
+        )
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(settings.threads)}
-        environment |= {"SGLANG_CPU_OMP_THREADS_BIND": cores} if settings.tp > 1 else {}  # else it wants a NUMA node for each rank
+        environment |= (
+            {"SGLANG_CPU_OMP_THREADS_BIND": cores} if settings.tp > 1 else {}
+        )  # else it wants a NUMA node for each rank
     return Command([*words, *settings.args], environment)
 
 
@@ -75,7 +85,9 @@ class SglangServer:
     what the model thought before the truncation.
     """
 
-    def __init__(self, url: str, token: str, settings: Sglang, *, ends: Collection[int], vocab: int, refit_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, token: str, settings: Sglang, *, ends: Collection[int], vocab: int, refit_timeout_s: float
+    ) -> None:
         """`ends`: the model's end-of-sequence tokens. `vocab`: how many tokens it has."""
         self._http, self.url = Http(url, token), url
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
@@ -97,8 +109,12 @@ class SglangServer:
         """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs SGLang does not tell.
         A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty."""
         sampler.check(sampling)
-        if not prompt or not all(0 <= token < self._vocab for token in prompt):  # SGLang dies of such a token, or takes it
-            raise RequestRefused(f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {list(prompt[:10])} ...")
+        if not prompt or not all(
+            0 <= token < self._vocab for token in prompt
+        ):  # SGLang dies of such a token, or takes it
+            raise RequestRefused(
+                f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {list(prompt[:10])} ..."
+            )
         facts = self._facts()
         if len(prompt) >= facts.longest_prompt:
             return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
@@ -119,7 +135,9 @@ class SglangServer:
         if self._pause == "wait":
             with self._change:
                 if not self._change.wait_for(lambda: self._under_way == 0, self._refit_timeout_s):
-                    raise ServerLost(f"{self.url}: {self._under_way} requests did not end within {self._refit_timeout_s:.0f} s")
+                    raise ServerLost(
+                        f"{self.url}: {self._under_way} requests did not end within {self._refit_timeout_s:.0f} s"
+                    )
         self._post("/pause_generation", {"mode": PAUSES[self._pause]}, timeout_s=self._refit_timeout_s)
 
     def update(self, version: int, wait_s: float) -> None:
@@ -160,11 +178,16 @@ class SglangServer:
         if facts.heeds_seeds or _truncated(sampling):  # "n" knows one seed, and fails with masks
             drawn = [parameters | {"sampling_seed": seed + j} for j in range(n)]
             return body | {"input_ids": [prompt] * n, "sampling_params": drawn}
-        return body | {"input_ids": prompt, "sampling_params": parameters | {"n": n}}  # the prompt is worked through once for all n
+        return body | {
+            "input_ids": prompt,
+            "sampling_params": parameters | {"n": n},
+        }  # the prompt is worked through once for all n
 
     def _completion(self, answer: Mapping[str, Any], sampling: Sampling) -> Completion:
         tokens, about = answer["output_ids"], answer["meta_info"]
-        scaled = [entry[0] for entry in about.get("output_token_logprobs") or []]  # after temperature, before truncation; greedy: at 1
+        scaled = [
+            entry[0] for entry in about.get("output_token_logprobs") or []
+        ]  # after temperature, before truncation; greedy: at 1
         drawn = about.get("output_token_sampling_logprobs") or [] if _truncated(sampling) else scaled
         if not len(tokens) == len(scaled) == len(drawn):
             raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
@@ -192,7 +215,9 @@ class SglangServer:
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
         """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes of loaded weights."""
-        packed = base64.b64encode(pickle.dumps(order)).decode()  # of numbers and text alone: SGLang unpickles nothing else
+        packed = base64.b64encode(
+            pickle.dumps(order)
+        ).decode()  # of numbers and text alone: SGLang unpickles nothing else
         body = {"serialized_named_tensors": [packed] * self._facts().tp, "flush_cache": False, "selector": "target"}
         body |= {"weight_version": str(version)} if version is not None else {}
         self._begin_session()
@@ -218,7 +243,9 @@ class SglangServer:
                 return self._http.call("POST", "/flush_cache", says=False)
             except RequestRefused as error:
                 if time.monotonic() > end:
-                    raise ServerLost(f"{self.url} kept the cache of the old weights for {FLUSH_S:.0f} s: {error}") from error
+                    raise ServerLost(
+                        f"{self.url} kept the cache of the old weights for {FLUSH_S:.0f} s: {error}"
+                    ) from error
             time.sleep(0.1)
 
     def _post(self, path: str, body: Any, *, timeout_s: float = CONTROL_S) -> None:

@@ -42,12 +42,20 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     arguments = prepare_server_args(sys.argv[1:])
-    if arguments.tokenizer_worker_num != 1 or arguments.grpc_port is not None or os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0"):
-        sys.exit("SGLang's further web workers, its gRPC port and its Rust server ask nobody for the job's token: leave them out")
+    if (
+        arguments.tokenizer_worker_num != 1
+        or arguments.grpc_port is not None
+        or os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0")
+    ):
+        sys.exit(
+            "SGLang's further web workers, its gRPC port and its Rust server ask nobody for the job's token: leave them out"
+        )
     arguments.resolve_once()
     app.add_middleware(Guard)
     _hook(FREEZE, _freeze_gc)
-    if arguments.nnodes == 1:  # its ranks meet in a file: torch's TCP store would listen at every interface and ask nobody for a token
+    if (
+        arguments.nnodes == 1
+    ):  # its ranks meet in a file: torch's TCP store would listen at every interface and ask nobody for a token
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{_meeting_place()}/ranks"
     try:
         launch_server(arguments, run_scheduler_process_func=run_rank)
@@ -77,7 +85,9 @@ class Landing:
         self.parameters: dict[str, Tensor] = {}
         for prefix, layer in model.named_modules():
             if getattr(layer, "use_intel_amx_backend", False):
-                raise ValueError(f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm")
+                raise ValueError(
+                    f"{prefix} was packed for AMX: such weights cannot be replaced; use a GPU, or engine.kind = vllm"
+                )
             plain = _plain(layer)
             for name, parameter in layer.named_parameters(recurse=False):
                 own = parameter.data if plain else torch.empty_like(parameter.data)
@@ -133,7 +143,10 @@ class Refits:
         landing = Landing(model)
         rank = replica * tp + updater.tp_rank
         side = EngineSide(Board.join(address), rank, landing, next(model.parameters()).device)
-        wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
+        wanted = {
+            name: shape
+            for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()
+        }
         wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if side.topology.engines.tp != tp:
             wrong.insert(0, f"it has {tp} ranks and the trainer counts on {side.topology.engines.tp}")
@@ -148,7 +161,9 @@ class Refits:
             raise RuntimeError("this engine has not joined a trainer")
         committed = self._side.take_part(wait_s)
         if committed != version:
-            raise RuntimeError(f"version {version} was not committed here ({committed} was): the engine needs a whole refit")
+            raise RuntimeError(
+                f"version {version} was not committed here ({committed} was): the engine needs a whole refit"
+            )
 
 
 def _hook(target: str, stand_in: Any) -> None:

@@ -47,7 +47,11 @@ class SpreadEngine(Generic[E]):
         shares = deal(len(prompts), sampling.n, self._world.size)
         rows = [[(list(prompts[i]), i, j) for i, j in share] for share in shares]
         answers = self._world.call_all(self._call, [(mine, sampling) for mine in rows])
-        found = {place: c for share, answer in zip(shares, answers, strict=True) for place, c in zip(share, answer, strict=True)}
+        found = {
+            place: c
+            for share, answer in zip(shares, answers, strict=True)
+            for place, c in zip(share, answer, strict=True)
+        }
         return [[found[i, j] for j in range(sampling.n)] for i in range(len(prompts))]
 
     def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.authors import fingerprint, replay
-from megatron_rl.config import ConfigError, Strategy, Vllm
+from megatron_rl.config.schema import ConfigError, Strategy, Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling, Tandem
 from megatron_rl.engines.guard import TOKEN_FILE
@@ -32,7 +32,9 @@ MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 Boundaries = Callable[[Strategy], frozenset[int]]
 
 
-def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool) -> Command:
+def command(
+    settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool
+) -> Command:
     """The server's command line and environment. `python`: interpreter of an environment that has vLLM. Raises ConfigError."""
     if settings.expert_parallel and not on_gpu:
         raise ConfigError(
@@ -51,7 +53,12 @@ def command(settings: Vllm, *, python: str, model: Path, dtype: str, port: int, 
     ]  # fmt: skip
     words += ["--max-model-len", str(settings.max_model_len)] if settings.max_model_len else []
     words += ["--enable-expert-parallel"] if settings.expert_parallel else []
-    environment = {TOKEN_FILE: str(token_file), "VLLM_SERVER_DEV_MODE": "1", "VLLM_HOST_IP": settings.host, "HF_HUB_OFFLINE": "1"}
+    environment = {
+        TOKEN_FILE: str(token_file),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HOST_IP": settings.host,
+        "HF_HUB_OFFLINE": "1",
+    }
     environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if on_gpu:
         words += ["--gpu-memory-utilization", str(settings.memory_share)]
@@ -70,7 +77,9 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
     Raises ConfigError for a model that does not name its class."""
     architectures = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
     if not architectures:
-        raise ConfigError(f"{model}/config.json has no `architectures`: a tandem must be told the senior's class, such as Qwen2ForCausalLM")
+        raise ConfigError(
+            f"{model}/config.json has no `architectures`: a tandem must be told the senior's class, such as Qwen2ForCausalLM"
+        )
     settings = {"architectures": architectures, "junior": str(junior), "tokenizer": str(tokenizer)}
     words = [
         "--hf-overrides", json.dumps({"architectures": [ARCHITECTURE]}),
@@ -88,7 +97,9 @@ def with_experts(start: Command, *, on_gpu: bool) -> Command:
         raise ConfigError(
             "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; set it to false"
         )
-    return Command([*start.words, "--enable-return-routed-experts"], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "1"})
+    return Command(
+        [*start.words, "--enable-return-routed-experts"], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    )
 
 
 class VllmServer:
@@ -127,7 +138,10 @@ class VllmServer:
         return out
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
-        self._post("/init_weight_transfer_engine", {"init_info": {"host": host, "port": port, "secret": secret, "replica": replica}})
+        self._post(
+            "/init_weight_transfer_engine",
+            {"init_info": {"host": host, "port": port, "secret": secret, "replica": replica}},
+        )
 
     def pause(self) -> None:
         self._post(f"/pause?mode={self._pause}", None, timeout_s=self._refit_timeout_s)
@@ -156,8 +170,12 @@ class VllmServer:
     def close(self) -> None:
         self._http.close()
 
-    def _draw(self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int, room: int, timeout_s: float) -> list[Completion]:
-        greedy = sampling.temperature == 0  # truncation would not change its tokens, but the log-probs that stand for the model's
+    def _draw(
+        self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
+    ) -> list[Completion]:
+        greedy = (
+            sampling.temperature == 0
+        )  # truncation would not change its tokens, but the log-probs that stand for the model's
         parameters = {
             "n": n,
             "max_tokens": min(sampling.max_tokens, room),
@@ -178,7 +196,10 @@ class VllmServer:
         body = {"token_ids": list(prompt), "sampling_params": parameters}
         answer = self._http.call("POST", GENERATE, body, timeout_s=timeout_s)
         with self._understood():
-            completions = [_completion(c, sampling, self._ends, len(prompt)) for c in sorted(answer["choices"], key=lambda c: c["index"])]
+            completions = [
+                _completion(c, sampling, self._ends, len(prompt))
+                for c in sorted(answer["choices"], key=lambda c: c["index"])
+            ]
         if len(completions) != n:
             raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
         if sampling.tandem is not None:
@@ -202,7 +223,9 @@ class VllmServer:
         with self._understood():
             found = set(answer["results"])
         if found != {fingerprint(ids)}:
-            raise RequestRefused(f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config")
+            raise RequestRefused(
+                f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config"
+            )
         self._agreed[strategy] = ids
 
     def _post(self, path: str, body: Any, **options: float) -> None:

@@ -62,7 +62,9 @@ class Generate:
 
         try:
             asked = json.loads(body)
-            params = SamplingParams(**asked["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
+            params = SamplingParams(
+                **asked["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True
+            )
             prompt = tokens_input(asked["token_ids"])
         except (KeyError, TypeError, ValueError, VLLMClientError) as error:
             return _error(400, error)

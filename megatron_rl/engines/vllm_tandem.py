@@ -19,9 +19,9 @@ from vllm.model_executor.models.utils import init_vllm_registered_model, maybe_p
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from megatron_rl.algorithms.authors import Pen, Rule, boundaries, resumed
-from megatron_rl.chat import load_tokenizer
-from megatron_rl.config import Strategy
+from megatron_rl.config.schema import Strategy
 from megatron_rl.engines.vllm import ARCHITECTURE, TANDEM
+from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
 
 PLACE = "megatron_rl.tandem"  # of the model among vLLM's layers, where the logits processor finds it
@@ -40,10 +40,14 @@ class TandemForCausalLM(nn.Module):
         settings = vllm_config.additional_config[TANDEM]
         own, other = vllm_config.model_config.hf_config, AutoConfig.from_pretrained(settings["junior"])
         if own.vocab_size != other.vocab_size:
-            raise ValueError(f"the senior has {own.vocab_size} tokens, the junior {other.vocab_size}: a tandem needs one vocabulary")
+            raise ValueError(
+                f"the senior has {own.vocab_size} tokens, the junior {other.vocab_size}: a tandem needs one vocabulary"
+            )
         context = vllm_config.model_config.max_model_len
         if other.max_position_embeddings < context:
-            raise ValueError(f"the junior reads {other.max_position_embeddings} tokens, the server {context}: lower engine.max_model_len")
+            raise ValueError(
+                f"the junior reads {other.max_position_embeddings} tokens, the server {context}: lower engine.max_model_len"
+            )
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
         # Prefixes of their own: attention layers are known by name, and each has its own cache.
@@ -131,7 +135,9 @@ class Authors(LogitsProcessor):
             return logits
         model = self._places[PLACE]
         if model.junior_logits is None or model.junior_logits.shape != logits.shape:
-            raise RuntimeError(f"no logits of the junior for rows of shape {tuple(logits.shape)}: speculative decoding is not for tandems")
+            raise RuntimeError(
+                f"no logits of the junior for rows of shape {tuple(logits.shape)}: speculative decoding is not for tandems"
+            )
         index = torch.tensor(others, device=logits.device)
         logits[index] = model.junior_logits[index].to(logits.dtype)
         return logits

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.algorithms.authors import fingerprint
-from megatron_rl.config import Strategy
+from megatron_rl.config.schema import Strategy
 from megatron_rl.engines.vllm_tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
@@ -113,8 +113,13 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         landing = Landing(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
-        side = EngineSide(Board.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device)
-        wanted = {name: shape for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()}
+        side = EngineSide(
+            Board.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device
+        )
+        wanted = {
+            name: shape
+            for name, (shape, _) in engine_parameters(side.topology.sizes, side.topology.engines, rank).items()
+        }
         wrong = [*differences(wanted, {name: tuple(t.shape) for name, t in landing.parameters.items()})]
         if wrong:
             side.close()
@@ -132,7 +137,9 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
             raise RuntimeError("this engine has not joined a trainer: call /init_weight_transfer_engine first")
         version = self._side.take_part(info.wait_s)
         if version != info.version:
-            raise RuntimeError(f"version {info.version} was not committed here ({version} was): the engine needs a whole refit")
+            raise RuntimeError(
+                f"version {info.version} was not committed here ({version} was): the engine needs a whole refit"
+            )
 
     def receive_weights(self, update_info: TakePart) -> None:
         raise NotImplementedError("update_weights does it: there is nothing to synchronize afterwards")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, PromptSet
-from megatron_rl.data import DataError, Problem, read_rows
+from megatron_rl.config.schema import ConfigError, PromptSet
+from megatron_rl.data.problems import DataError, Problem, read_rows
 from megatron_rl.rewards.tags import boxed
 
 Row = Mapping[str, Any]
@@ -32,7 +32,9 @@ class Benchmark:
     name: str
     title: str
     hub: str  # the data set on the Hugging Face hub
-    read: Callable[[Row], Values | None]  # a row's question, answer and what else its grader wants; None: not one of the set
+    read: Callable[
+        [Row], Values | None
+    ]  # a row's question, answer and what else its grader wants; None: not one of the set
     grader: str = MATH
     template: str = TANGO
     split: str = "test"
@@ -50,7 +52,9 @@ def benchmarks() -> dict[str, Benchmark]:
         Benchmark(name="aime26", title="AIME 2026", hub="MathArena/aime_2026", read=_plain, split="train"),
         Benchmark(name="amc23", title="AMC 2023", hub="math-ai/amc23", read=_plain),
         Benchmark(name="minerva_math", title="Minerva", hub="math-ai/minervamath", read=_plain),
-        Benchmark(name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"),
+        Benchmark(
+            name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"
+        ),
         Benchmark(name="gsm8k", title="GSM8K", hub="openai/gsm8k", read=_gsm8k, subset="main"),
         Benchmark(name="svamp", title="SVAMP", hub="ChilleD/SVAMP", read=_svamp),
     ]
@@ -76,7 +80,9 @@ def benchmark(name: str) -> Benchmark:
     """Raises ConfigError for an unknown name."""
     table = benchmarks()
     if name not in table:
-        raise ConfigError(f"benchmarks: {name!r} is not known; there are {', '.join(table)}; any other set is given by `data`")
+        raise ConfigError(
+            f"benchmarks: {name!r} is not known; there are {', '.join(table)}; any other set is given by `data`"
+        )
     return table[name]
 
 
@@ -91,7 +97,9 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     place = next((p for p in places if p.exists()), None)
     if place is None:
-        raise ConfigError(f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for the hub")
+        raise ConfigError(
+            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for the hub"
+        )
     tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
     return PromptSet(path=str(place), split=split, subset=found.subset, limit=limit)
@@ -119,7 +127,12 @@ def solution(row: Row) -> Values:
     if not isinstance(label, int) or isinstance(label, bool) or not -1 <= label < len(steps):
         raise DataError(f"label is {label!r}: give the first wrong step, 0 to {len(steps) - 1}, or -1 for none")
     correct = row.get("final_answer_correct", row.get("correct"))
-    values = {"question": _first(row, "question", "problem"), "steps": list(steps), "label": label, "answer": str(label)}
+    values = {
+        "question": _first(row, "question", "problem"),
+        "steps": list(steps),
+        "label": label,
+        "answer": str(label),
+    }
     return values | {"correct": label < 0 if correct is None else bool(correct), "step_labels": labels}
 
 
@@ -127,7 +140,9 @@ def _plain(row: Row) -> Values:
     """Sets of a problem and its answer, under whatever name; without an answer that of the solution's last box."""
     question = _first(row, "question", "problem", "Question", "Problem")
     context = row.get("context")
-    answer = next((row[name] for name in ("answer", "final_answer", "Answer") if row.get(name) not in (None, "", [])), None)
+    answer = next(
+        (row[name] for name in ("answer", "final_answer", "Answer") if row.get(name) not in (None, "", [])), None
+    )
     if answer is None:
         answer = boxed(str(row.get("solution") or row.get("Solution") or ""))
     if isinstance(answer, (list, tuple)):
@@ -167,7 +182,11 @@ def _boardgame(row: Row) -> Values:
     choices = ["proved", "disproved", "unknown"]
     example = _first(row, "example", "question")
     ask = 'Is the statement in question "proved", "disproved" or "unknown" by the rules? Answer with one of these three words.'
-    return {"question": f"{example}\n{ask}", "answer": _one_of(row.get("label", row.get("answer")), choices), "choices": choices}
+    return {
+        "question": f"{example}\n{ask}",
+        "answer": _one_of(row.get("label", row.get("answer")), choices),
+        "choices": choices,
+    }
 
 
 def _strategy(row: Row) -> Values:

@@ -14,13 +14,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_rl.checkpoint import write_text
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.evaluation.estimators import Paired, paired
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import read_samples
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report import page, show, table
+from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.report import page, show, table
 
 Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem -> mean score
 
@@ -48,19 +48,27 @@ def compare(files: Sequence[Path]) -> list[Compared]:
     for second, scores in zip(names[1:], read[1:], strict=True):
         shared = [key for key in read[0] if key in scores and read[0][key].keys() & scores[key].keys()]
         if not shared:
-            raise ConfigError(f"{second} and {names[0]} have no problem in common: compare evaluations of the same sets")
+            raise ConfigError(
+                f"{second} and {names[0]} have no problem in common: compare evaluations of the same sets"
+            )
         out += [_one(names[0], second, *key, read[0][key], scores[key]) for key in shared]
         for measure in dict.fromkeys(measure for _, measure in shared):
             own = [key for key in shared if key[1] == measure]
             if len(own) > 1:
-                both = ({f"{name}/{p}": v for name, m in own for p, v in part[name, m].items()} for part in (read[0], scores))
+                both = (
+                    {f"{name}/{p}": v for name, m in own for p, v in part[name, m].items()}
+                    for part in (read[0], scores)
+                )
                 out.append(_one(names[0], second, "all", measure, *both))
     return out
 
 
 def console(rows: Sequence[Compared]) -> Table:
     shown = Table(
-        box=SIMPLE_HEAD, title="paired differences [95 % bootstrap interval over problems]", title_justify="left", show_edge=False
+        box=SIMPLE_HEAD,
+        title="paired differences [95 % bootstrap interval over problems]",
+        title_justify="left",
+        show_edge=False,
     )
     for column in ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"):
         shown.add_column(column, justify="left" if column in ("set", "first", "second") else "right")
@@ -74,9 +82,14 @@ def write(rows: Sequence[Compared], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "comparison.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
-    body = table(("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"), lines)
+    body = table(
+        ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"), lines
+    )
     note = "<p>Second minus first, on the problems that both have. The p-values are not corrected for the number of comparisons.</p>"
-    write_text(directory / "comparison.html", page("Comparison", f"{len(rows)} comparisons", [("Paired differences", note + body)]))
+    write_text(
+        directory / "comparison.html",
+        page("Comparison", f"{len(rows)} comparisons", [("Paired differences", note + body)]),
+    )
 
 
 def _one(first: str, second: str, name: str, measure: str, a: Mapping[str, float], b: Mapping[str, float]) -> Compared:
@@ -103,7 +116,9 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 def _scores(path: Path) -> Scores:
     if path.suffix != ".json" or not path.is_file():
-        raise ConfigError(f"--compare: {path} is no result: give the NAME.json that a finished `megatron-rl eval` has written")
+        raise ConfigError(
+            f"--compare: {path} is no result: give the NAME.json that a finished `megatron-rl eval` has written"
+        )
     try:
         rows = read_samples(path.with_suffix(".jsonl"))
     except (FileNotFoundError, ValueError) as error:

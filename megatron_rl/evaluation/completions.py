@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import write_text
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.rewards.pool import Graded
+from megatron_rl.run.checkpoint import write_text
 
 CHUNK = 256  # rows graded between two writes
 BAD_ROW = "bad_row"  # the outcome of a row that is no completion; beside those of rewards.pool.Outcome
@@ -33,7 +33,9 @@ class Row:
     why: str = ""
 
 
-def grade_file(source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+def grade_file(
+    source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
+) -> dict[str, Any]:
     """Rows {"id", "answer", "completion"} -> DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json.
 
     Other fields of a row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a `detail`.
@@ -51,7 +53,9 @@ def grade_file(source: Path, directory: Path, grade: Grade, *, say: Callable[[in
         row = next(rows, None)
         if row is None or row.id != old["id"]:
             there = "no such row" if row is None else repr(row.id)
-            raise ConfigError(f"{out}:{number} is the grade of {old['id']!r}, {source} has {there}: give --out another directory")
+            raise ConfigError(
+                f"{out}:{number} is the grade of {old['id']!r}, {source} has {there}: give --out another directory"
+            )
     with out.open("a", encoding="utf-8") as file:
         while chunk := list(itertools.islice(rows, CHUNK)):
             answers = _graded(chunk, grade)
@@ -63,7 +67,9 @@ def grade_file(source: Path, directory: Path, grade: Grade, *, say: Callable[[in
             say(sum(counts.values()))
     count = sum(counts.values())
     if not count:
-        raise ConfigError(f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}")
+        raise ConfigError(
+            f"--completions {source}: it has no rows; a row is {{'id': ..., 'answer': ..., 'completion': ...}}"
+        )
     summary = {"rows": count, "mean_score": total / count, "outcomes": dict(counts)}
     write_text(directory / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
@@ -102,7 +108,9 @@ def _row(number: int, line: bytes) -> Row:
         return Row(number, None, {}, "", f"a {type(row).__name__}, not a JSON object")
     own, answer, completion = row.get("id"), row.get("answer"), row.get("completion")
     if missing := [name for name in ("id", "answer", "completion") if name not in row]:
-        return Row(number, own, {}, "", f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}")
+        return Row(
+            number, own, {}, "", f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}"
+        )
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():

@@ -35,7 +35,9 @@ class Confusion:
     def metrics(self) -> dict[str, float]:
         """confusion/tp, /fp, /tn, /fn and predicted_positive."""
         counts = {"tp": self.tp, "fp": self.fp, "tn": self.tn, "fn": self.fn}
-        return {f"confusion/{name}": float(n) for name, n in counts.items()} | {"predicted_positive": self.predicted_positive}
+        return {f"confusion/{name}": float(n) for name, n in counts.items()} | {
+            "predicted_positive": self.predicted_positive
+        }
 
 
 def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:

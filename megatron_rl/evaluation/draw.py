@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
-from megatron_rl.chat import fill
-from megatron_rl.data import Problem
+from megatron_rl.data.problems import Problem
 from megatron_rl.engines.base import Completion, Engine, Row, Sampling, Streaming
-from megatron_rl.rollout import tokenize
+from megatron_rl.text import fill
+from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
 
 ROOM = 8  # tokens of the context that stay free
@@ -38,8 +38,12 @@ def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, str], *, c
     if not chat:
         return tokenize(tokenizer, text)
     if not tokenizer.chat_template:
-        raise ValueError("chat = true, but the tokenizer has no chat template: set chat=false, or give model.tokenizer one")
-    shown = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        raise ValueError(
+            "chat = true, but the tokenizer has no chat template: set chat=false, or give model.tokenizer one"
+        )
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
     return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
 
 
@@ -51,7 +55,9 @@ def draw(engine: Engine, prompts: Mapping[int, Sequence[int]], sampling: Samplin
             asked.ask(index, prompt)
         return dict(asked.answers())
     if isinstance(engine, Indexed):
-        flat = engine.generate_rows([(prompt, index, j) for index, prompt in prompts.items() for j in range(sampling.n)], sampling)
+        flat = engine.generate_rows(
+            [(prompt, index, j) for index, prompt in prompts.items() for j in range(sampling.n)], sampling
+        )
         return {index: flat[i * sampling.n : (i + 1) * sampling.n] for i, index in enumerate(prompts)}
     return dict(zip(prompts, engine.generate(list(prompts.values()), sampling) if prompts else [], strict=True))
 

@@ -107,7 +107,9 @@ def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples:
     return Interval(fmean(fmean(values) for values in sets), *_percentiles(means))
 
 
-def bootstrap(count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
+def bootstrap(
+    count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Interval | None:
     """Any statistic of resampled problems: `statistic` gets problem indices [count], and gives None where it is not defined
     (resamples without it are left out). None when it is not defined on the problems themselves."""
     value = statistic(np.arange(count)) if count else None
@@ -118,7 +120,9 @@ def bootstrap(count: int, statistic: Callable[[np.ndarray], float | None], *, se
     return Interval(value, *_percentiles(np.array([f for f in found if f is not None])))
 
 
-def paired(first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES) -> Paired:
+def paired(
+    first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Paired:
     """Scores by problem of two models, on the problems that both have. Raises ValueError when there is none."""
     shared = [key for key in first if key in second]
     if not shared:
@@ -170,7 +174,10 @@ def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: i
     inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for confidence, truth in zip(confidences, truths, strict=True):
         inside[min(int(confidence * bins), bins - 1)].append((confidence, truth))
-    made = tuple(Bin(len(rows), fmean(c for c, _ in rows), fmean(float(t) for _, t in rows)) for _, rows in sorted(inside.items()))
+    made = tuple(
+        Bin(len(rows), fmean(c for c, _ in rows), fmean(float(t) for _, t in rows))
+        for _, rows in sorted(inside.items())
+    )
     ece = sum(b.count * abs(b.confidence - b.accuracy) for b in made) / len(confidences)
     brier = fmean((c - float(t)) ** 2 for c, t in zip(confidences, truths, strict=True))
     return Calibration(ece=ece, brier=brier, bins=made)

@@ -47,7 +47,13 @@ class SetFigures:
 def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetFigures:
     """The figures of a set whose samples are all there."""
     groups = samples.rows(name, measure)
-    about: dict[str, Any] = {"name": name, "title": title, "measure": measure, "problems": len(groups), "samples": sum(map(len, groups))}
+    about: dict[str, Any] = {
+        "name": name,
+        "title": title,
+        "measure": measure,
+        "problems": len(groups),
+        "samples": sum(map(len, groups)),
+    }
     if measure == JUDGE:
         found = judged(groups, seed=seed)
         unread = sum(row["predicted"] is None for group in groups for row in group)
@@ -55,14 +61,19 @@ def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
     if measure in (SOLVE, HANDOFF):
         values, sure = answer_values(groups, ks), None
         rows = [row for group in groups for row in group]
-        counts = {f"grading {kind.value}": sum(r["outcome"] == kind.value for r in rows) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+        counts = {
+            f"grading {kind.value}": sum(r["outcome"] == kind.value for r in rows)
+            for kind in (Outcome.TIMEOUT, Outcome.ERROR)
+        }
         counts |= {"empty": sum(not r["tokens"] for r in rows)}
         if rows and "confidence" in rows[0]:
             sure = _calibration(rows)
     else:
         values, counts, sure = text_values(groups, measure), {"left out": _left_out(groups, measure)}, None
     own = {figure: mean_interval(column, seed=seed) for figure, column in values.items() if column}
-    return SetFigures(**about, figures=own, values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure)
+    return SetFigures(
+        **about, figures=own, values=values, counts={k: v for k, v in counts.items() if v}, calibration=sure
+    )
 
 
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
@@ -70,7 +81,11 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     n = min((len(group) for group in groups), default=0)
     scores = [[row["score"] for row in group] for group in groups]
     out = {"accuracy": [fmean(s) for s in scores]}
-    out |= {f"pass@{k}": [pass_at_k(len(s), sum(x > RIGHT for x in s), k) for s in scores] for k in ks if k <= n and (n > 1 or k > 1)}
+    out |= {
+        f"pass@{k}": [pass_at_k(len(s), sum(x > RIGHT for x in s), k) for s in scores]
+        for k in ks
+        if k <= n and (n > 1 or k > 1)
+    }
     if n > 1:
         keys = [[row["key"] for row in group] for group in groups]
         out[f"maj@{n}"] = [majority(k, s) for k, s in zip(keys, scores, strict=True)]
@@ -82,13 +97,19 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
     out["tokens"] = [fmean(row["tokens"] for row in group) for group in groups]
     if groups and "turns" in groups[0][0]:
         out["turns"] = [fmean(len(row["turns"]) for row in group) for group in groups]
-        out["first_share"] = [fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups]
+        out["first_share"] = [
+            fmean(sum(row["turns"][::2]) / max(1, row["tokens"]) for row in group) for group in groups
+        ]
     return out
 
 
 def text_values(groups: Sequence[Sequence[Sample]], measure: str) -> dict[str, list[float]]:
     """Per problem, the mean over its texts that fit: cross_entropy, or each kl_ and gap_. Problems without such a text are left out."""
-    names = ["cross_entropy"] if measure == LEGIBILITY else [name for name in groups[0][0] if name.startswith(("kl_", "gap_"))]
+    names = (
+        ["cross_entropy"]
+        if measure == LEGIBILITY
+        else [name for name in groups[0][0] if name.startswith(("kl_", "gap_"))]
+    )
     return {
         name: [fmean(kept) for group in groups if (kept := [row[name] for row in group if row[name] is not None])] for name in names
     }  # fmt: skip
@@ -109,7 +130,9 @@ def macro(sets: Sequence[SetFigures], *, seed: int) -> dict[str, dict[str, Inter
 
 def gradings(samples: Samples, sets: Sequence[SetFigures]) -> list[Graded]:
     """How every grading went, for check_failures."""
-    rows = [row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group]
+    rows = [
+        row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
+    ]
     return [Graded(Outcome(row["outcome"]), row["score"], row.get("detail", "")) for row in rows]
 
 
@@ -123,7 +146,13 @@ def _combined(sets: Sequence[SetFigures], name: str, seed: int) -> Interval:
 
 
 def _left_out(groups: Sequence[Sequence[Sample]], measure: str) -> int:
-    name = "cross_entropy" if measure == LEGIBILITY else next((n for n in groups[0][0] if n.startswith("kl_")), "") if groups else ""
+    name = (
+        "cross_entropy"
+        if measure == LEGIBILITY
+        else next((n for n in groups[0][0] if n.startswith("kl_")), "")
+        if groups
+        else ""
+    )
     return sum(row[name] is None for group in groups for row in group)
 
 

@@ -59,7 +59,9 @@ class HandOff:
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
         """The samples of problems[place], for each place; each with the token counts of its turns."""
         chains = {
-            (place, j): self._chain(problems.prompts[place], place * PROBLEM_STRIDE + j) for place in places for j in range(self.sampling.n)
+            (place, j): self._chain(problems.prompts[place], place * PROBLEM_STRIDE + j)
+            for place in places
+            for j in range(self.sampling.n)
         }
         write(list(chains.values()), self.engines, self.tokenizer, self.sampling, max_rounds=self.max_rounds)
         texts = decoded(self.tokenizer, [chain.completion for chain in chains.values()])
@@ -87,14 +89,21 @@ def write(
         if not going:
             return
         asked = {i: chain.prompt + chain.tokens for i, chain in enumerate(going)}
-        turns = _draw_turn(engines[number % len(engines)], going, asked, replace(one_turn, max_tokens=max(chain.left for chain in going)))
+        turns = _draw_turn(
+            engines[number % len(engines)],
+            going,
+            asked,
+            replace(one_turn, max_tokens=max(chain.left for chain in going)),
+        )
         for chain, turn in zip(going, turns, strict=True):
             _append(chain, cut(turn, chain.left), tokenizer)
     for chain in chains:
         chain.stop = chain.stop or Stop.LENGTH
 
 
-def _draw_turn(engine: Engine, chains: Sequence[Chain], prompts: Mapping[int, Sequence[int]], sampling: Sampling) -> list[Completion]:
+def _draw_turn(
+    engine: Engine, chains: Sequence[Chain], prompts: Mapping[int, Sequence[int]], sampling: Sampling
+) -> list[Completion]:
     """One turn of each chain. Two chains whose indices are the same number are asked in calls of their own: a call names each once."""
     found: dict[int, Completion] = {}
     waiting = list(prompts)

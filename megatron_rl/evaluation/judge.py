@@ -35,7 +35,9 @@ class Judge:
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
         """The verifications of problems[place], for each place."""
-        found = draw_within(self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context)
+        found = draw_within(
+            self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context
+        )
         return [
             [
                 sample_of(problems, place, j, self.measure)
@@ -60,7 +62,11 @@ class Judged:
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
     """What a verifier's template is filled with; the steps in the tags that its training showed it."""
     steps = "\n".join(f"<step>{step}</step>" for step in values["steps"])
-    return {"question": str(values["question"]), "solution": f"<think>\n{steps}\n</think>", "num_steps": str(len(values["steps"]))}
+    return {
+        "question": str(values["question"]),
+        "solution": f"<think>\n{steps}\n</think>",
+        "num_steps": str(len(values["steps"])),
+    }
 
 
 def reading(text: str, num_steps: int) -> Sample:
@@ -93,8 +99,12 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
     figures |= _outcomes(groups, seed)
     figures |= _probe(groups, seed)
     steps = _steps(groups)
-    figures["step_f1"] = _by_solution(groups, lambda rows: _steps([groups[i] for i in rows]).f1, seed) if steps.total else None
-    figures["aligned"] = mean_interval([fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups], seed=seed)
+    figures["step_f1"] = (
+        _by_solution(groups, lambda rows: _steps([groups[i] for i in rows]).f1, seed) if steps.total else None
+    )
+    figures["aligned"] = mean_interval(
+        [fmean(float(len(r["verdicts"]) == len(r["steps"])) for r in group) for group in groups], seed=seed
+    )
     figures["finished"] = mean_interval([fmean(float(r["finished"]) for r in group) for group in groups], seed=seed)
     confidences = [fmean(float(row["final"] is True) for row in group) for group in groups]
     sure = calibration(confidences, [bool(group[0]["correct"]) for group in groups])
@@ -141,7 +151,9 @@ def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval 
     """Right label, wrong reason: of the verifications that rightly reject a solution with an error, the share that find its first one."""
 
     def located(rows: np.ndarray) -> float | None:
-        rejected = [r for i in rows for r in groups[i] if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False]
+        rejected = [
+            r for i in rows for r in groups[i] if r["label"] != NO_ERROR and not r["correct"] and r["final"] is False
+        ]
         return fmean(float(r["predicted"] == r["label"]) for r in rejected) if rejected else None
 
     return {"located_when_rejected": _by_solution(groups, located, seed)}

@@ -12,24 +12,39 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megatron_rl.checkpoint import write_text
 from megatron_rl.evaluation.estimators import Calibration, Interval
 from megatron_rl.evaluation.figures import MACRO, RIGHT, SetFigures
 from megatron_rl.evaluation.handoff import HANDOFF
 from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.solve import SOLVE
-from megatron_rl.report import grid, page, show, table
+from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.report import grid, page, show, table
 
 SHOWN = 3  # samples of each set and outcome on the page
 MAX_CHARACTERS = 6000  # of one shown text
-SHARES = ("accuracy", "pass@", "maj@", "best_of_", "vote_of_", "f1", "finished", "aligned", "located", "first_share")  # of one, not amounts
+SHARES = (
+    "accuracy",
+    "pass@",
+    "maj@",
+    "best_of_",
+    "vote_of_",
+    "f1",
+    "finished",
+    "aligned",
+    "located",
+    "first_share",
+)  # of one, not amounts
 FORMAT = 1
 
 
-def figures_json(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]) -> dict[str, Any]:
+def figures_json(
+    sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
+) -> dict[str, Any]:
     """`figures`, `intervals`: means over sets, of other measures than solve and judge behind the measure's name; `sets`: each."""
-    flat = {f"{prefix(measure)}{name}": interval for measure, figures in means.items() for name, interval in figures.items()}
+    flat = {
+        f"{prefix(measure)}{name}": interval for measure, figures in means.items() for name, interval in figures.items()
+    }
     each: dict[str, Any] = {}
     for s in sets:
         each.setdefault(s.name, {"title": s.title})[s.measure] = {
@@ -48,7 +63,10 @@ def console_table(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, I
     out = []
     for measure, names, rows in _rows(sets, means):
         shown = Table(
-            box=SIMPLE_HEAD, title=f"{measure}: mean over problems [95 % bootstrap interval]", title_justify="left", show_edge=False
+            box=SIMPLE_HEAD,
+            title=f"{measure}: mean over problems [95 % bootstrap interval]",
+            title_justify="left",
+            show_edge=False,
         )
         shown.add_column("figure")
         for title, *_ in rows:
@@ -60,16 +78,20 @@ def console_table(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, I
     return out
 
 
-def write_page(path: Path, sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str) -> None:
+def write_page(
+    path: Path, sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
+) -> None:
     """NAME.html. Texts of models are escaped, whatever they hold."""
     sections = [(f"Figures: {measure}", _html_table(names, rows)) for measure, names, rows in _rows(sets, means)]
-    sections += [("Accuracy by set", _bars(sets)), ("Confidence of votes", grid(_calibrations(sets))), ("What went wrong", _counts(sets))]
+    sections += [
+        ("Accuracy by set", _bars(sets)),
+        ("Confidence of votes", grid(_calibrations(sets))),
+        ("What went wrong", _counts(sets)),
+    ]
     sections += [("Samples", "\n".join(_samples(s, samples) for s in sets if s.measure in (SOLVE, HANDOFF, JUDGE)))]
     sections += [("Config", f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>")]
     problems = sum(s.problems for s in sets)
-    subtitle = (
-        f"{len({s.name for s in sets})} sets · {problems} problems · {sum(s.samples for s in sets)} samples · 95 % bootstrap intervals"
-    )
+    subtitle = f"{len({s.name for s in sets})} sets · {problems} problems · {sum(s.samples for s in sets)} samples · 95 % bootstrap intervals"
     text = page(f"Evaluation {path.stem}", subtitle, sections)
     write_text(path, text.encode("utf-8", "replace").decode())
 
@@ -127,7 +149,11 @@ def _html_table(names: Sequence[str], rows: Sequence[tuple[str, int, Mapping[str
 
 def _bars(sets: Sequence[SetFigures]) -> str:
     """Points with their intervals, on one axis from 0 to 1."""
-    shown = [(f"{s.title} {'' if s.measure == SOLVE else s.measure}".strip(), f) for s in sets if (f := _headline(s)) is not None]
+    shown = [
+        (f"{s.title} {'' if s.measure == SOLVE else s.measure}".strip(), f)
+        for s in sets
+        if (f := _headline(s)) is not None
+    ]
     if not shown:
         return ""
     height, left, width = 24 * len(shown) + 30, 190, 430
@@ -140,7 +166,9 @@ def _bars(sets: Sequence[SetFigures]) -> str:
         y = 18 + 24 * i
         low, high, middle = (left + width * value for value in (found.low, found.high, found.value))
         parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{escape(title)}</text>')
-        parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" stroke="var(--accent)" stroke-width="3" opacity=".5"/>')
+        parts.append(
+            f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" stroke="var(--accent)" stroke-width="3" opacity=".5"/>'
+        )
         parts.append(f'<circle cx="{middle:.1f}" cy="{y}" r="4.5" fill="var(--accent)"/>')
         parts.append(f'<text x="{left + width + 8}" y="{y + 4}">{found.value:.3f}</text>')
     return grid(["".join([*parts, "</svg>"])])
@@ -155,14 +183,19 @@ def _calibrations(sets: Sequence[SetFigures]) -> list[str]:
 
 
 def _calibration(title: str, found: Calibration) -> str:
-    lines = "".join(f"<tr><td>{b.confidence:.2f}</td><td>{b.accuracy:.2f}</td><td>{b.count}</td></tr>" for b in found.bins)
+    lines = "".join(
+        f"<tr><td>{b.confidence:.2f}</td><td>{b.accuracy:.2f}</td><td>{b.count}</td></tr>" for b in found.bins
+    )
     note = f"expected calibration error {found.ece:.3f}, Brier score {found.brier:.3f}"
     return f"<figure><h3>{escape(title)}</h3>{table(('votes say right', 'are right', 'solutions'), lines)}<p>{note}</p></figure>"
 
 
 def _counts(sets: Sequence[SetFigures]) -> str:
     rows = [(s, name, count) for s in sets for name, count in s.counts.items() if count]
-    lines = "".join(f'<tr><th scope="row">{escape(s.title)}</th><td>{escape(n)}</td><td>{c} of {s.samples}</td></tr>' for s, n, c in rows)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(s.title)}</th><td>{escape(n)}</td><td>{c} of {s.samples}</td></tr>'
+        for s, n, c in rows
+    )
     return table(("set", "what", "samples"), lines) if lines else ""
 
 
@@ -180,11 +213,22 @@ def _right(row: Sample) -> bool:
 
 def _sample(figures: SetFigures, row: Sample, right: bool) -> str:
     mark = '<span class="tag right">right</span>' if right else '<span class="tag wrong">wrong</span>'
-    facts = [f"problem {row['row']}", f"sample {row['sample']}", f"{row['tokens']} tokens", "" if row["finished"] else "cut"]
+    facts = [
+        f"problem {row['row']}",
+        f"sample {row['sample']}",
+        f"{row['tokens']} tokens",
+        "" if row["finished"] else "cut",
+    ]
     facts += [row.get("outcome", "") if row.get("outcome") != "score" else ""]
-    facts += [f"first error {row['label']}, found {row['predicted']}"] if "predicted" in row else [f"read as {row.get('key')}"]
+    facts += (
+        [f"first error {row['label']}, found {row['predicted']}"]
+        if "predicted" in row
+        else [f"read as {row.get('key')}"]
+    )
     lines = "".join(
-        f"<p><b>{name}</b> {escape(_short(str(row[name.lower()])))}</p>" for name in ("Question", "Answer") if name.lower() in row
+        f"<p><b>{name}</b> {escape(_short(str(row[name.lower()])))}</p>"
+        for name in ("Question", "Answer")
+        if name.lower() in row
     )
     return (
         f'<details class="sample"><summary>{mark} {escape(figures.title)} · {escape(_short(str(row.get("question", "")), 100))}</summary>'

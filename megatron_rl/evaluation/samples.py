@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint import write_text
+from megatron_rl.run.checkpoint import write_text
 
 Sample = dict[str, Any]  # `set`, `measure`, `id` (of the problem), `sample` (0..n-1), and what the measure found
 PARTIAL = ".partial"
@@ -51,7 +51,10 @@ class Samples:
     def write(self) -> None:
         """NAME.jsonl, sets in the order of their first rows."""
         if self._path is not None:
-            write_text(self._path, "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group))
+            write_text(
+                self._path,
+                "".join(json.dumps(row) + "\n" for key in self._rows for group in self.rows(*key) for row in group),
+            )
 
     def forget(self) -> None:
         """Drops the file to go on from: all is done and written."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import fill
 from megatron_rl.engines.base import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
@@ -15,7 +14,8 @@ from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.rollout import tokenize
+from megatron_rl.text import fill
+from megatron_rl.training.rollouts import tokenize
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 SOLVE = "solve"
@@ -38,7 +38,10 @@ class Weigher:
             filled = fill(self.template, question=question, solution=text, num_steps=str(len(step_texts(text))))
             prompts[index] = tokenize(self.tokenizer, filled)
         found = draw_within(self.engine, prompts, self.sampling, self.context)
-        return {index: fmean(float(final_verdict(text) is True) for text in decoded(self.tokenizer, c)) for index, c in found.items()}
+        return {
+            index: fmean(float(final_verdict(text) is True) for text in decoded(self.tokenizer, c))
+            for index, c in found.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,9 @@ class Solver:
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
         """The samples of problems[place], for each place. A problem's draws do not depend on which others are asked."""
-        found = draw_within(self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context)
+        found = draw_within(
+            self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context
+        )
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
         texts = decoded(self.tokenizer, [c for *_, c in drawn])
         graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])

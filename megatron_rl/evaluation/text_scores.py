@@ -37,7 +37,9 @@ def legibility(reader: Scorer, rows: Iterable[Sample], prompt: Sequence[int], co
     return out
 
 
-def drift(writer: Scorer, others: Mapping[str, Scorer], rows: Iterable[Sample], prompt: Sequence[int], context: int) -> list[Sample]:
+def drift(
+    writer: Scorer, others: Mapping[str, Scorer], rows: Iterable[Sample], prompt: Sequence[int], context: int
+) -> list[Sample]:
     """Of each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the tokens written.
 
     `kl_NAME` and `gap_NAME` for each of the others, and for each pair of them too (`kl_A_B`); None for a text that is empty or too long.
@@ -46,7 +48,11 @@ def drift(writer: Scorer, others: Mapping[str, Scorer], rows: Iterable[Sample], 
     for row in rows:
         tokens = row["token_ids"]
         fits = 0 < len(tokens) <= context - len(prompt)
-        figures = _compared({"": writer, **others}, [*prompt, *tokens], len(prompt)) if fits else dict.fromkeys(_names(others))
+        figures = (
+            _compared({"": writer, **others}, [*prompt, *tokens], len(prompt))
+            if fits
+            else dict.fromkeys(_names(others))
+        )
         out.append(_about(row, DRIFT) | figures | {"tokens": len(tokens)})
     return out
 

@@ -47,7 +47,9 @@ class Bucket:
 
     queries: Grid
     keys: Grid  # of the rows of all context-parallel ranks, one rank's after the other's
-    mask: Tensor | None  # [S or 1, 1, L of queries, L of keys] True where a query sees a key; None: causal, queries and keys alike
+    mask: (
+        Tensor | None
+    )  # [S or 1, 1, L of queries, L of keys] True where a query sees a key; None: causal, queries and keys alike
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class RotaryTable:
         return self.cos[index].to(device, dtype), self.sin[index].to(device, dtype)
 
 
-def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor) -> SequenceLayout:
+def packed_layout(
+    lengths: Sequence[int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
+) -> SequenceLayout:
     """Layout of sequences that stand end to end in one row. [S] lengths, all positive, padded to the context's multiple; `like` gives
     dtype and device of the model."""
     cu = torch.tensor([0, *lengths]).cumsum(0).to(like.device, torch.int32)
@@ -132,18 +136,24 @@ def packed_layout(lengths: Sequence[int], rotary: RotaryTable, *, context: Conte
     )
 
 
-def padded_layout(shape: tuple[int, int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor) -> SequenceLayout:
+def padded_layout(
+    shape: tuple[int, int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
+) -> SequenceLayout:
     """Layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
     count, length = shape
     cos, sin = rotary.at(context.own([length]).to(like.device), like.dtype)
-    layout = SequenceLayout(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None])
+    layout = SequenceLayout(
+        qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None]
+    )
     if context.size == 1:
         return layout
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
     return replace(layout, **_attention([length] * count, rows, context, like.device))
 
 
-def _attention(lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device) -> dict[str, Any]:
+def _attention(
+    lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device
+) -> dict[str, Any]:
     """The calls that attend, as fields of a SequenceLayout. `rows[s]`: where the tokens of sequence s stand on a rank, alike on all."""
     buckets = [bucket for group in _alike(lengths) for bucket in _bucket(group, lengths, rows, context)]
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
@@ -175,7 +185,9 @@ def _bucket(group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], co
         grid = _grid([rows[i] for i in group])
         return [Bucket(queries=grid, keys=grid, mask=None)]
     local, chunks = sum(len(r) for r in rows), 2 * context.size
-    holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # rank of each chunk; its second half where the rank's first has another
+    holder = [
+        min(i, chunks - 1 - i) for i in range(chunks)
+    ]  # rank of each chunk; its second half where the rank's first has another
     buckets = []
     for half, last in enumerate(context.chunks(context.rank)):
         queries, keys, widths = [], [], []
@@ -185,7 +197,9 @@ def _bucket(group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], co
             queries.append(places[0] if half == 0 else places[-1])
             keys.append(torch.cat([places[c] + holder[c] * local for c in range(last + 1)]))
             widths.append(width)
-        mask = torch.stack([_sees(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])])
+        mask = torch.stack(
+            [_sees(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])]
+        )
         buckets.append(Bucket(queries=_grid(queries), keys=_grid(keys), mask=mask[:, None]))
     return buckets
 
@@ -198,7 +212,9 @@ def _sees(width: int, widest: int, chunk: int) -> Tensor:
 def _grid(rows: Sequence[Tensor]) -> Grid:
     width = max(len(r) for r in rows)
     return Grid(
-        (len(rows), width), torch.cat([*rows]), torch.cat([torch.arange(i * width, i * width + len(r)) for i, r in enumerate(rows)])
+        (len(rows), width),
+        torch.cat([*rows]),
+        torch.cat([torch.arange(i * width, i * width + len(r)) for i, r in enumerate(rows)]),
     )
 
 

@@ -92,7 +92,11 @@ def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
         kind, per_rank = 2, sizes.experts // layout.ep
         first = rectangles.expert_number(name) % per_rank - rectangles.expert_number(name)
         names = [rectangles.renumber_expert(name, by=first + per_rank * rank) for rank in range(layout.ep)]
-        shards = [(other, Shard(expert_tp=layout.expert_tp, expert_rank=i)) for other in names for i in range(layout.expert_tp)]
+        shards = [
+            (other, Shard(expert_tp=layout.expert_tp, expert_rank=i))
+            for other in names
+            for i in range(layout.expert_tp)
+        ]
     elif rectangles.is_sharded(name):
         kind, shards = 1, [(name, Shard(layout.tp, rank)) for rank in range(layout.tp)]
     else:
@@ -106,7 +110,9 @@ def _total(pieces: Sequence[_Piece]) -> int:
     return sum(piece.elements * len(piece.shards) for piece in pieces)
 
 
-def _exchange(stage: _Stage, pieces: Sequence[_Piece], tensors: Sequence[Tensor], flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _exchange(
+    stage: _Stage, pieces: Sequence[_Piece], tensors: Sequence[Tensor], flat: Tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Fills `flat`, one stretch per kind and in it one after another the ranks' shards, on all ranks; then cuts the tensors out of it.
 
     `tensors` are this rank's own shards, in the order of `pieces`; empty on other stages.

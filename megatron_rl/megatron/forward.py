@@ -11,7 +11,10 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # logits held at once, per rank: 8 MiB of a CPU, 512 MiB of a GPU
 
-KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}  # log-probs of one micro-batch kept for the backward pass at most; more are computed again
+KEPT_ELEMENTS = {
+    "cpu": 1 << 24,
+    "cuda": 0,
+}  # log-probs of one micro-batch kept for the backward pass at most; more are computed again
 
 
 @dataclass(frozen=True)

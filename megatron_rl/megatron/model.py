@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.config import ConfigError, Model
+from megatron_rl.config.schema import ConfigError, Model
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_logprobs
@@ -43,7 +43,13 @@ class PolicyModel(GPTModel):
     true_vocab: int = 0
 
     def _postprocess(
-        self, hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, labels: Tensor | None, *args: Any, **rest: Any
+        self,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor | None,
+        *args: Any,
+        **rest: Any,
     ) -> Tensor:
         """hidden [L, S, h] and labels [S, L] -> [2, n]: log-probability and entropy of the n labels that are not IGNORED, row by row.
 
@@ -83,14 +89,20 @@ def uses_transformer_engine() -> bool:
 def check_fp8() -> None:
     """Raises ConfigError where 8-bit matrix products cannot be had."""
     if not uses_transformer_engine():
-        raise ConfigError("model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false")
+        raise ConfigError(
+            "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
+        )
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         name = torch.cuda.get_device_name()
-        raise ConfigError(f"model.fp8 = true on {name} (compute capability {capability}), which has no 8-bit products: set it to false")
+        raise ConfigError(
+            f"model.fp8 = true on {name} (compute capability {capability}), which has no 8-bit products: set it to false"
+        )
 
 
-def transformer_config(arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False) -> TransformerConfig:
+def transformer_config(
+    arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False
+) -> TransformerConfig:
     """Core's config of this architecture under this layout. Raises ConfigError for fp8 where it cannot be had."""
     layout = groups.layout
     dtype = getattr(torch, model.dtype)
@@ -146,7 +158,11 @@ def transformer_config(arch: Architecture, model: Model, groups: Groups, *, dete
 def _recompute(model: Model) -> dict[str, Any]:
     if model.recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules]) if model.recompute == "selective" else {}
+    return (
+        dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
+        if model.recompute == "selective"
+        else {}
+    )
 
 
 def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
@@ -164,7 +180,11 @@ def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
             f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability is always 1 and it "
             "gets no gradient; Megatron-core refuses it"
         )
-    shared = dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True) if arch.shared_ffn else {}
+    shared = (
+        dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True)
+        if arch.shared_ffn
+        else {}
+    )
     return dict(
         num_moe_experts=arch.experts,
         moe_ffn_hidden_size=arch.expert_ffn,
@@ -240,7 +260,9 @@ def _position_embedding(arch: Architecture) -> dict[str, Any]:
     """Transformer Engine attention takes core's rotary embedding; the torch spec applies its own."""
     if not uses_transformer_engine():
         return {"position_embedding_type": "none"}
-    scaling = arch.config.rope_parameters if hasattr(arch.config, "rope_parameters") else (arch.config.rope_scaling or {})
+    scaling = (
+        arch.config.rope_parameters if hasattr(arch.config, "rope_parameters") else (arch.config.rope_scaling or {})
+    )
     kind = scaling.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise ValueError(f"rope_type {kind!r} is not supported with Transformer Engine: use default or llama3")
@@ -259,12 +281,18 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.qk_norm
         )
-    layer = get_gpt_layer_local_spec(num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm)
+    layer = get_gpt_layer_local_spec(
+        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    if arch.experts:  # a checkpoint names this norm as with Transformer Engine, where experts leave it a module of its own
+    if (
+        arch.experts
+    ):  # a checkpoint names this norm as with Transformer Engine, where experts leave it a module of its own
         names = layer.submodules.sharded_state_dict_keys_map
-        layer.submodules.sharded_state_dict_keys_map = {ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."}
+        layer.submodules.sharded_state_dict_keys_map = {
+            ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."
+        }
     mlp = _submodules(layer.submodules.mlp)
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
         part.activation_func = SwiGLU

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import Role
+from megatron_rl.config.schema import Role
 from megatron_rl.megatron import platform
 
 platform.install()
@@ -25,7 +25,9 @@ ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 
 def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
     """Puts each chunk on Megatron's gradient buffers; gradients are summed in float32, with `overlap` while the last backward pass runs."""
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
+    )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
         syncs = [chunk.no_sync for chunk in wrapped]
@@ -95,7 +97,9 @@ def initialize_state(optimizer: Any) -> None:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"], group["step"] = rate, 0
         for state in part.optimizer.state.values():
-            if "step" in state:  # torch's Adam, where neither Transformer Engine nor apex is installed, counts per parameter
+            if (
+                "step" in state
+            ):  # torch's Adam, where neither Transformer Engine nor apex is installed, counts per parameter
                 state["step"].zero_()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import Layout
+from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
 from megatron_rl.weights.rectangles import Shard
 

@@ -38,7 +38,9 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0, bias_correction: bool = True, adam_w_mode: bool = True, **unused: Any,
     ) -> None:  # fmt: skip
         self.decoupled = adam_w_mode
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction))
+        super().__init__(
+            params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        )
 
     def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
         self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
@@ -206,7 +208,11 @@ def _patch_tensor() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The optimizer compares param.type() with 'torch.cuda.FloatTensor'."""
-        return original_type(self, *args, **kwargs) if args or kwargs else original_type(self).replace("torch.", "torch.cuda.", 1)
+        return (
+            original_type(self, *args, **kwargs)
+            if args or kwargs
+            else original_type(self).replace("torch.", "torch.cuda.", 1)
+        )
 
     tensor.to, tensor.type = to, type_
     tensor.cuda = lambda self, *unused, **ignored: self
@@ -233,7 +239,9 @@ def _patch_megatron() -> None:
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Core's gather of rows [n_rank, ...] -> [sum of n, ...]; gloo gathers only as many rows from every rank."""
 
-    def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return even(input_, group, None, use_global_buffer)
         most = max(output_split_sizes)
@@ -249,7 +257,9 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Core's sum over ranks of [sum of n, ...], of which each keeps its n_rank rows; gloo cuts only into equal parts."""
 
-    def reduce_scatter(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
+    def reduce_scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
         if input_split_sizes is None or group.size() == 1:
             return even(input_, group, None, use_global_buffer)
         total = input_.clone(memory_format=torch.contiguous_format)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.batching import Cost, Shares, micro_batches
-from megatron_rl.config import ConfigError, Role
+from megatron_rl.config.schema import ConfigError, Role
 from megatron_rl.megatron import export, offload, optim, platform, replay, step
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.training.batching import Cost, Shares, micro_batches
 from megatron_rl.types import FREE, Batch, BatchLoss
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
@@ -32,7 +32,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 # Core 0.19 writes in the background by another package unless it is told not to.
-_OWN_WRITER = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+_OWN_WRITER = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
 
 
 class MegatronPolicy:
@@ -42,7 +44,9 @@ class MegatronPolicy:
     (`model.path`), kept once in host memory and swapped in for a forward pass.
     """
 
-    def __init__(self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False) -> None:
+    def __init__(
+        self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False
+    ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
         self._check_layout()
@@ -81,19 +85,29 @@ class MegatronPolicy:
             optim.zero_grad(self.chunks, self.optimizer)
             shares = self._shares(batch)
             parts = self._micro_batches(batch, shares)
-            results = step.run(self.chunks, parts, loss=loss, scale=self.groups.dp_size / denominator, forward_only=False)
+            results = step.run(
+                self.chunks, parts, loss=loss, scale=self.groups.dp_size / denominator, forward_only=False
+            )
             self.scheduler.step(increment=1)
             lr = self.optimizer.param_groups[0]["lr"]
             finite, grad_norm, _ = self.optimizer.step()
         if not finite or (grad_norm is not None and not torch.isfinite(torch.tensor(float(grad_norm)))):
-            raise FloatingPointError(f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update")
+            raise FloatingPointError(
+                f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
+            )
         sums = self._sum_over_ranks(results)
         means = {name: value / (denominator if name == "loss" else trained) for name, value in sums.items()}
         extra = {"grad_norm": float(grad_norm or 0.0), "lr": float(lr), "trained_tokens": trained}
         if self.role.router_replay:
             extra["replayed"] = 0.0 if batch.experts is None else float((batch.experts[:, 0, 0] != FREE).float().mean())
         uneven = {"replica_imbalance": shares.replica_imbalance, "micro_batch_imbalance": shares.micro_batch_imbalance}
-        return {**means, **extra, **uneven, "packed_tokens": float(len(batch.tokens)), "micro_batches": float(len(parts))}
+        return {
+            **means,
+            **extra,
+            **uneven,
+            "packed_tokens": float(len(batch.tokens)),
+            "micro_batches": float(len(parts)),
+        }
 
     def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """Log-probability of every label that counts, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
@@ -217,7 +231,9 @@ class MegatronPolicy:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
-            made = copies.by_expert(AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch)
+            made = copies.by_expert(
+                AutoModelForCausalLM.from_config(self.arch.config, dtype=torch.float32).state_dict(), self.arch
+            )
 
             def read(rect: rectangles.Rect) -> Tensor:
                 return copies.from_tensor(made[rect.tensor], rect)
@@ -257,7 +273,9 @@ class MegatronPolicy:
     def _check_experts(self, batch: Batch) -> None:
         """Raises ValueError for choices of another model's experts."""
         wanted = self.arch.num_layers, self.arch.config.num_experts_per_tok
-        if batch.experts is not None and (tuple(batch.experts.shape[1:]) != wanted or int(batch.experts.max()) >= self.arch.experts):
+        if batch.experts is not None and (
+            tuple(batch.experts.shape[1:]) != wanted or int(batch.experts.max()) >= self.arch.experts
+        ):
             raise ValueError(
                 f"the engine chose {batch.experts.shape[2]} experts in each of {batch.experts.shape[1]} layers, numbers up to "
                 f"{int(batch.experts.max())}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"

@@ -47,7 +47,9 @@ class MicroBatch:
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
-def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, cut: Cut, like: Tensor) -> MicroBatch:
+def make_micro_batch(
+    batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, cut: Cut, like: Tensor
+) -> MicroBatch:
     """Selects `sequences` of `batch` and lays them out over the ranks of `cut`. `like` gives dtype and device of the model.
     No sequences: one dummy without labels, so that a rank with nothing to do still takes part."""
     context, multiple = cut.context, cut.context.multiple(cut.parts)
@@ -78,7 +80,9 @@ def make_micro_batch(batch: Batch, sequences: Sequence[int], rotary: RotaryTable
     experts = None
     if part.experts is not None:
         experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
-    return MicroBatch(part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout, experts)
+    return MicroBatch(
+        part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout, experts
+    )
 
 
 def run(
@@ -95,7 +99,9 @@ def run(
     for chunk in chunks:
         replay.forget(unwrap(chunk))
     return schedule(
-        forward_step_func=functools.partial(_forward_step, loss=loss, scale=scale * len(micro_batches), training=not forward_only),
+        forward_step_func=functools.partial(
+            _forward_step, loss=loss, scale=scale * len(micro_batches), training=not forward_only
+        ),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(micro_batches),
@@ -105,7 +111,9 @@ def run(
     )
 
 
-def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, loss: Loss | None, scale: float, training: bool) -> tuple[Tensor, Any]:
+def _forward_step(
+    iterator: Iterator[MicroBatch], model: Any, *, loss: Loss | None, scale: float, training: bool
+) -> tuple[Tensor, Any]:
     micro = next(iterator)
     replay.show(unwrap(model), micro.experts, training=training)
     answer = model(micro.tokens, micro.positions, None, labels=micro.labels, packed_seq_params=micro.layout)
@@ -119,7 +127,9 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, loss: Loss | None, scale: floa
     size = len(micro.batch.tokens)
     index = micro.answers.to(answer.device)
     whole = torch.zeros(2, size, device=answer.device).index_copy(1, index, answer.float())
-    if micro.layout.context.size > 1:  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
+    if (
+        micro.layout.context.size > 1
+    ):  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
     total, sums = loss(whole[0], whole[1], _to(micro.batch, answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}

@@ -59,7 +59,9 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
     head = 2.0 * sizes.vocab * sizes.hidden
     experts = 2.0 * sizes.num_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
     dense = 2.0 * shapes.active(shape) - head - experts
-    attention = 2.0 * sizes.num_layers * sizes.heads * sizes.head_dim * length  # causal: half of 4 * heads * head_dim * length
+    attention = (
+        2.0 * sizes.num_layers * sizes.heads * sizes.head_dim * length
+    )  # causal: half of 4 * heads * head_dim * length
     return dense + attention, experts, head
 
 
@@ -76,9 +78,14 @@ def pass_seconds(
     tokens = batch.tokens / parallel.dp / count
     layers = layer_seconds(shape, parallel, cluster, batch, tokens) * (3 if backward else 1)
     layers += recomputed_seconds(shape, parallel, cluster, batch, tokens, recompute) if backward else 0.0
-    head = _head_seconds(shape, parallel, cluster, tokens) * (4 if backward else 1)  # the backward pass computes its logits again
+    head = _head_seconds(shape, parallel, cluster, tokens) * (
+        4 if backward else 1
+    )  # the backward pass computes its logits again
     stage = (
-        layers * shape.sizes.num_layers / parallel.pp + head + MICRO_S * (0 if batch.full else 1) + _hop(shape, parallel, cluster, tokens)
+        layers * shape.sizes.num_layers / parallel.pp
+        + head
+        + MICRO_S * (0 if batch.full else 1)
+        + _hop(shape, parallel, cluster, tokens)
     )
     return (count + (parallel.pp - 1) / parallel.vpp) * stage
 
@@ -88,7 +95,9 @@ def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: Bat
     dense, _, _ = forward_flops(shape, batch.length)
     own = tokens / parallel.cp
     seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
-    return seconds + _tensor_seconds(shape, parallel, cluster, own) + _routed_seconds(shape, parallel, cluster, batch, own)
+    return (
+        seconds + _tensor_seconds(shape, parallel, cluster, own) + _routed_seconds(shape, parallel, cluster, batch, own)
+    )
 
 
 def recomputed_seconds(
@@ -114,7 +123,11 @@ def _routed_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: B
     if not experts:
         return _expert_seconds(shape, parallel, cluster, own)
     rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
-    return own * experts / shape.sizes.num_layers / parallel.tp / rate + EXPERTS_S + _expert_seconds(shape, parallel, cluster, own)
+    return (
+        own * experts / shape.sizes.num_layers / parallel.tp / rate
+        + EXPERTS_S
+        + _expert_seconds(shape, parallel, cluster, own)
+    )
 
 
 def _dense_rate(cluster: Cluster, batch: Batch, own: float) -> float:
@@ -132,10 +145,15 @@ def optimizer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, number
     stage = shapes.heaviest(shape, parallel)
     held, replicas = shapes.counts(shape, parallel, stage), parallel.dp * parallel.cp
     seconds = 0.0
-    for number, ranks, stride in ((held.dense, replicas, parallel.tp), (held.expert, parallel.expert_dp, parallel.ep * parallel.etp)):
+    for number, ranks, stride in (
+        (held.dense, replicas, parallel.tp),
+        (held.expert, parallel.expert_dp, parallel.ep * parallel.etp),
+    ):
         wire = number * (GRADIENT + numbers.width) * (ranks - 1) / ranks
         seconds += wire / cluster.link(ranks, stride)
-        seconds += number / ranks * (2 * (MOMENTS + MASTER) + GRADIENT + numbers.width) / (cluster.device.hbm * HBM_SHARE)
+        seconds += (
+            number / ranks * (2 * (MOMENTS + MASTER) + GRADIENT + numbers.width) / (cluster.device.hbm * HBM_SHARE)
+        )
     return seconds + held.all * GRADIENT / (cluster.device.hbm * HBM_SHARE) * 2  # zeroed, and their norm
 
 
@@ -144,7 +162,9 @@ def host_seconds(size: float) -> float:
     return size / HOST
 
 
-def decode_step_seconds(shape: Shape, engine: Engine, cluster: Cluster, *, rows: float, context: float, width: int) -> float:
+def decode_step_seconds(
+    shape: Shape, engine: Engine, cluster: Cluster, *, rows: float, context: float, width: int
+) -> float:
     """One token for each of `rows` sequences with `context` tokens in the mean. Bound by memory for few, by operations for many."""
     sizes, device = shape.sizes, cluster.device
     outside = shapes.active(shape) - sizes.num_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
@@ -158,8 +178,15 @@ def decode_step_seconds(shape: Shape, engine: Engine, cluster: Cluster, *, rows:
     calls = 2 * sizes.num_layers * (0 if engine.tp == 1 else 1)
     wire = 2 * rows * sizes.hidden * width * (engine.tp - 1) / engine.tp
     link = cluster.link(engine.tp)
-    own = STEP_S if engine.compiled else STEP_S + sizes.num_layers * 0.25e-3  # about twenty kernels a layer, each launched by hand
-    return max(memory, flops) + calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S)) + own + ROW_S * rows
+    own = (
+        STEP_S if engine.compiled else STEP_S + sizes.num_layers * 0.25e-3
+    )  # about twenty kernels a layer, each launched by hand
+    return (
+        max(memory, flops)
+        + calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))
+        + own
+        + ROW_S * rows
+    )
 
 
 def kv_bytes(shape: Shape, width: int) -> int:
@@ -188,8 +215,12 @@ def rollout(shape: Shape, engine: Engine, cluster: Cluster, draw: Draw, *, width
     full = decode_step_seconds(shape, engine, cluster, rows=rows, context=context, width=width)
     late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=prompt + longest, width=width)
     device = cluster.device
-    prefill = own * prompt * sum(forward_flops(shape, prompt)[:2]) / engine.tp / (device.flops * device.dense_share * PARTIAL)
-    return Rollout(seconds=prefill + waves * response * full + max(0.0, longest - response) * late, rows=rows, waves=waves)
+    prefill = (
+        own * prompt * sum(forward_flops(shape, prompt)[:2]) / engine.tp / (device.flops * device.dense_share * PARTIAL)
+    )
+    return Rollout(
+        seconds=prefill + waves * response * full + max(0.0, longest - response) * late, rows=rows, waves=waves
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +240,9 @@ def refit(shape: Shape, parallel: Parallel, engine: Engine, cluster: Cluster, *,
         own = width * shapes.counts(shape, parallel, shapes.heaviest(shape, parallel)).all
         held = min(whole, own * min(cluster.per_node, parallel.tp * parallel.pp))  # by the GPUs of one node together
         sent = parallel.world * (whole - own)
-        return Refit(sent=sent, seconds=(whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE))
+        return Refit(
+            sent=sent, seconds=(whole - held) / network + (held - own) / nvlink + own / (device.hbm * HBM_SHARE)
+        )
     each = whole / engine.tp
     sent = whole * engine.replicas
     senders = sent / parallel.world
@@ -244,7 +277,10 @@ def _expert_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: flo
     wire = 2 * stream * shape.active * shape.sizes.hidden * 2 * parallel.etp
     outside = max(0.0, 1 - cluster.per_node / ranks)  # of the tokens, to other nodes
     inside = (ranks - 1) / ranks - outside
-    return wire * (outside / (cluster.device.network * NETWORK_SHARE) + inside / (cluster.device.nvlink * NVLINK_SHARE)) + 4 * REDUCE_S
+    return (
+        wire * (outside / (cluster.device.network * NETWORK_SHARE) + inside / (cluster.device.nvlink * NVLINK_SHARE))
+        + 4 * REDUCE_S
+    )
 
 
 def _hop(shape: Shape, parallel: Parallel, cluster: Cluster, tokens: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 GIB = 1 << 30
 
@@ -20,7 +20,9 @@ class Device:
     hbm: float  # bytes a second
     nvlink: float  # bytes a second and direction, to the other GPUs of its node
     network: float  # bytes a second and direction, its own adapter
-    dense_share: float  # of `flops`, in a training step's dense matrix products and attention, elementwise work included
+    dense_share: (
+        float  # of `flops`, in a training step's dense matrix products and attention, elementwise work included
+    )
     expert_share: float  # of `flops`, in experts' grouped products, permutation included
 
     @property
@@ -38,10 +40,46 @@ HOST = 20e9  # bytes a second between a GPU and its host's memory
 DEVICES = {
     device.name: device
     for device in (
-        Device(name="A100-40", memory_gib=39.5, flops=312e12, hbm=1555e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25),
-        Device(name="A100-80", memory_gib=79.2, flops=312e12, hbm=2039e9, nvlink=300e9, network=25e9, dense_share=0.67, expert_share=0.25),
-        Device(name="H100", memory_gib=79.1, flops=989e12, hbm=3350e9, nvlink=450e9, network=50e9, dense_share=0.52, expert_share=0.15),
-        Device(name="H200", memory_gib=139.8, flops=989e12, hbm=4800e9, nvlink=450e9, network=50e9, dense_share=0.52, expert_share=0.15),
+        Device(
+            name="A100-40",
+            memory_gib=39.5,
+            flops=312e12,
+            hbm=1555e9,
+            nvlink=300e9,
+            network=25e9,
+            dense_share=0.67,
+            expert_share=0.25,
+        ),
+        Device(
+            name="A100-80",
+            memory_gib=79.2,
+            flops=312e12,
+            hbm=2039e9,
+            nvlink=300e9,
+            network=25e9,
+            dense_share=0.67,
+            expert_share=0.25,
+        ),
+        Device(
+            name="H100",
+            memory_gib=79.1,
+            flops=989e12,
+            hbm=3350e9,
+            nvlink=450e9,
+            network=50e9,
+            dense_share=0.52,
+            expert_share=0.15,
+        ),
+        Device(
+            name="H200",
+            memory_gib=139.8,
+            flops=989e12,
+            hbm=4800e9,
+            nvlink=450e9,
+            network=50e9,
+            dense_share=0.52,
+            expert_share=0.15,
+        ),
     )
 }
 OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40", "H100-80": "H100", "H200-141": "H200"}

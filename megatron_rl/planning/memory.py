@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config import Model
+from megatron_rl.config.schema import Model
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.shapes import Parallel, Shape, counts, stage_layers
 
@@ -41,7 +41,9 @@ class Micro:
 
     tokens: int  # of a micro-batch, before context parallelism splits it
     count: int = 1 << 20  # micro-batches of an optimizer step
-    recompute: frozenset[str] = frozenset()  # what the backward pass computes again: WHOLE, or modules of a layer (config.Model)
+    recompute: frozenset[str] = (
+        frozenset()
+    )  # what the backward pass computes again: WHOLE, or modules of a layer (config.Model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,9 @@ def recomputed(model: Model) -> frozenset[str]:
     return modules | {"shared_experts"} if "moe" in modules else modules  # they are a part of it
 
 
-def training(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *, stage: int, reference: bool = False) -> Training:
+def training(
+    shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *, stage: int, reference: bool = False
+) -> Training:
     """Of a rank of pipeline stage `stage`."""
     held = counts(shape, parallel, stage)
     weights = float(numbers.width * held.all)
@@ -88,7 +92,10 @@ def training(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *
 def worst(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers, *, reference: bool = False) -> Training:
     """Of the stage that needs the most."""
     stages = {0, parallel.pp // 2, parallel.pp - 1}  # those between are alike but for micro-batches under way
-    return max((training(shape, parallel, micro, numbers, stage=s, reference=reference) for s in stages), key=lambda found: found.peak)
+    return max(
+        (training(shape, parallel, micro, numbers, stage=s, reference=reference) for s in stages),
+        key=lambda found: found.peak,
+    )
 
 
 def optimizer_bytes(shape: Shape, parallel: Parallel, numbers: Numbers, *, stage: int) -> float:
@@ -117,8 +124,12 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers)
     sizes, w = shape.sizes, numbers.width
     own, stream = tokens / parallel.cp, _stream(parallel, tokens)
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
-    norms = 2 * stream * (sizes.hidden * (numbers.norm + w) + 4)  # what they keep, and their outputs, which the products behind them keep
-    attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)  # q, k, v, what comes out, and that again for the next product
+    norms = (
+        2 * stream * (sizes.hidden * (numbers.norm + w) + 4)
+    )  # what they keep, and their outputs, which the products behind them keep
+    attention = own * (
+        w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp
+    )  # q, k, v, what comes out, and that again for the next product
     if sizes.qk_norm:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
@@ -132,7 +143,9 @@ def module_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sizes.experts:
         return {"mlp": own * w * 3 * sizes.ffn / parallel.tp}
-    shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (_stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0)
+    shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (
+        _stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0
+    )
     return {"moe": _experts(shape, parallel, tokens, numbers), "shared_experts": shared}
 
 
@@ -141,7 +154,9 @@ def workspace(shape: Shape, parallel: Parallel, micro: Micro, numbers: Numbers) 
     rows, tokens = shape.sizes.vocab / parallel.tp, micro.tokens / parallel.cp
     chunk = min(rows * tokens, CHUNK)
     return (
-        chunk * (4 + 4 + numbers.width) + rows * shape.sizes.hidden * (4 + 2 * numbers.width) + numbers.width * tokens * shape.sizes.hidden
+        chunk * (4 + 4 + numbers.width)
+        + rows * shape.sizes.hidden * (4 + 2 * numbers.width)
+        + numbers.width * tokens * shape.sizes.hidden
     )
 
 
@@ -150,7 +165,9 @@ def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Numbers) ->
     sizes, w, stream = shape.sizes, numbers.width, _stream(parallel, tokens)
     sent = stream * shape.active * parallel.etp
     wide = sizes.expert_ffn / parallel.etp
-    router = stream * (sizes.experts * 9 + shape.active * 24) + (0 if w == 4 else 4 * stream * sizes.hidden)  # its input as float32
+    router = stream * (sizes.experts * 9 + shape.active * 24) + (
+        0 if w == 4 else 4 * stream * sizes.hidden
+    )  # its input as float32
     return router + sent * (w * (sizes.hidden + 4 * wide) + 4)
 
 

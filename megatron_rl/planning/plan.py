@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.config import ConfigError, Embedded, Layout, Role, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, Role, Servers, TrainConfig
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import Batch, Engine
 from megatron_rl.planning.hardware import Cluster
@@ -107,7 +107,11 @@ class Plan:
     @property
     def rollout_peak(self) -> float:
         """Bytes of a trainer's GPU while it generates with the embedded engine."""
-        return self.reserve + sum(role.asleep for role in self.roles) + max((role.cache for role in self.roles), default=0.0)
+        return (
+            self.reserve
+            + sum(role.asleep for role in self.roles)
+            + max((role.cache for role in self.roles), default=0.0)
+        )
 
     @property
     def host_per_node(self) -> float:
@@ -124,7 +128,9 @@ class Plan:
         for what, need in places:
             if need > room:
                 gib = need / memory.GIB
-                out.append(f"while {what} a GPU needs {gib:.1f} GiB; {self.cluster.device.name} has {self.cluster.device.memory_gib}")
+                out.append(
+                    f"while {what} a GPU needs {gib:.1f} GiB; {self.cluster.device.name} has {self.cluster.device.memory_gib}"
+                )
         for server in self.servers:
             if server.sequences < 1:
                 out.append(
@@ -170,13 +176,18 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     ranks = trainer_gpus(config, cluster)
     for name, role in config.roles.items():
         check_cut(f"roles.{name}", models[name], role.layout)
-    parallels = {name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts)) for name, role in config.roles.items()}
+    parallels = {
+        name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
+        for name, role in config.roles.items()
+    }
     samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
     trained = {turn.role for turn in work}
     roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster) for name in config.roles] if isinstance(config.engine, Servers) else []
+        [_server(config, config.engine, name, models[name], cluster) for name in config.roles]
+        if isinstance(config.engine, Servers)
+        else []
     )
     caches = {server.role: max(server.cache, 1.0) for server in servers}
     engines = {name: _engine(config, ranks, caches.get(name, 0.0)) for name in config.roles}
@@ -204,17 +215,24 @@ def check_cut(name: str, shape: Shape, layout: Layout) -> None:
     cuts = [("attention heads", sizes.heads, "tp", layout.tp), ("key/value heads", sizes.kv_heads, "tp", layout.tp)]
     cuts.append(("layers", sizes.num_layers, "pp x vpp", layout.pp * (layout.vpp or 1)))
     if sizes.experts:
-        cuts += [("experts", sizes.experts, "ep", layout.ep), ("width of an expert", sizes.expert_ffn, "etp", layout.expert_tp)]
+        cuts += [
+            ("experts", sizes.experts, "ep", layout.ep),
+            ("width of an expert", sizes.expert_ffn, "etp", layout.expert_tp),
+        ]
         cuts.append(("width of the shared expert", sizes.shared_ffn, "tp", layout.tp))
     else:
         cuts.append(("feed-forward width", sizes.ffn, "tp", layout.tp))
     for what, number, axis, ranks in cuts:
         if number % ranks:
-            raise ConfigError(f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor of it")
+            raise ConfigError(
+                f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor of it"
+            )
     if not sizes.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
         raise ConfigError(f"{name}: {shape.name} has no experts: set layout.ep to 1 and layout.etp to null")
     if sizes.experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(f"{name}: {shape.name} has experts and layout.tp = {layout.tp}: set layout.sequence_parallel to true")
+        raise ConfigError(
+            f"{name}: {shape.name} has experts and layout.tp = {layout.tp}: set layout.sequence_parallel to true"
+        )
 
 
 def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samples: int) -> RolePlan:
@@ -229,7 +247,9 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samp
             )
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-samples // parallel.world))
-        cache = _writers(role) * float(rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width))
+        cache = _writers(role) * float(
+            rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width)
+        )
     asleep = held.optimizer if role.sleep else 0.0
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache, sleeps=role.sleep,
@@ -267,8 +287,16 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> Engine:
     settings = config.engine
     if isinstance(settings, Servers):
         rows = min(settings.max_batch, settings.at_once)
-        return Engine(replicas=settings.replicas, tp=settings.tp, max_batch=rows, kv_bytes=cache, expert_parallel=settings.expert_parallel)
-    return Engine(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)  # its cache grows as it must
+        return Engine(
+            replicas=settings.replicas,
+            tp=settings.tp,
+            max_batch=rows,
+            kv_bytes=cache,
+            expert_parallel=settings.expert_parallel,
+        )
+    return Engine(
+        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False
+    )  # its cache grows as it must
 
 
 def _turn(
@@ -281,11 +309,15 @@ def _turn(
         found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
         rows[draw.role] = found.rows
         seconds = found.seconds
-        if servers and before:  # each answer goes on as it comes: what is left is the part that the first does not cover
+        if (
+            servers and before
+        ):  # each answer goes on as it comes: what is left is the part that the first does not cover
             seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
         before += seconds
         phases[f"rollout {draw.role}"] = seconds
-    phases["reward"] = sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
+    phases["reward"] = (
+        sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
+    )
     role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
     phases |= _training(role, cluster, draw, shape, parallel)
     width = Numbers.gpu(role.model.dtype).width
@@ -318,7 +350,9 @@ def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: 
     numbers, stage = Numbers.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
     steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
     batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
-    part = Batch(sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
+    part = Batch(
+        sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
+    )
     forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
     weights = numbers.width * shapes.counts(shape, parallel, stage).all
     phases = {}
@@ -326,9 +360,13 @@ def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: 
         phases["reference log-probs"] = forward + compute.host_seconds(weights)
     if steps > 1:
         phases["old log-probs"] = forward
-    passed = compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model))
+    passed = compute.pass_seconds(
+        shape, parallel, cluster, part, backward=True, recompute=memory.recomputed(role.model)
+    )
     phases["forward and backward"] = steps * passed
     phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
     if role.sleep:
-        phases["sleep and wake"] = 2 * compute.host_seconds(memory.optimizer_bytes(shape, parallel, numbers, stage=stage))
+        phases["sleep and wake"] = 2 * compute.host_seconds(
+            memory.optimizer_bytes(shape, parallel, numbers, stage=stage)
+        )
     return phases

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl import config_checks
-from megatron_rl.config import ConfigError, Embedded, Layout, Role, Servers, TrainConfig, Vllm
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, Role, Servers, TrainConfig, Vllm
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
@@ -31,7 +31,9 @@ class Found:
     overrides: Sequence[str]  # a.b=c, to be given to the program
 
 
-def search(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], *, keep: int = 5) -> list[Found]:
+def search(
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], *, keep: int = 5
+) -> list[Found]:
     """The fastest layouts of all roles and shapes of the engines that fit, best first; none when nothing does. Every one passes
     config_checks. Layouts without context and virtual pipeline parallelism; sequence parallelism wherever tp is above 1."""
     best: list[Found] = []
@@ -43,22 +45,30 @@ def search(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], w
 def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
     """What would make the run fit, or else faster; a line each, the most useful first."""
     if made.problems:
-        return _cures(config, made, models, work) or ["no single change makes it fit: --search looks at all of them together"]
+        return _cures(config, made, models, work) or [
+            "no single change makes it fit: --search looks at all of them together"
+        ]
     lines, phases = [], made.phases
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
-    lines.append(f"{name} is {seconds / sum(phases.values()):.0%} of the work of a step, all generation {drawn / sum(phases.values()):.0%}")
+    lines.append(
+        f"{name} is {seconds / sum(phases.values()):.0%} of the work of a step, all generation {drawn / sum(phases.values()):.0%}"
+    )
     paying = []
     for text, other in _changes(config, made, models):
         tried = _try(other, made.cluster, models, work)
         if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
             saved = 1 - tried.step_s / made.step_s
-            paying.append((tried.step_s, f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"))
+            paying.append(
+                (tried.step_s, f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)")
+            )
     lines += [text for _, text in sorted(paying)[:MOST]]
     node = made.cluster.per_node
     for role in made.roles:
         if role.parallel.tp > node:
-            lines.append(f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network")
+            lines.append(
+                f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network"
+            )
     if made.host_per_node > 1000 * GIB:
         lines.append(
             f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: has it that much?"
@@ -116,7 +126,9 @@ def _with(
     for name, role in config.roles.items():
         turns = [turn for turn in work if turn.role == name]
         fitting: list[tuple[float, float, Role]] = []  # seconds, bytes
-        for layout, recompute in itertools.product(layouts(role, models[name], ranks, cluster.per_node), ("none", "full")):
+        for layout, recompute in itertools.product(
+            layouts(role, models[name], ranks, cluster.per_node), ("none", "full")
+        ):
             other = replace(role, layout=layout, model=replace(role.model, recompute=recompute), sleep=True)
             alone = replace(config, roles={**config.roles, name: other})
             made = _try(alone, cluster, {**models}, turns, only=name)
@@ -136,10 +148,15 @@ def _with(
     return sorted(out, key=lambda found: found.plan.step_s)[:keep]
 
 
-def _try(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], only: str | None = None) -> Plan | None:
+def _try(
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], only: str | None = None
+) -> Plan | None:
     """The plan of a config, None when it cannot be. `only`: the other roles keep layouts that may not divide these ranks."""
     if only is not None:
-        plain = {name: role if name == only else replace(role, layout=Layout(), sleep=True) for name, role in config.roles.items()}
+        plain = {
+            name: role if name == only else replace(role, layout=Layout(), sleep=True)
+            for name, role in config.roles.items()
+        }
         config = replace(config, roles=plain)
     try:
         return plans.make(config, cluster, models, work)
@@ -150,7 +167,9 @@ def _try(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
 def _alone_fits(made: Plan, name: str) -> bool:
     """Whether the role fits when nothing else is on the GPU."""
     role = next(role for role in made.roles if role.name == name)
-    return made.reserve + role.embedded + role.training.peak <= made.cluster.device.memory and all(s.sequences >= 1 for s in made.servers)
+    return made.reserve + role.embedded + role.training.peak <= made.cluster.device.memory and all(
+        s.sequences >= 1 for s in made.servers
+    )
 
 
 def _passes(config: TrainConfig, ranks: int) -> bool:
@@ -178,7 +197,10 @@ def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> It
     if isinstance(config.engine, Embedded):
         replicas = made.cluster.gpus // 2 // len(config.roles)
         servers = Vllm(replicas=max(1, replicas))
-        yield f"vLLM servers on half of the GPUs (engine.kind=vllm engine.replicas={replicas})", replace(config, engine=servers)
+        yield (
+            f"vLLM servers on half of the GPUs (engine.kind=vllm engine.replicas={replicas})",
+            replace(config, engine=servers),
+        )
     else:
         engine, node = config.engine, made.cluster.per_node
         more = max(1, node // (engine.tp * len(config.roles)))
@@ -200,11 +222,15 @@ def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
         for words, changes in _smaller(config.roles[names[0]], models[names[0]], made):
             other = config
             for name in names:
-                own = changes | ({"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {})
+                own = changes | (
+                    {"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {}
+                )
                 other = _role(other, name, **own)
             tried = _try(other, made.cluster, models, work)
             if tried is not None and not tried.problems:
-                lines.append(f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step")
+                lines.append(
+                    f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step"
+                )
                 break
     if isinstance(config.engine, Servers):
         return lines
@@ -225,7 +251,8 @@ def _smaller(role: Role, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[s
     if role.model.recompute != "full":
         yield "model.recompute=full", {"model": replace(role.model, recompute="full")}
     for layout in sorted(
-        layouts(role, shape, made.ranks, made.cluster.per_node), key=lambda layout: (layout.model_ranks, layout.expert_ranks)
+        layouts(role, shape, made.ranks, made.cluster.per_node),
+        key=lambda layout: (layout.model_ranks, layout.expert_ranks),
     ):
         yield f"layout {_words(layout)}", {"layout": layout}
 

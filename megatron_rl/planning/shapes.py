@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ConfigError, Layout
+from megatron_rl.config.schema import ConfigError, Layout
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.weights.models import KNOWN
 from megatron_rl.weights.rectangles import Shard, megatron, megatron_names
@@ -56,7 +56,9 @@ class Parallel:
         )
         for what, ranks in (("tp x pp x cp", made.model_ranks), ("etp x ep x pp", made.etp * made.ep * made.pp)):
             if world % ranks:
-                raise ConfigError(f"{what} = {ranks} does not divide the {world} GPUs of the trainer: change the layout or the cluster")
+                raise ConfigError(
+                    f"{what} = {ranks} does not divide the {world} GPUs of the trainer: change the layout or the cluster"
+                )
         return made
 
     @property
@@ -75,8 +77,17 @@ class Parallel:
         return self.world // (self.etp * self.ep * self.pp)
 
     def __str__(self) -> str:
-        parts = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "cp": self.cp, "ep": self.ep, "etp": self.etp if self.ep > 1 else 1}
-        words = [f"{name}{size}" for name, size in parts.items() if size > 1] + (["sp"] if self.sequence_parallel else [])
+        parts = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp,
+            "cp": self.cp,
+            "ep": self.ep,
+            "etp": self.etp if self.ep > 1 else 1,
+        }
+        words = [f"{name}{size}" for name, size in parts.items() if size > 1] + (
+            ["sp"] if self.sequence_parallel else []
+        )
         return " ".join([*words, f"dp{self.dp}"])
 
 
@@ -125,7 +136,9 @@ def active(shape: Shape) -> int:
     return found.dense + experts - (0 if sizes.tied else sizes.vocab * sizes.hidden)
 
 
-def _elements(sizes: Sizes, parallel: Parallel, layers: tuple[int, ...], ends: Mapping[str, bool], *, experts: int) -> Counts:
+def _elements(
+    sizes: Sizes, parallel: Parallel, layers: tuple[int, ...], ends: Mapping[str, bool], *, experts: int
+) -> Counts:
     shard = Shard(tp=parallel.tp, expert_tp=parallel.etp)
     names = megatron_names(sizes, layers, range(min(experts, 1)), **ends)  # all experts are alike: one stands for all
     found = {name: prod(megatron(sizes, name, shard)[0]) for name in names}
@@ -145,7 +158,9 @@ _MIXTRAL = Sizes(
     family="mixtral", num_layers=56, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=16384, vocab=32768, tied=False, experts=8,
     expert_ffn=16384,
 )  # fmt: skip
-PUBLIC: dict[str, tuple[Sizes, int]] = {  # by name without owner and variant -> (sizes as published, experts of a token)
+PUBLIC: dict[
+    str, tuple[Sizes, int]
+] = {  # by name without owner and variant -> (sizes as published, experts of a token)
     "qwen2.5-0.5b": (_dense("qwen2", (24, 896, 14, 2, 4864), vocab=151936, tied=True), 0),
     "qwen2.5-1.5b": (_dense("qwen2", (28, 1536, 12, 2, 8960), vocab=151936, tied=True), 0),
     "qwen2.5-3b": (_dense("qwen2", (36, 2048, 16, 2, 11008), vocab=151936, tied=True), 0),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from megatron_rl.config import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError, TrainConfig
 
 
 @runtime_checkable
@@ -62,7 +62,10 @@ def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[Work
             drawn = {name: recipe.drawn(name) for name in turns}
         else:
             drawn = {name: {name: recipe.group_sizes[name]} for name in turns}
-    return [Work(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name)) for name in dict.fromkeys(turns)]
+    return [
+        Work(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name))
+        for name in dict.fromkeys(turns)
+    ]
 
 
 def _draws(config: TrainConfig, drawn: Mapping[str, int], fill: float) -> list[Draw]:

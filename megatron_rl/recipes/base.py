@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import decode_with_offsets, token_span
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling, Streaming
 from megatron_rl.rewards.pool import Graded, Outcome, check_failures
 from megatron_rl.rewards.tags import step_spans
-from megatron_rl.rollout import Draws, check_senior_share, greedy, plain
-from megatron_rl.turns import Players
+from megatron_rl.text import decode_with_offsets, token_span
+from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
+from megatron_rl.training.turns import Players
 from megatron_rl.types import Prompt, Trajectory
 
 RIGHT = 0.5  # a solution whose score is above counts as right
@@ -46,7 +46,9 @@ def solve(
         begun = time.perf_counter()
         read = [with_steps(t, players.tokenizers[role]) for _, group in batch for t in group]
         places = [i * sampling.n + j for i, group in batch for j in range(len(group))]
-        for place, solution in zip(places, grade(players, [t for t, _ in read], [text for _, text in read]), strict=True):
+        for place, solution in zip(
+            places, grade(players, [t for t, _ in read], [text for _, text in read]), strict=True
+        ):
             found[place] = solution
             then(place, solution)
         graded_s += time.perf_counter() - begun
@@ -86,11 +88,16 @@ def solution_metrics(solutions: Sequence[Solution]) -> dict[str, float]:
     return failures | {"steps_per_solution": fmean(steps) if steps else 0.0}
 
 
-def accuracies(players: Players, role: str, prompts: Sequence[Prompt], seed: int) -> tuple[dict[str, float], list[Solution]]:
+def accuracies(
+    players: Players, role: str, prompts: Sequence[Prompt], seed: int
+) -> tuple[dict[str, float], list[Solution]]:
     """Accuracy of one draw per problem at temperature 1, and of greedy decoding -> ({figure: value}, the sampled solutions)."""
     draws = {"sampled": plain(players.samplings[role], seed=seed), "greedy": greedy(players.samplings[role], seed=seed)}
     solved = {name: solve(players, role, prompts, sampling) for name, sampling in draws.items()}
-    figures = {f"{role}/accuracy_{name}": fmean(float(bool(s.correct)) for s in solutions) for name, solutions in solved.items()}
+    figures = {
+        f"{role}/accuracy_{name}": fmean(float(bool(s.correct)) for s in solutions)
+        for name, solutions in solved.items()
+    }
     return figures | {f"{role}/num_problems": float(len(prompts))}, solved["sampled"]
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.algorithms.advantages import Estimator, assign_advantages
-from megatron_rl.chat import fill, read_template
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, at_least, check_groups, solution_metrics, solve
-from megatron_rl.rollout import measure, without_signal
-from megatron_rl.turns import Played, Players, Turn
+from megatron_rl.text import fill, read_template
+from megatron_rl.training.rollouts import measure, without_signal
+from megatron_rl.training.turns import Played, Players, Turn
 from megatron_rl.types import Prompt
 
 GENERATOR = "generator"
@@ -65,11 +65,16 @@ class Grpo:
 
     def play(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """[P] problems -> [P * group_size] solutions; rewards {outcome}."""
-        sampling = replace(players.samplings[GENERATOR], n=self.group_size, seed=players.seed_for(turn.number, GENERATOR))
+        sampling = replace(
+            players.samplings[GENERATOR], n=self.group_size, seed=players.seed_for(turn.number, GENERATOR)
+        )
         solutions = solve(players, GENERATOR, prompts, sampling)
         trajectories = assign_advantages([s.trajectory for s in solutions], reward="outcome", estimator=self.estimator)
         metrics = measure(trajectories) | solution_metrics(solutions)
-        return Played(trajectories=trajectories, metrics=metrics | {"groups_without_signal": without_signal(trajectories, "outcome")})
+        return Played(
+            trajectories=trajectories,
+            metrics=metrics | {"groups_without_signal": without_signal(trajectories, "outcome")},
+        )
 
     def evaluate(self, prompts: Sequence[Prompt], players: Players, seed: int) -> dict[str, float]:
         """generator/accuracy_sampled (temperature 1), generator/accuracy_greedy, generator/problems."""

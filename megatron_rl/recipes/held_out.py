@@ -7,12 +7,14 @@ from typing import Any
 
 from megatron_rl.recipes.base import Solution, with_steps
 from megatron_rl.recipes.review import Reviewer, StepLabels, aligned, gold_confusion, outcome_confusion
-from megatron_rl.rollout import greedy, plain
-from megatron_rl.turns import Players
+from megatron_rl.training.rollouts import greedy, plain
+from megatron_rl.training.turns import Players
 from megatron_rl.types import Prompt, Stop, Trajectory
 
 
-def balanced_set(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
+def balanced_set(
+    rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int
+) -> list[Solution]:
     """Takes solutions round by round until there are `per_class` right and as many wrong ones, or no more rounds.
 
     Ungraded solutions and those that do not fit the reviewer are passed over. The right ones come first.
@@ -51,7 +53,8 @@ def judge(
 def solutions_to_json(solutions: Sequence[Solution]) -> list[dict[str, Any]]:
     """Of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a set."""
     return [
-        {"id": _problem_id(s), "response": s.trajectory.response, "stop": s.trajectory.stop.value, "correct": s.correct} for s in solutions
+        {"id": _problem_id(s), "response": s.trajectory.response, "stop": s.trajectory.stop.value, "correct": s.correct}
+        for s in solutions
     ]
 
 
@@ -61,7 +64,9 @@ def solutions_from_json(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Pro
     out = []
     for i, row in enumerate(rows):
         if row["id"] not in problems:
-            raise ValueError(f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was")
+            raise ValueError(
+                f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was"
+            )
         prompt, response = problems[row["id"]], list(row["response"])
         trajectory, text = with_steps(
             Trajectory(

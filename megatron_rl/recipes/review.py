@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.chat import decode_all, fill
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.recipes.base import Solution, with_steps
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.tags import generator_format, step_texts
-from megatron_rl.rollout import Draws, tokenize
-from megatron_rl.turns import Players
+from megatron_rl.text import decode_all, fill
+from megatron_rl.training.rollouts import Draws, tokenize
+from megatron_rl.training.turns import Players
 from megatron_rl.types import Prompt, Trajectory
 
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
@@ -42,7 +42,9 @@ class Reviewer:
     def prompt(self, players: Players, solution: Solution) -> Prompt | None:
         """The verification prompt of a solution; None when it is too long (it is never cut: the instructions stand at its end)."""
         t = solution.trajectory
-        text = fill(self.template, question=str(t.payload["question"]), solution=solution.text, num_steps=str(len(t.steps)))
+        text = fill(
+            self.template, question=str(t.payload["question"]), solution=solution.text, num_steps=str(len(t.steps))
+        )
         tokens = tokenize(players.tokenizers[self.role], text)
         if len(tokens) > players.max_prompt_tokens[self.role]:
             return None
@@ -100,7 +102,9 @@ class Reviews:
         found: dict[int, list[Reviewed]] = {place: [] for place in self._solutions}
         for place, drawn in self._draws.collect():  # read while others are written
             begun = time.perf_counter()
-            found[place] = [self._reviewer.read(self._players, self._solutions[place], t, steps=self._trained_on) for t in drawn]
+            found[place] = [
+                self._reviewer.read(self._players, self._solutions[place], t, steps=self._trained_on) for t in drawn
+            ]
             read_s += time.perf_counter() - begun
             self._players.watch.beat()
         self._players.watch.add("reward", read_s)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
-from megatron_rl.turns import Played, Players, Turn
+from megatron_rl.training.turns import Played, Players, Turn
 from megatron_rl.types import Prompt
 
 
@@ -35,4 +35,6 @@ class Tandem(Grpo):
 
 def _check(players: Players) -> None:
     if players.samplings[GENERATOR].tandem is None:
-        raise ConfigError(f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem ({{}} takes a frozen copy of the start)")
+        raise ConfigError(
+            f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem ({{}} takes a frozen copy of the start)"
+        )

@@ -10,14 +10,14 @@ from typing import Any
 from megatron_rl.algorithms.advantages import Estimator, assign_advantages, step_rewards
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import Schedule, step_weight
-from megatron_rl.chat import fill, read_template
-from megatron_rl.config import ConfigError
-from megatron_rl.plugins import find
+from megatron_rl.config.plugins import find
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes import held_out
 from megatron_rl.recipes.base import Solution, accuracies, at_least, check_groups, solution_metrics, solve
 from megatron_rl.recipes.review import Reviewed, Reviewer, StepLabels, review_metrics
-from megatron_rl.rollout import measure, plain, without_signal
-from megatron_rl.turns import Played, Players, Turn
+from megatron_rl.text import fill, read_template
+from megatron_rl.training.rollouts import measure, plain, without_signal
+from megatron_rl.training.turns import Played, Players, Turn
 from megatron_rl.types import Prompt, Trajectory
 
 GENERATOR, VERIFIER = "generator", "verifier"
@@ -56,9 +56,13 @@ class Tango:
         at_least({name: getattr(self, name) for name in positive}, 1)
         at_least({name: getattr(self, name) for name in ("warmup_updates", "verifier_turns")}, 0)
         if not (self.train_generator or self.train_verifier):
-            raise ConfigError("recipe.args: train_generator and train_verifier are both false; at least one player must learn")
+            raise ConfigError(
+                "recipe.args: train_generator and train_verifier are both false; at least one player must learn"
+            )
         if not 0.0 <= self.class_weight_decay < 1.0:
-            raise ConfigError(f"recipe.args.class_weight_decay = {self.class_weight_decay}: it is at least 0 and below 1")
+            raise ConfigError(
+                f"recipe.args.class_weight_decay = {self.class_weight_decay}: it is at least 0 and below 1"
+            )
         try:
             self._alpha(0)
             read_template(self.generator_template), read_template(self.verifier_template), self._labels()
@@ -110,14 +114,20 @@ class Tango:
 
     def play(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """[P] problems -> a generator turn's [P * group_size] solutions, or a verifier turn's [P * verifications] verifications."""
-        return self._generator_turn(turn, prompts, players) if turn.role == GENERATOR else self._verifier_turn(turn, prompts, players)
+        return (
+            self._generator_turn(turn, prompts, players)
+            if turn.role == GENERATOR
+            else self._verifier_turn(turn, prompts, players)
+        )
 
     def evaluate(self, prompts: Sequence[Prompt], players: Players, seed: int) -> dict[str, float]:
         """Both players on held-out problems: base.accuracies, and held_out.judge on a set that the first call draws and the state keeps."""
         figures, solutions = accuracies(players, GENERATOR, prompts, seed)
         if self._balanced is None:
             rounds = self._rounds(solutions, prompts, players, seed)
-            chosen = held_out.balanced_set(rounds, lambda s: self._reviewer().prompt(players, s) is not None, self.balanced_per_class)
+            chosen = held_out.balanced_set(
+                rounds, lambda s: self._reviewer().prompt(players, s) is not None, self.balanced_per_class
+            )
             self._balanced = held_out.solutions_to_json(chosen)
         fixed = held_out.solutions_from_json(self._balanced, prompts, players.tokenizers[GENERATOR])
         return figures | held_out.judge(players, self._reviewer(), fixed, self._labels(), seed)
@@ -134,12 +144,17 @@ class Tango:
         marked = [_marked(solution, one) for solution, one in zip(solutions, judged, strict=True)]
         alpha = self._alpha(turn.update)
         trajectories = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
-        metrics = measure(trajectories) | {"alpha": alpha, "groups_without_signal": without_signal(trajectories, "outcome")}
+        metrics = measure(trajectories) | {
+            "alpha": alpha,
+            "groups_without_signal": without_signal(trajectories, "outcome"),
+        }
         return Played(trajectories=trajectories, metrics=metrics | self._shared_metrics(solutions, judged))
 
     def _verifier_turn(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
         """Verifications of one solution are a group; class weights keep the rarer outcome from being ignored (eq. 9)."""
-        solutions, judged = self._solve_and_review(turn, prompts, players, n=1, verifications=self.verifications, ungraded=False)
+        solutions, judged = self._solve_and_review(
+            turn, prompts, players, n=1, verifications=self.verifications, ungraded=False
+        )
         rows = [r for group in judged for r in group]
         labels = [bool(r.solution.correct) for r in rows]
         metrics = {"reward/outcome": fmean(s.trajectory.rewards["outcome"] for s in solutions) if solutions else 0.0}
@@ -148,19 +163,25 @@ class Tango:
             return Played(trajectories=[], metrics=metrics)
         self._counts = self._counts.updated(labels, self.class_weight_decay)
         weights = self._counts.weights(labels)
-        trajectories = assign_advantages([r.trajectory for r in rows], reward="verifier", estimator=self.estimator, weights=weights)
+        trajectories = assign_advantages(
+            [r.trajectory for r in rows], reward="verifier", estimator=self.estimator, weights=weights
+        )
         metrics |= measure(trajectories) | {"groups_without_signal": without_signal(trajectories, "verifier")}
         return Played(trajectories=trajectories, metrics=metrics)
 
     def _alpha(self, update: int) -> float:
-        return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=self.generator_updates)
+        return step_weight(
+            self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=self.generator_updates
+        )
 
     def _solve_and_review(
         self, turn: Turn, prompts: Sequence[Prompt], players: Players, *, n: int, verifications: int, ungraded: bool = True
     ) -> tuple[list[Solution], list[list[Reviewed]]]:  # fmt: skip
         """[P * n] solutions, and the verifications of each that has some coming (with `ungraded` false only of graded ones), in order."""
         own, others = (
-            replace(players.samplings[role], n=count, seed=players.seed_for(turn.number, role), logprobs=role == turn.role)
+            replace(
+                players.samplings[role], n=count, seed=players.seed_for(turn.number, role), logprobs=role == turn.role
+            )
             for role, count in ((GENERATOR, n), (VERIFIER, verifications))
         )
         reviews = self._reviewer().begin(players, others)
@@ -183,7 +204,9 @@ class Tango:
     def _labels(self) -> StepLabels | None:
         return None if self.step_labels is None else find(self.step_labels)
 
-    def _rounds(self, first: list[Solution], prompts: Sequence[Prompt], players: Players, seed: int) -> Iterator[list[Solution]]:
+    def _rounds(
+        self, first: list[Solution], prompts: Sequence[Prompt], players: Players, seed: int
+    ) -> Iterator[list[Solution]]:
         """The solutions at hand, then further draws for the same problems."""
         yield first
         for number in range(1, self.balanced_rounds):

@@ -65,7 +65,10 @@ class Tensors:
     """Parameters that lie in plain tensors, by name."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = {name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None] for name, t in tensors.items()}
+        self._tensors = {
+            name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None]
+            for name, t in tensors.items()
+        }
         self._words = {name: words(t) for name, t in self._tensors.items()}
         self._cut: dict[tuple[str, Part, torch.dtype], np.ndarray | None] = {}  # every refit asks for the same parts
         self._whole: dict[tuple[str, Part, torch.dtype], Tensor | None] = {}
@@ -104,7 +107,9 @@ class Tensors:
 def words(tensor: Tensor) -> np.ndarray | None:
     """[rows, columns] on a CPU as 64-bit words, which numpy copies in half the time that torch takes for short rows of two bytes a number.
     None where its rows are no whole words. torch does not resize the memory any more."""
-    whole = all(n * tensor.element_size() % WORD == 0 for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset()))
+    whole = all(
+        n * tensor.element_size() % WORD == 0 for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset())
+    )
     return tensor.view(torch.int64).numpy() if tensor.device.type == "cpu" and tensor.stride(1) == 1 and whole else None
 
 
@@ -174,7 +179,9 @@ class Transport(Protocol):
         changes before the wait is over) go after it, each by itself, when they come."""
         ...
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> Handle:
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> Handle:
         """Starts to receive. `size` None: the sender says. `pieces`: memory for the sender's, or so many bytes of the last of `size`.
         When the wait has failed nothing lands there any more."""
         ...

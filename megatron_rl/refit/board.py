@@ -48,7 +48,9 @@ class Board:
             raise TransportError(f"a refit board cannot listen at {address}: {error}") from error
         port = listening.getsockname()[1]
         timeout = timedelta(seconds=60)
-        store = dist.TCPStore(address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach())
+        store = dist.TCPStore(
+            address, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         secret = secrets.token_bytes(32)
         return cls(store, secret), Address(address, port, secret.hex())
 
@@ -59,7 +61,9 @@ class Board:
         try:
             store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
         except RuntimeError as error:
-            raise TransportError(f"no refit board at {host}:{port}: does the trainer run there? ({_first_line(error)})") from error
+            raise TransportError(
+                f"no refit board at {host}:{port}: does the trainer run there? ({_first_line(error)})"
+            ) from error
         return cls(store, bytes.fromhex(secret))
 
     def way(self) -> tuple[str, int]:
@@ -95,7 +99,9 @@ class Board:
             self._store.wait([name], timedelta(seconds=timeout_s))
             text = self._signed(name)
         except RuntimeError as error:
-            raise TransportError(f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})") from error
+            raise TransportError(
+                f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})"
+            ) from error
         if text is None:
             raise TransportError(f"{name!r} on the refit board is not of this run: somebody else writes there")
         return json.loads(text)

@@ -28,7 +28,9 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
         kind = min(costs, key=lambda k: costs[k])
         if kind != FULL:
             values, places = _taken(new, changed)
-            marks = places.int() if kind == PLACES else torch.from_numpy(np.packbits(changed.cpu().numpy())).to(new.device)
+            marks = (
+                places.int() if kind == PLACES else torch.from_numpy(np.packbits(changed.cpu().numpy())).to(new.device)
+            )
             body = torch.cat([_bytes(marks), _bytes(values)])
     out[:HEADER].copy_(torch.tensor([kind, count], dtype=torch.int64).view(torch.uint8))
     body = _bytes(new) if body is None else body
@@ -47,7 +49,9 @@ def decode(message: Tensor, current: Tensor) -> Tensor:
     body = message[HEADER:]
     places = {FULL: 0, MASK: (size + 7) // 8, PLACES: count * 4}.get(kind)
     if places is None or not 0 <= count <= size or len(body) < places + count * width:
-        raise ValueError(f"a delta of kind {kind} with {count} values does not fit {size} elements in {len(body)} bytes")
+        raise ValueError(
+            f"a delta of kind {kind} with {count} values does not fit {size} elements in {len(body)} bytes"
+        )
     values = _as(body[places : places + count * width], current.dtype)
     if kind == FULL:
         return values

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.config import Refit
+from megatron_rl.config.schema import Refit
 from megatron_rl.refit.base import Deadline, Parameters, RefitError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
@@ -58,7 +58,9 @@ class EngineSide:
     def take_part(self, idle_s: float) -> int | None:
         """Waits for a refit and takes part in it -> the version committed; None when none came in `idle_s`, or it was not for this
         engine, or failed (the engine then holds no version). Raises TransportError when the trainer is gone."""
-        if self._board.peek(f"hello/{self._rank}") != self._incarnation:  # the trainer gave this one up: it was late, or lost
+        if (
+            self._board.peek(f"hello/{self._rank}") != self._incarnation
+        ):  # the trainer gave this one up: it was late, or lost
             self._leave()
             self._join()
         number = self._board.get("next", SETUP_TIMEOUT_S)
@@ -77,7 +79,11 @@ class EngineSide:
             self.version = version
             self._endpoint.commit_refit(version)
             return version
-        _log.warning("refit to version %s was not committed here: %s", go["order"]["version"], vote["error"] or "another rank failed")
+        _log.warning(
+            "refit to version %s was not committed here: %s",
+            go["order"]["version"],
+            vote["error"] or "another rank failed",
+        )
         self._leave()
         self._join()
         return None
@@ -139,4 +145,8 @@ class EngineSide:
 
 def order_from(value: dict[str, Any]) -> Order:
     """An Order out of JSON, whose keys are text."""
-    return Order(version=value["version"], verify=value["verify"], base={int(rank): version for rank, version in value["base"].items()})
+    return Order(
+        version=value["version"],
+        verify=value["verify"],
+        base={int(rank): version for rank, version in value["base"].items()},
+    )

@@ -35,7 +35,9 @@ LONG = 1 << 20  # bytes from which on what lies in one piece travels alone, wher
 PART = 1 << 16  # bytes from which on its parts do too, where pieces join on their way
 PROBE_BYTES = 256 << 20  # of raw messages, of all ranks together, to know what the links give
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-Route = Callable[[int, int], tuple[Transport, int]]  # (source, destination) -> (transport, number of the other side in it)
+Route = Callable[
+    [int, int], tuple[Transport, int]
+]  # (source, destination) -> (transport, number of the other side in it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,9 @@ class _Message(NamedTuple):
     def split(self, pieces: bool, width: int) -> tuple[list[_Run], list[_Run]]:
         """(what travels joined in one message, what travels alone): the same on both sides."""
         alone = [run.part.elements * width >= LONG for run in self.runs] if pieces else [False] * len(self.runs)
-        return [run for run, by in zip(self.runs, alone, strict=True) if not by], [*itertools.compress(self.runs, alone)]
+        return [run for run, by in zip(self.runs, alone, strict=True) if not by], [
+            *itertools.compress(self.runs, alone)
+        ]
 
     def label(self, order: Order) -> str:
         return f"bucket {self.number} of refit {order.version}, rank {self.bucket.source} to engine rank {self.bucket.destination},"
@@ -197,11 +201,15 @@ class Exchange:
             if target is not None and source is not None:
                 target[...] = source
             else:
-                targets.write(move.destination_name, move.destination, sources.read(move.source_name, move.source).to(self._dtype))
+                targets.write(
+                    move.destination_name, move.destination, sources.read(move.source_name, move.source).to(self._dtype)
+                )
         out.local += message.bucket.elements * self._dtype.itemsize
         checked = _checked(message, order)
         out.checked += len(checked)
-        sums = torch.tensor([checksum(sources.read(m.source_name, m.source), self._dtype) for m in checked], dtype=torch.int64)
+        sums = torch.tensor(
+            [checksum(sources.read(m.source_name, m.source), self._dtype) for m in checked], dtype=torch.int64
+        )
         try:
             self._compare(checked, sums.view(torch.uint8), message.bucket)
         except Mismatch as error:
@@ -216,8 +224,12 @@ class Exchange:
             steps.append((sending.bucket.source, lambda: self._send(sending, order, deadline, out)))
         if receiving is not None and receiving.bucket.source not in out.lost_sources:
             steps.append((receiving.bucket.source, lambda: self._receive(receiving, order, deadline, out)))
-        begun = {start: start() for _, start in sorted(steps, key=lambda s: s[0])}  # both sides of a pair in one order: NCCL needs it
-        return [begun[start] for _, start in reversed(steps)]  # what comes is taken first: the other side waits for that
+        begun = {
+            start: start() for _, start in sorted(steps, key=lambda s: s[0])
+        }  # both sides of a pair in one order: NCCL needs it
+        return [
+            begun[start] for _, start in reversed(steps)
+        ]  # what comes is taken first: the other side waits for that
 
     def _send(self, message: _Message, order: Order, deadline: Deadline, out: Outcome) -> Callable[[], None]:
         bucket, width, checked = message.bucket, self._dtype.itemsize, _checked(message, order)
@@ -233,7 +245,11 @@ class Exchange:
             if head:
                 end = self._encode(message.number, values, base, whole)
             if order.keeps:
-                kept = self._pack(message.runs, torch.empty(size, dtype=torch.uint8, device=values.device)) if alone else values.clone()
+                kept = (
+                    self._pack(message.runs, torch.empty(size, dtype=torch.uint8, device=values.device))
+                    if alone
+                    else values.clone()
+                )
                 self._last[message.number] = (order.version, kept)
                 out.delta_seconds += time.perf_counter() - begun
             self._put_checksums(checked, whole[end : end + sums])
@@ -334,7 +350,11 @@ class Exchange:
         """The values one after the other, in place in `buffer`, as integers of their width."""
         assert self._end.sources is not None
         aligned = buffer.storage_offset() % self._dtype.itemsize == 0
-        values = buffer.view(self._dtype) if aligned else torch.empty(_elements(runs), dtype=self._dtype, device=buffer.device)
+        values = (
+            buffer.view(self._dtype)
+            if aligned
+            else torch.empty(_elements(runs), dtype=self._dtype, device=buffer.device)
+        )
         _gather(self._end.sources, [place for run in runs for place in run.sources], values)
         return values.view(_INTEGERS[self._dtype.itemsize])
 
@@ -394,7 +414,9 @@ def _checked(message: _Message, order: Order) -> list[_Move]:
     return message.moves[(order.version + message.number) % min(SAMPLED, len(message.moves)) :: SAMPLED]
 
 
-def _turns(plan: Plan, buckets: Sequence[tuple[int, Bucket]], end: End, width: int) -> list[tuple[_Message | None, _Message | None]]:
+def _turns(
+    plan: Plan, buckets: Sequence[tuple[int, Bucket]], end: End, width: int
+) -> list[tuple[_Message | None, _Message | None]]:
     """(what this rank sends, what it receives) in every round that it has a part in."""
     found: dict[int, list[_Message | None]] = {}
     for number, bucket in buckets:
@@ -416,9 +438,20 @@ def _first_turns(plan: Plan, elements: int) -> int:
 
 def _message(plan: Plan, number: int, bucket: Bucket, width: int) -> _Message:
     s, part = plan.slices, slice(bucket.first, bucket.last)
-    columns = (s.source_parameter, s.source_row, s.source_column, s.destination_parameter, s.row, s.column, s.rows, s.columns)
+    columns = (
+        s.source_parameter,
+        s.source_row,
+        s.source_column,
+        s.destination_parameter,
+        s.row,
+        s.column,
+        s.rows,
+        s.columns,
+    )
     moves = []
-    for source, source_row, source_column, destination, row, column, rows, wide in zip(*(c[part].tolist() for c in columns), strict=True):
+    for source, source_row, source_column, destination, row, column, rows, wide in zip(
+        *(c[part].tolist() for c in columns), strict=True
+    ):
         moves.append(
             _Move(
                 s.source_names[source], Part(source_row, source_column, rows, wide),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Refit
+from megatron_rl.config.schema import Refit
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
@@ -38,7 +38,9 @@ class PointToPoint:
         try:
             self._group = _make(backend, board.store, rank, size, timedelta(seconds=come))
         except RuntimeError as error:
-            raise TransportError(f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})") from error
+            raise TransportError(
+                f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})"
+            ) from error
         self._long = timedelta(seconds=settings.timeout_s)
         self._waiter: _Waiter | None = None
         self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # with what they wait for
@@ -64,7 +66,9 @@ class PointToPoint:
         works += [self._start("send", piece, peer, 2 * next(self._sent[peer]) + 1) for piece in pieces]
         return _Moving(self, works, message, f"{label} to {peer}")
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Moving:
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _Moving:
         number = next(self._came[peer])
         if size is not None:
             message = self.buffer(size, device)
@@ -105,7 +109,9 @@ class PointToPoint:
         failures: list[str] = []
         if self._backend == "nccl":
             late = deadline.until(lambda seconds: _poll(works, seconds))
-            failures += [_first_line(work.exception()) for work in works if late is None and work.exception() is not None]
+            failures += [
+                _first_line(work.exception()) for work in works if late is None and work.exception() is not None
+            ]
         else:
             self._waiter = self._waiter or _Waiter(self._long)
             done = self._waiter.start(works, failures)
@@ -159,7 +165,14 @@ class _Moving:
         more: tuple[int, int, torch.device] | None = None, cuts: bool = False,
     ) -> None:  # fmt: skip
         """`more`: what comes is a length, and then a message. `cuts`: the memory is somebody's; after a failure nothing may land there."""
-        self._transport, self._works, self._message, self._what, self._more, self._cuts = transport, works, message, what, more, cuts
+        self._transport, self._works, self._message, self._what, self._more, self._cuts = (
+            transport,
+            works,
+            message,
+            what,
+            more,
+            cuts,
+        )
 
     def wait(self, deadline: Deadline) -> Tensor:
         self._finish(self._works, deadline)

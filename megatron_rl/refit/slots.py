@@ -181,7 +181,9 @@ class Slots:
         self._board.put(slot.key, [self._medium.publish(slot.address, message), len(message)])
         return _Announced(lambda deadline: self._wait_free(slot, deadline), message)
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Awaited:
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _Awaited:
         key = f"{peer}-{self._rank}/{next(self._came.setdefault(peer, itertools.count()))}"
         return _Awaited(self._board, self._medium, key, f"{label} from {peer}", device)
 

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Refit
+from megatron_rl.config.schema import Refit
 from megatron_rl.refit.base import LOOK_S, Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
-HELLO = struct.Struct("<32sI")  # what a sender says first: its number, and before it the receiver's challenge and this, signed
+HELLO = struct.Struct(
+    "<32sI"
+)  # what a sender says first: its number, and before it the receiver's challenge and this, signed
 LENGTH = struct.Struct("<Q")  # of the message that follows, without its pieces
 CONNECTING_S = 1.0  # so long the end of a lane waits for its thread, which touches no message yet
 PAUSE_S = 0.1
@@ -76,7 +78,9 @@ class Tcp:
         lane.start(_Sending(blocks), done)
         return _Moving(lane, done, f"{label} to {peer}", self._buffers)
 
-    def receive(self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()) -> _Moving:
+    def receive(
+        self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
+    ) -> _Moving:
         lane, done = self._lane("from", peer), _Done(None if size is None else self.buffer(size, device))
         lane.start(_Receiving(done, pieces, self._buffers), done)
         return _Moving(lane, done, f"{label} from {peer}", self._buffers)

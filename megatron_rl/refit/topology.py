@@ -51,7 +51,11 @@ class Topology:
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless trainer rank `rank` has exactly the parameters `names` in this layout."""
-        wanted = {name for h in layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters}
+        wanted = {
+            name for h in layouts.trainer(self.sizes, self.trainer) if rank in h.ranks for name, _ in h.parameters
+        }
         missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
         if missing or more:
-            raise ValueError(f"rank {rank} of {self.trainer}: it should have {missing[:3]}, and should not have {more[:3]}")
+            raise ValueError(
+                f"rank {rank} of {self.trainer}: it should have {missing[:3]}, and should not have {more[:3]}"
+            )

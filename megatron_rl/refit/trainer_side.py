@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config import Refit
+from megatron_rl.config.schema import Refit
 from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
@@ -63,7 +63,9 @@ class TrainerSide:
         self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
         self._rank = dist.get_rank(group)
         if topology.trainer.world != dist.get_world_size(group):
-            raise ValueError(f"{topology.trainer} has {topology.trainer.world} ranks, the group has {dist.get_world_size(group)}")
+            raise ValueError(
+                f"{topology.trainer} has {topology.trainer.world} ranks, the group has {dist.get_world_size(group)}"
+            )
         topology.check_trainer(self._rank, parameters)
         self._sources = Tensors(parameters)
         self._device = next(iter(parameters.values())).device
@@ -118,7 +120,9 @@ class TrainerSide:
         tp, world = self.topology.engines.tp, self.topology.engines.world
         patience = time.monotonic() + REJOIN_S
         while True:
-            hello = [r for r in range(world) if (replicas is None or r // tp in replicas) and self._board.peek(f"hello/{r}")]
+            hello = [
+                r for r in range(world) if (replicas is None or r // tp in replicas) and self._board.peek(f"hello/{r}")
+            ]
             whole = [r for r in hello if all(q in hello for q in _replica(r, tp))]
             if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
                 break
@@ -149,7 +153,9 @@ class TrainerSide:
             self._forget()
             self._epoch += 1
         base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
-        if "nccl" in (self._wiring.kinds if self._wiring else ()):  # it wants to know sizes before, and is too fast for deltas
+        if "nccl" in (
+            self._wiring.kinds if self._wiring else ()
+        ):  # it wants to know sizes before, and is too fast for deltas
             self._delta_pays = False
         order = Order(version=version, verify=self._settings.verify, base={} if fresh else base, keeps=self._delta_pays)
         if self._rank == 0 and self._endpoint is None:
@@ -187,7 +193,9 @@ class TrainerSide:
 
     def _arrange(self, call: _Call) -> None:
         seating = Seating(self._seats, call.seats)
-        self._wiring = Wiring(self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings)
+        self._wiring = Wiring(
+            self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings
+        )
         plan = self.topology.plan(seating, self._settings.bucket_mib)
         end = End(
             source=self._rank,
@@ -203,7 +211,9 @@ class TrainerSide:
         """Changes while engine rank `rank` waits for messages."""
         return self._board.peek(f"pulse/{rank}")
 
-    def _judge(self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline) -> _Report:
+    def _judge(
+        self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline
+    ) -> _Report:
         """Which replicas hold the new version: on the first rank, or with engines inside the trainer's ranks on every one, all alike."""
         wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
@@ -216,7 +226,9 @@ class TrainerSide:
         done = [(outcome, probe) for outcome, probe, _ in sides]
         for rank in call.seats if self._endpoint is None else ():
             patient = replace(deadline, pulse=functools.partial(self._pulse, rank))
-            if rank not in wrong and (late := patient.until(functools.partial(self._board.has, f"{call.number}/vote/{rank}"))):
+            if rank not in wrong and (
+                late := patient.until(functools.partial(self._board.has, f"{call.number}/vote/{rank}"))
+            ):
                 wrong[rank] = f"engine rank {rank} did not say how it went: {late}"
             vote = self._board.peek(f"{call.number}/vote/{rank}")
             if vote is None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.config import ConfigError, Refit
+from megatron_rl.config.schema import ConfigError, Refit
 from megatron_rl.refit.base import Transport
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint

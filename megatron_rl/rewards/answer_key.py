@@ -12,7 +12,9 @@ MAX_CHARACTERS = 400
 _LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?\d{1,40})\}\{(-?\d{1,40})\}|(\d)(\d))")
 _RATIO = re.compile(r"(-?\d{1,40}(?:\.\d{1,40})?|-?\.\d{1,40})(?:/(\d{1,40}))?")
-_DROPPED = re.compile(r"\\(?:left|right|displaystyle|[,;!: ])|[\s$~]|\^\{?\\circ\}?|\\(?:text|mathrm|mathbf|mbox)\{[^{}]*\}")
+_DROPPED = re.compile(
+    r"\\(?:left|right|displaystyle|[,;!: ])|[\s$~]|\^\{?\\circ\}?|\\(?:text|mathrm|mathbf|mbox)\{[^{}]*\}"
+)
 
 
 def answer_key(response: str) -> str | None:

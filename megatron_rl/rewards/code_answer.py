@@ -39,7 +39,9 @@ def grade_input(response: str, payload: Mapping[str, Any]) -> float:
             return 1.0
     own = _arguments(str(payload["input"]))
     if own is not None and not _returns(payload["code"], own, known):
-        raise SandboxFailure(f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is broken")
+        raise SandboxFailure(
+            f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is broken"
+        )
     return 0.0
 
 
@@ -61,7 +63,14 @@ def _said(response: str) -> list[str]:
     for wrapper in (r"\text{", r"\texttt{", r"\mathrm{"):
         if found.startswith(wrapper) and found.endswith("}"):
             found = found[len(wrapper) : -1]
-    plain = found.replace("\\{", "{").replace("\\}", "}").replace("\\_", "_").replace("\\#", "#").replace("\\%", "%").replace("\\$", "$")
+    plain = (
+        found.replace("\\{", "{")
+        .replace("\\}", "}")
+        .replace("\\_", "_")
+        .replace("\\#", "#")
+        .replace("\\%", "%")
+        .replace("\\$", "$")
+    )
     return [text for text in dict.fromkeys((found, plain)) if text and len(text) <= MAX_CHARACTERS]
 
 

@@ -21,7 +21,9 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     """
     gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=None))
     if not gold:
-        raise ValueError(f"the known answer {payload['answer']!r} cannot be read by math-verify: mend or drop this problem")
+        raise ValueError(
+            f"the known answer {payload['answer']!r} cannot be read by math-verify: mend or drop this problem"
+        )
     answer = _defined(parse(response, parsing_timeout=None))
     return float(verify(gold, answer, timeout_seconds=None) and not _differ_in_size(gold, answer))
 
@@ -35,7 +37,9 @@ def _defined(parsed: list[Any]) -> list[Any]:
 def _differ_in_size(gold: list[Any], answer: list[Any]) -> bool:
     """Whether both are numbers, the known one is small, and they are not close beside its size."""
     known, found = _number(gold), _number(answer)
-    return known is not None and found is not None and 0 < abs(known) < SMALL and abs(found - known) > CLOSE * abs(known)
+    return (
+        known is not None and found is not None and 0 < abs(known) < SMALL and abs(found - known) > CLOSE * abs(known)
+    )
 
 
 def _number(parsed: list[Any]) -> float | None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.config import Reward
+from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import worker as worker_script
 from megatron_rl.rewards.worker import HEADER, frame
 
@@ -114,7 +114,9 @@ class GradePool:
     def _start(self) -> _Worker:
         # -P: the script's own directory is not searched. A session of its own: what the function starts is killed with it
         command = [sys.executable, "-P", worker_script.__file__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(_fd(pipe), False)
         here = os.getcwd()
@@ -166,13 +168,17 @@ class GradePool:
     def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
         if not worker.ready:
             if answer is not None:
-                raise RewardFailure(f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form package.module:name")
+                raise RewardFailure(
+                    f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form package.module:name"
+                )
             worker.ready = True
             return
         serial, score, detail, seconds, exhausted = answer
         if not worker.held or serial != self._before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which is not at work")
-        results[worker.held.popleft()] = Graded(Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds)
+        results[worker.held.popleft()] = Graded(
+            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds
+        )
         if exhausted:
             worker.ended = EXHAUSTED
 
@@ -207,7 +213,11 @@ class GradePool:
                 results[worker.held.popleft()] = (
                     Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken)
                     if ended
-                    else Graded(Outcome.TIMEOUT, detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}", seconds=taken)
+                    else Graded(
+                        Outcome.TIMEOUT,
+                        detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}",
+                        seconds=taken,
+                    )
                 )
             waiting.extendleft(reversed(worker.held))
             self._workers[i] = self._start()

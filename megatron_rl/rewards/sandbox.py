@@ -168,7 +168,9 @@ def _cut_off(memory_mib: int, cpu_s: int) -> bool:
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook; once there, it stays."""
     writes = event == "open" and (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
-    creates = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    creates = (
+        event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    )
     if writes or creates or event.startswith(FORBIDDEN):
         raise PermissionError(f"{event} is not for code in the sandbox")
 

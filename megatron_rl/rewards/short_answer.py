@@ -29,7 +29,10 @@ def said(response: str) -> str:
 def grade_label(response: str, payload: Mapping[str, Any]) -> float:
     """1.0 when the answer is the label payload["answer"], or a text that names it and none of the other payload["choices"]."""
     choices = [str(choice).lower() for choice in payload["choices"]]
-    words = [_SYNONYMS.get(word, word) if word not in choices else word for word in re.findall(r"[a-z]+", said(response).lower())]
+    words = [
+        _SYNONYMS.get(word, word) if word not in choices else word
+        for word in re.findall(r"[a-z]+", said(response).lower())
+    ]
     named = {word for word in words if word in choices}
     return float(named == {str(payload["answer"]).lower()})
 

@@ -43,7 +43,12 @@ def main() -> None:
     then [serial, score or null, detail, seconds, exhausted] of each item."""
     requests, answers = _take_pipes()
     _die_with_parent()
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):  # what asks the run to leave is for the run, which ends its workers itself
+    for name in (
+        "SIGINT",
+        "SIGTERM",
+        "SIGUSR1",
+        "SIGUSR2",
+    ):  # what asks the run to leave is for the run, which ends its workers itself
         signal.signal(getattr(signal, name), _stay)
     target, args, memory_mib, sys.path[:] = pickle.loads(_read(requests))
     logging.getLogger("math_verify").setLevel(logging.ERROR)

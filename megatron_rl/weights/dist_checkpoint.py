@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights.copies import assemble, local
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Place, places
 from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
@@ -47,7 +47,9 @@ class DistCheckpoint:
     @property
     def optimizer_states(self) -> list[str]:
         """The prefixes of what the optimizer keeps for every parameter, e.g. optimizer.state.exp_avg."""
-        return sorted({name[: name.index(".", len(OPTIMIZER)) + 1] for name in self.shapes if name.startswith(OPTIMIZER)})
+        return sorted(
+            {name[: name.index(".", len(OPTIMIZER)) + 1] for name in self.shapes if name.startswith(OPTIMIZER)}
+        )
 
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the whole model, in the order of its layers.
@@ -110,7 +112,9 @@ class DistCheckpoint:
     def _find(self, name: str, prefix: str) -> tuple[Place, TensorStorageMetadata]:
         for place in places(name):
             stored = self._metadata.state_dict_metadata.get(prefix + place.key)
-            if isinstance(stored, TensorStorageMetadata) and all(i < n for i, n in zip(place.at, stored.size, strict=False)):
+            if isinstance(stored, TensorStorageMetadata) and all(
+                i < n for i, n in zip(place.at, stored.size, strict=False)
+            ):
                 return place._replace(key=prefix + place.key), stored
         raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 
@@ -126,7 +130,9 @@ class DistCheckpoint:
         for name, end in sorted(ends.items()):
             file = self.directory / name
             if not file.is_file():
-                raise ConfigError(f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not whole")
+                raise ConfigError(
+                    f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not whole"
+                )
             if file.stat().st_size < end:
                 raise ConfigError(f"{file} has {file.stat().st_size} bytes of at least {end}: it was cut")
 

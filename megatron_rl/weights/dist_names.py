@@ -13,7 +13,9 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padd
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
-_ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}  # core's torch layer spec says so of experts too
+_ALIASES = {
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"
+}  # core's torch layer spec says so of experts too
 
 
 class Place(NamedTuple):

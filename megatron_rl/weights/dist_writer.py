@@ -19,7 +19,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 FILE_BYTES = 4 * 10**9
 
 
@@ -45,10 +50,14 @@ class DistWriter:
         """One piece [same number of dimensions as `size`] of the tensor `key` [size], which lies at `offsets`."""
         known = self._tensors.get(key)
         if known is None:
-            known = TensorStorageMetadata(properties=TensorProperties(dtype=piece.dtype), size=torch.Size(size), chunks=[])
+            known = TensorStorageMetadata(
+                properties=TensorProperties(dtype=piece.dtype), size=torch.Size(size), chunks=[]
+            )
             self._tensors[key] = known
         if known.size != torch.Size(size) or known.properties.dtype != piece.dtype:
-            raise ValueError(f"{key}: a piece of a {size} {piece.dtype} tensor, after pieces of {known.size} {known.properties.dtype}")
+            raise ValueError(
+                f"{key}: a piece of a {size} {piece.dtype} tensor, after pieces of {known.size} {known.properties.dtype}"
+            )
         place = torch.Size(offsets)
         own = piece.detach().contiguous()
         if own.untyped_storage().nbytes() != own.nbytes:  # torch.save writes whole storages

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LFS = b"version https://git-lfs.github.com/"  # how a pointer begins that stands for a file which git-lfs has not fetched
+LFS = (
+    b"version https://git-lfs.github.com/"  # how a pointer begins that stands for a file which git-lfs has not fetched
+)
 
 
 class Stored(NamedTuple):
@@ -30,20 +32,28 @@ def read_directory(directory: Path) -> dict[str, Stored]:
     index, single = directory / INDEX, directory / SINGLE
     if not index.exists():
         if not single.exists():
-            raise FileNotFoundError(f"{directory} holds no {SINGLE}: give a downloaded model directory, or set model.init to random")
+            raise FileNotFoundError(
+                f"{directory} holds no {SINGLE}: give a downloaded model directory, or set model.init to random"
+            )
         return read_file(single)
     try:
-        places = {str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+        places = {
+            str(name): str(file) for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} cannot be read ({error!r}): fetch the model again") from error
     files: dict[str, dict[str, Stored]] = {}
     for name, file in places.items():
         if file not in files:
             if not (directory / file).is_file():
-                raise ConfigError(f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again")
+                raise ConfigError(
+                    f"{directory / file} is missing, which {INDEX} lists for {name}: fetch the model again"
+                )
             files[file] = read_file(directory / file)
         if name not in files[file]:
-            raise ConfigError(f"{directory / file} holds no tensor {name}, which {INDEX} says it does: they are of different models")
+            raise ConfigError(
+                f"{directory / file} holds no tensor {name}, which {INDEX} says it does: they are of different models"
+            )
     return {name: files[file][name] for name, file in places.items()}
 
 
@@ -67,10 +77,16 @@ def read_file(file: Path) -> dict[str, Stored]:
         found = {name: Stored(file, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         ends = {name: start + int(entry["data_offsets"][1]) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again") from error
+        raise ConfigError(
+            f"{file} has a header that cannot be read ({error!r}): it is damaged; fetch it again"
+        ) from error
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
         if end > size:
-            raise ConfigError(f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut; fetch it again")
+            raise ConfigError(
+                f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut; fetch it again"
+            )
     if ends and max(ends.values()) < size:
-        raise ConfigError(f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; fetch it again")
+        raise ConfigError(
+            f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; fetch it again"
+        )
     return found

@@ -16,13 +16,21 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights import headers
 from megatron_rl.weights.copies import from_tensor
 from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
-ACTOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")  # proved by tests/test_layouts.py
+ACTOR_FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen2_moe",
+    "mixtral",
+)  # proved by tests/multi/test_layouts.py
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK = 1 << 24  # elements compared at a time
@@ -53,18 +61,26 @@ def local_directory(path: str | Path) -> Path:
     if directory.is_dir():
         return directory
     if directory.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1:
-        raise FileNotFoundError(f"no model directory {path}: give a local Hugging Face directory or a hub name like Qwen/Qwen2.5-7B")
+        raise FileNotFoundError(
+            f"no model directory {path}: give a local Hugging Face directory or a hub name like Qwen/Qwen2.5-7B"
+        )
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+        return Path(
+            snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+        )
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
-        raise FileNotFoundError(f"there is no directory {path} here, and no such model could be had from the hub: {error}") from error
+        raise FileNotFoundError(
+            f"there is no directory {path} here, and no such model could be had from the hub: {error}"
+        ) from error
 
 
 def read_architecture(directory: str | Path) -> Architecture:
     """Reads config.json. Raises ConfigError for a model that the actor cannot run, with the value it stumbles over."""
     config = AutoConfig.from_pretrained(local_directory(directory))
     if config.model_type not in ACTOR_FAMILIES:
-        raise ConfigError(f"{directory}: model_type {config.model_type!r} is not supported; {', '.join(ACTOR_FAMILIES)} are")
+        raise ConfigError(
+            f"{directory}: model_type {config.model_type!r} is not supported; {', '.join(ACTOR_FAMILIES)} are"
+        )
     sizes = Sizes.read(config.to_dict(), str(directory))
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
     return Architecture(**vars(sizes), norm_eps=config.rms_norm_eps, rope_theta=float(theta), config=config)
@@ -90,10 +106,14 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
             raise ConfigError(f"{directory} holds no tensor {name!r}, which its config.json asks for: {cure}")
         shape, stored = (rows,) if columns == 1 else (rows, columns), found[name]
         if stored.shape != shape:
-            raise ConfigError(f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?")
+            raise ConfigError(
+                f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
+            )
     _check_dtypes({name: found[name] for name in wanted}, cast)
     if sizes.tied and HEAD in found and not _same(Tensors(directory), wanted[EMBEDDING], found[HEAD].shape):
-        raise ConfigError(f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false")
+        raise ConfigError(
+            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false"
+        )
 
 
 def _check_dtypes(found: dict[str, headers.Stored], cast: bool) -> None:
@@ -140,7 +160,9 @@ class Tensors:
         if name in self._views:
             return self._views[name]
         if name not in self._stored:
-            raise ConfigError(f"{next(iter(self._stored.values())).file.parent} holds no tensor {name!r}: the directory is not complete")
+            raise ConfigError(
+                f"{next(iter(self._stored.values())).file.parent} holds no tensor {name!r}: the directory is not complete"
+            )
         path = self._stored[name].file
         if path not in self._open:
             self._open[path] = _open(path)

@@ -40,7 +40,11 @@ class HfWriter:
                 shards.append([])
             shards[-1].append(tensor)
         self._places: dict[str, tuple[Path, int, Planned]] = {}
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))] if len(shards) > 1 else [SINGLE]
+        names = (
+            [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+            if len(shards) > 1
+            else [SINGLE]
+        )
         for name, shard in zip(names, shards, strict=True):
             start = _begin(folder / name, shard)
             for tensor in shard:
@@ -55,7 +59,9 @@ class HfWriter:
         """Writes one of the planned tensors, once. Raises ValueError when it is of another shape or dtype, KeyError when it is unknown."""
         file, start, planned = self._places.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
-            raise ValueError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, {planned.shape} {planned.dtype} was announced")
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, {planned.shape} {planned.dtype} was announced"
+            )
         with file.open("r+b") as out:
             out.seek(start)
             out.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))

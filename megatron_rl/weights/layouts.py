@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights.rectangles import Rect, Shape, Shard, engine, hf_shapes, megatron, megatron_names
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
@@ -30,13 +30,17 @@ class TrainerLayout:
     ep: int = 1
     etp: int = 1
     vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th stretch of layers
-    stages: tuple[int, ...] = ()  # layers of each stretch, in order; empty: as even as they come, the first taking what is left
+    stages: tuple[
+        int, ...
+    ] = ()  # layers of each stretch, in order; empty: as even as they come, the first taking what is left
     vocab_multiple: int = 1
     fused: bool = True  # parameters have Transformer Engine's names, not those of the local layer spec
 
     def __post_init__(self) -> None:
         if self.tp * self.dp % (self.ep * self.etp):
-            raise ConfigError(f"ep {self.ep} x etp {self.etp} does not divide the {self.tp * self.dp} ranks of a stage (tp x dp)")
+            raise ConfigError(
+                f"ep {self.ep} x etp {self.etp} does not divide the {self.tp * self.dp} ranks of a stage (tp x dp)"
+            )
         if self.stages and len(self.stages) != self.pp * self.vpp:
             raise ConfigError(f"stages {self.stages} for pp = {self.pp} x vpp = {self.vpp}: give the layers of each")
 
@@ -78,7 +82,10 @@ def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
     family = FAMILIES[sizes.family]
     parts = [("num_attention_heads", sizes.heads, tp)]
     if sizes.experts:  # in every layer: the dense width that config.json may hold is no layer's
-        parts += [(family.expert_ffn, sizes.expert_ffn, expert_tp), ("shared_expert_intermediate_size", sizes.shared_ffn, tp)]
+        parts += [
+            (family.expert_ffn, sizes.expert_ffn, expert_tp),
+            ("shared_expert_intermediate_size", sizes.shared_ffn, tp),
+        ]
     else:
         parts.append(("intermediate_size", sizes.ffn, tp))
     for name, number, ranks in parts:
@@ -92,7 +99,9 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     """What every rank of a trainer holds. Dense parameters and experts apart: their copies lie on different ranks."""
     check(sizes, tp=layout.tp, expert_tp=layout.etp, what="trainer")
     if not sizes.experts and layout.ep * layout.etp > 1:
-        raise ConfigError(f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out")
+        raise ConfigError(
+            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out"
+        )
     if sizes.experts % layout.ep:
         raise ConfigError(f"trainer: {sizes.experts} experts do not divide by ep {layout.ep}")
     stage_ranks = layout.tp * layout.dp

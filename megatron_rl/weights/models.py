@@ -5,13 +5,17 @@ from __future__ import annotations
 from megatron_rl.weights.sizes import Sizes
 
 
-def _dense(family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, head_dim: int = 128) -> Sizes:
+def _dense(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, head_dim: int = 128
+) -> Sizes:
     return Sizes(
         family=family, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=vocab, tied=False
     )  # fmt: skip
 
 
-def _moe(family: str, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, experts: int, expert_ffn: int) -> Sizes:
+def _moe(
+    family: str, layers: int, hidden: int, heads: int, kv_heads: int, vocab: int, experts: int, expert_ffn: int
+) -> Sizes:
     return Sizes(
         family=family, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128, ffn=expert_ffn, vocab=vocab,
         tied=False, experts=experts, expert_ffn=expert_ffn,

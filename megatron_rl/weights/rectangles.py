@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 Shape = tuple[int, int]  # rows, columns
@@ -87,7 +87,9 @@ def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
         for expert in range(sizes.experts):
             shapes |= _mlp_shapes(f"{prefix}{family.experts}.experts.{expert}.", family.parts, sizes.expert_ffn, h)
         if family.shared is not None:
-            shapes |= _mlp_shapes(f"{prefix}{family.shared}.", ("gate_proj", "up_proj", "down_proj"), sizes.shared_ffn, h)
+            shapes |= _mlp_shapes(
+                f"{prefix}{family.shared}.", ("gate_proj", "up_proj", "down_proj"), sizes.shared_ffn, h
+            )
             shapes[f"{prefix}{family.shared}_gate.weight"] = (1, h)
     return shapes
 
@@ -99,7 +101,9 @@ def _mlp_shapes(prefix: str, parts: Sequence[str], ffn: int, hidden: int) -> dic
 
 def is_sharded(name: str) -> bool:
     """Whether tensor-parallel ranks hold different parts of this Megatron parameter (otherwise each holds the whole)."""
-    return not ("layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight")))
+    return not (
+        "layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight"))
+    )
 
 
 def is_expert(name: str) -> bool:
@@ -209,7 +213,9 @@ def _columns(tensor: str, rows: int, columns: int, tp: int, rank: int) -> tuple[
     return (rows, own), [Rect(tensor, 0, rank * own, rows, own, 0, 0)]
 
 
-def megatron_names(sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool) -> list[str]:
+def megatron_names(
+    sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool
+) -> list[str]:
     """Names of the parameters that a rank holds with these global `layers` and `experts`; `fused`: Transformer Engine's spelling.
 
     `first` and `last` say whether it is the first or last pipeline stage. A tied model has its own copy of the embedding as
@@ -226,7 +232,9 @@ def megatron_names(sizes: Sizes, layers: Iterable[int], experts: Iterable[int], 
         names += [p + "self_attention.linear_qkv.bias"] if family.qkv_bias else []
         names += [p + name for name in _HEAD_NORMS] if family.qk_norm else []
         names.append(p + "self_attention.linear_proj.weight")
-        names.append(p + ("mlp.linear_fc1.layer_norm_weight" if fused and family.experts is None else "pre_mlp_layernorm.weight"))
+        names.append(
+            p + ("mlp.linear_fc1.layer_norm_weight" if fused and family.experts is None else "pre_mlp_layernorm.weight")
+        )
         if family.experts is None:
             names += [p + "mlp.linear_fc1.weight", p + "mlp.linear_fc2.weight"]
             continue
@@ -252,7 +260,12 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
     family, h, d = FAMILIES[sizes.family], sizes.hidden, sizes.head_dim
     even = padded_vocab(sizes.vocab, 1, 64)
     vocab = (padded_vocab(sizes.vocab, tp, 64) if even % tp else even) // tp
-    out = {"model.embed_tokens.weight": ((vocab, h), stacked([("model.embed_tokens.weight", 0, sizes.vocab)], rank * vocab, vocab, h))}
+    out = {
+        "model.embed_tokens.weight": (
+            (vocab, h),
+            stacked([("model.embed_tokens.weight", 0, sizes.vocab)], rank * vocab, vocab, h),
+        )
+    }
     if not sizes.tied:
         out["lm_head.weight"] = ((vocab, h), stacked([("lm_head.weight", 0, sizes.vocab)], rank * vocab, vocab, h))
     out["model.norm.weight"] = _whole("model.norm.weight", h, 1)
@@ -266,7 +279,9 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
                 parts.append(Rect(f"{prefix}self_attn.{part}_proj.{kind}", row, 0, rows, columns, place, 0))
                 place += rows
             out[f"{prefix}self_attn.qkv_proj.{kind}"] = ((place, columns), parts)
-        out[f"{prefix}self_attn.o_proj.weight"] = _columns(f"{prefix}self_attn.o_proj.weight", h, sizes.heads * d, tp, rank)
+        out[f"{prefix}self_attn.o_proj.weight"] = _columns(
+            f"{prefix}self_attn.o_proj.weight", h, sizes.heads * d, tp, rank
+        )
         for name in [*_NORMS.values()][::2]:
             out[prefix + name] = _whole(prefix + name, h, 1)
         if family.qk_norm:
@@ -284,18 +299,25 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
 
 def _engine_mlp(prefix: str, ffn: int, hidden: int, tp: int, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
     own = ffn // tp
-    halves = [Rect(f"{prefix}{part}_proj.weight", rank * own, 0, own, hidden, i * own, 0) for i, part in enumerate(("gate", "up"))]
+    halves = [
+        Rect(f"{prefix}{part}_proj.weight", rank * own, 0, own, hidden, i * own, 0)
+        for i, part in enumerate(("gate", "up"))
+    ]
     return {
         f"{prefix}gate_up_proj.weight": ((2 * own, hidden), halves),
         f"{prefix}down_proj.weight": _columns(f"{prefix}down_proj.weight", hidden, ffn, tp, rank),
     }
 
 
-def _engine_experts(sizes: Sizes, prefix: str, tp: int, rank: int, expert_parallel: bool) -> dict[str, tuple[Shape, list[Rect]]]:
+def _engine_experts(
+    sizes: Sizes, prefix: str, tp: int, rank: int, expert_parallel: bool
+) -> dict[str, tuple[Shape, list[Rect]]]:
     gate, up, down = FAMILIES[sizes.family].parts
     h, cut, cut_rank = sizes.hidden, (1, tp)[not expert_parallel], (0, rank)[not expert_parallel]
     own = sizes.expert_ffn // cut
-    here = range(rank * sizes.experts // tp, (rank + 1) * sizes.experts // tp) if expert_parallel else range(sizes.experts)
+    here = (
+        range(rank * sizes.experts // tp, (rank + 1) * sizes.experts // tp) if expert_parallel else range(sizes.experts)
+    )
     w13, w2 = [], []
     for place, e in enumerate(here):
         for i, part in enumerate((gate, up)):
@@ -309,7 +331,9 @@ def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
     left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if left:
-        raise ConfigError(f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: is it another one?")
+        raise ConfigError(
+            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: is it another one?"
+        )
 
 
 def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
@@ -328,7 +352,9 @@ def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
             raise ValueError(f"{tensor} [{rows}, {columns}]: a rectangle lies outside of it")
         held = sum(n * m for _, _, n, m in boxes)
         if held != rows * columns or _any_overlap(boxes):
-            raise ValueError(f"{tensor} [{rows}, {columns}]: its ranks hold {held} elements of {rows * columns}, or overlap")
+            raise ValueError(
+                f"{tensor} [{rows}, {columns}]: its ranks hold {held} elements of {rows * columns}, or overlap"
+            )
 
 
 def _any_overlap(boxes: Iterable[tuple[int, int, int, int]]) -> bool:

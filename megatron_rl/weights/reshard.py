@@ -87,7 +87,12 @@ class Plan:
 
 
 def plan(
-    sources: Iterable[Holding], destinations: Iterable[Holding], *, trainer: Places, engine: Places, bucket_elements: int = 64 << 20
+    sources: Iterable[Holding],
+    destinations: Iterable[Holding],
+    *,
+    trainer: Places,
+    engine: Places,
+    bucket_elements: int = 64 << 20,
 ) -> Plan:
     """The plan between two sets of holdings.
 
@@ -198,7 +203,9 @@ def _once(
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
     keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
-    near = np.array([_distance(ranks[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64)[inverse]
+    near = np.array(
+        [_distance(ranks[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64
+    )[inverse]
     order = np.lexsort([near, pairs.column, pairs.row, pairs.receive])
     same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
     index = np.sort(order[~(same[0] & same[1] & same[2])])
@@ -275,15 +282,30 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
         rows=pairs.rows,
         columns=pairs.columns,
     )
-    order = np.lexsort([columns[name] for name in ("column", "row", "destination_parameter", "source_parameter", "destination", "source")])
-    return Slices(**{name: c[order] for name, c in columns.items()}, source_names=send.names, destination_names=receive.names)
+    order = np.lexsort(
+        [
+            columns[name]
+            for name in ("column", "row", "destination_parameter", "source_parameter", "destination", "source")
+        ]
+    )
+    return Slices(
+        **{name: c[order] for name, c in columns.items()}, source_names=send.names, destination_names=receive.names
+    )
 
 
 def _merge(slices: Slices) -> Slices:
     """Joins slices that follow each other in both parameters (q, k and v of one group; gate and up)."""
     n = slices
     same = np.ones(len(n), dtype=bool)
-    for column in (n.source, n.destination, n.source_parameter, n.destination_parameter, n.source_column, n.column, n.columns):
+    for column in (
+        n.source,
+        n.destination,
+        n.source_parameter,
+        n.destination_parameter,
+        n.source_column,
+        n.column,
+        n.columns,
+    ):
         same &= np.concatenate([[False], column[1:] == column[:-1]])
     follows = [np.concatenate([[False], c[1:] == c[:-1] + n.rows[:-1]]) for c in (n.source_row, n.row)]
     starts = np.flatnonzero(~(same & follows[0] & follows[1]))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from megatron_rl.config import ConfigError
+from megatron_rl.config.schema import ConfigError
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ FAMILIES = {
     "qwen3_moe": Family(qk_norm=True, experts="mlp"),
     "qwen2_moe": Family(qkv_bias=True, experts="mlp", shared="mlp.shared_expert"),
     "mixtral": Family(
-        experts="block_sparse_moe", parts=("w1", "w3", "w2"), expert_ffn="intermediate_size", renormalised=True, always_slides=True
+        experts="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+        expert_ffn="intermediate_size",
+        renormalised=True,
+        always_slides=True,
     ),
 }
 
@@ -72,7 +76,9 @@ class Sizes:
         try:
             moe: dict[str, int] = {}
             if family.experts is not None:
-                count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes either
+                count = (
+                    "num_local_experts" if "num_local_experts" in config else "num_experts"
+                )  # transformers 5 writes either
                 moe = {"experts": int(config[count]), "expert_ffn": int(config[family.expert_ffn])}
                 moe |= {"shared_ffn": int(config["shared_expert_intermediate_size"])} if family.shared else {}
             heads = int(config["num_attention_heads"])

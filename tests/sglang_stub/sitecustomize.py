@@ -18,7 +18,9 @@ class _BeforeTorchvision(MetaPathFinder):
 
             _BeforeTorchvision.library = torch.library.Library("torchvision", "FRAGMENT")
             for operator in ("nms", "qnms"):
-                _BeforeTorchvision.library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                _BeforeTorchvision.library.define(
+                    f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs Slurm's daemons, munge and shellcheck for the tests that run on a real cluster (tests/slurm_cluster.py).
+# Installs Slurm's daemons, munge and shellcheck for the tests that run on a real cluster (tests/helpers/slurm_cluster.py).
 # Says why where it cannot, and succeeds all the same: those tests are then skipped.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin" # where Debian puts the daemons

@@ -11,7 +11,9 @@ __version__ = "0.4.10"  # that SGLang 0.5.23 asks for
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("init_cpu_threads_env(str cores) -> str")
-_library.impl("init_cpu_threads_env", lambda cores: "stubbed kernels: threads are not bound", "CompositeExplicitAutograd")
+_library.impl(
+    "init_cpu_threads_env", lambda cores: "stubbed kernels: threads are not bound", "CompositeExplicitAutograd"
+)
 _library.define("initialize(int size, int rank) -> ()")
 _library.impl("initialize", lambda size, rank: None, "CompositeExplicitAutograd")
 

@@ -1,0 +1,64 @@
+"""Ready-made mappings of public data sets to our names; whatever a config sets itself wins over them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_rl.config.schema import ConfigError, PromptSet
+
+_BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
+
+
+_SINGLE = (
+    "subset",
+    "answer_pattern",
+    "answer_commas",
+    "remove_suffix",
+)  # settings of one value, null when a config leaves them open
+
+
+def settings_table() -> dict[str, PromptSet]:
+    """Name of the settings -> what they stand for (path left empty)."""
+    return {
+        "eurus2_rl": PromptSet(
+            path="",
+            fields={"question": "prompt.1.content", "answer": "reward_model.ground_truth"},
+            filters={"ability": "math"},
+            remove_suffix=_BOXED_SUFFIX,
+        ),
+        "eurus2_sft": PromptSet(
+            path="",
+            fields={"question": "conversations.0.value", "answer": "conversations.1.value"},
+            filters={"task": "Math"},
+            remove_suffix=_BOXED_SUFFIX,
+        ),
+        "deepscaler": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
+        "gsm8k": PromptSet(
+            path="",
+            fields={"question": "question", "answer": "answer"},
+            answer_pattern=r"####\s*(-?[\d.,]+)",
+            answer_commas=False,
+            subset="main",
+        ),
+        "math": PromptSet(path="", fields={"question": "problem", "answer": "answer"}),
+        "last_letter": PromptSet(path="", fields={"question": "question", "answer": "answer", "words": "words"}),
+        "solutions": PromptSet(
+            path="", fields={"question": "problem", "answer": "label", "steps": "steps", "label": "label"}
+        ),
+    }
+
+
+def resolve(source: PromptSet) -> PromptSet:
+    """`source` with its ready-made settings filled in under its own. Raises ConfigError for an unknown name."""
+    if source.settings is None:
+        return dataclasses.replace(source, fields={"question": "question", "answer": "answer", **source.fields})
+    table = settings_table()
+    if source.settings not in table:
+        raise ConfigError(f"data.settings = {source.settings!r} is not known; there are {', '.join(table)}")
+    ready = table[source.settings]
+    return dataclasses.replace(
+        source,
+        fields={**ready.fields, **source.fields},
+        filters={**ready.filters, **source.filters},
+        **{name: getattr(ready, name) for name in _SINGLE if getattr(source, name) is None},
+    )

@@ -1,0 +1,329 @@
+"""Reading configs: defaults <- YAML files, left to right <- `a.b=c`; every problem at once, with the value and the cure. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pydantic
+import yaml
+
+from megatron_rl.config.schema import ConfigError
+
+T = TypeVar("T")
+
+
+class _Source(NamedTuple):
+    """Keys that one file or one override sets."""
+
+    label: str
+    tree: dict[str, Any]
+
+
+# YAML 1.2's scalars. YAML 1.1, PyYAML's own, reads 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and 2024-01-01 as a date.
+_INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
+_FLOAT = re.compile(
+    r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
+)
+_BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-6 is a number and a key may stand only once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
+        twice = sorted({str(k) for k in keys if keys.count(k) > 1})
+        if twice:
+            raise ConfigError(
+                f"{self.name}, line {node.start_mark.line + 1}: {', '.join(twice)} is given twice; keep one"
+            )
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that quotes whatever another reader, this one included, would not take for text."""
+
+
+def _resolvers() -> dict[str, list[Any]]:
+    """First character -> (tag, pattern): SafeLoader's, with the scalars of YAML 1.2."""
+    ours = {
+        "int": (_INT, "-+0123456789"),
+        "float": (_FLOAT, "-+0123456789."),
+        "bool": (_BOOL, "tTfF"),
+        "timestamp": (None, ""),
+    }
+    tags = {f"tag:yaml.org,2002:{name}" for name in ours}
+    table = {c: [r for r in rules if r[0] not in tags] for c, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    for name, (pattern, characters) in ours.items():
+        for character in characters:
+            table.setdefault(character, []).append((f"tag:yaml.org,2002:{name}", pattern))
+    return table
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    quoted = any(pattern.match(text) for pattern in (_INT, _FLOAT, _BOOL))
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+
+
+_Loader.yaml_implicit_resolvers = _resolvers()
+_Dumper.add_representer(str, _represent_text)
+
+
+def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
+    """A validated `schema` from its defaults, YAML files and `a.b=c` overrides.
+
+    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of dataclasses
+    (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys; keys without a `kind` are the
+    default's. Raises ConfigError naming every unknown key, wrong type and bad value, with the file or override it stands in.
+    """
+    sources = [source for file in files for source in _read(Path(file), ())] + [_override(text) for text in overrides]
+    tree: dict[str, Any] = {}
+    for source in sources:
+        tree = _merge(tree, source.tree, [schema], None)
+    try:
+        # JSON mode is strict about types and still takes lists for tuples.
+        return pydantic.TypeAdapter(schema).validate_json(
+            json.dumps(_with_defaults(schema, _with_kinds(tree, [schema])))
+        )
+    except pydantic.ValidationError as error:
+        lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
+        raise ConfigError("\n  ".join(lines)) from error
+    except TypeError as error:
+        labels = ", ".join(source.label for source in sources)
+        raise ConfigError(f"{labels}: {error}; use plain numbers, text, lists and mappings") from error
+
+
+def dump(config: Any) -> str:
+    """The whole resolved config as YAML; `load` of it gives an equal value."""
+    tree = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def read_keys(files: Sequence[Path]) -> set[str]:
+    """Top-level keys of YAML files and of their bases."""
+    return {key for file in files for source in _read(Path(file), ()) for key in source.tree}
+
+
+def read_yaml(path: Path) -> Any:
+    """Any YAML file, with numbers and texts as configs have them. Raises ConfigError."""
+    try:
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
+    """The file's bases, then the file."""
+    path = file.resolve()
+    if path in seen:
+        raise ConfigError(
+            f"{file}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}; remove one `base`"
+        )
+    if not file.is_file():
+        named_by = f" ({seen[-1]} names it as its base)" if seen else ""
+        raise ConfigError(f"no such config file: {file}{named_by}")
+    try:
+        tree = _parse(file.read_text(encoding="utf-8"), str(file))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error}; is it a YAML file?") from error
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
+    named = tree.pop("base", None)
+    bases = [] if named is None else [named] if isinstance(named, str) else named
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
+    return [source for base in bases for source in _read(file.parent / base, (*seen, path))] + [
+        _Source(str(file), tree)
+    ]
+
+
+def _override(text: str) -> _Source:
+    key, equals, value = text.partition("=")
+    if not equals or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"override {text!r}: it has the form a.b=value")
+    tree: Any = _parse(value, f"override {text!r}")
+    for part in reversed(key.split(".")):
+        tree = {part.strip(): tree}
+    return _Source(f"override {text!r}", tree)
+
+
+def _parse(text: str, label: str) -> Any:
+    try:
+        loader = _Loader(text)
+        loader.name = label
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{label} is not YAML: {error}; quote text with special characters") from error
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any], default_kind: Any) -> dict[str, Any]:
+    """`new` over `old`. `kinds`: what this mapping may be; `default_kind`: the variant it is when it does not say."""
+    if "kind" in new and default_kind is not None and new["kind"] != old.get("kind", default_kind):
+        old = {}
+    out = dict(old)
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            before = out.get(key)
+            out[key] = _merge(
+                before if isinstance(before, Mapping) else {}, value, _inside(kinds, key), _default_kind(kinds, key)
+            )
+        else:
+            out[key] = value
+    return out
+
+
+def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
+    """Names the default variant where keys of a union are given without a `kind`."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            default = _default_kind(kinds, key)
+            value = _with_kinds(value if default is None else {"kind": default, **value}, _inside(kinds, key))
+        out[key] = value
+    return out
+
+
+def _with_defaults(schema: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a key's default is a dataclass made for it (SFT's own learning rate), what the config leaves open comes from that one."""
+    out = dict(tree)
+    for field in dataclasses.fields(schema):
+        given = out.get(field.name)
+        if not isinstance(given, Mapping) or field.default_factory is dataclasses.MISSING:
+            continue
+        made = field.default_factory()
+        if dataclasses.is_dataclass(made) and given.get("kind", _tag(type(made))) == _tag(type(made)):
+            whole = pydantic.TypeAdapter(type(made)).dump_python(made, mode="json")
+            out[field.name] = _over(whole, given)
+    return out
+
+
+def _over(whole: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    out = {**whole, **given}
+    for key, value in given.items():
+        before = whole.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            out[key] = _over(before, value)
+    return out
+
+
+def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> str:
+    place, kinds = _locate(schema, [str(part) for part in problem["loc"]])
+    name = ".".join(place) or "(whole config)"
+    said = f"{_origin(place, sources)}: {name}"
+    match problem["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            known = [f.name for kind in kinds if dataclasses.is_dataclass(kind) for f in dataclasses.fields(kind)]
+            close = difflib.get_close_matches(place[-1], known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+            return f"{said}: unknown key; {hint}"
+        case "missing" | "missing_argument":
+            return f"{said}: missing; it has no default, so give it in a file or as {name}=..."
+        case "value_error":
+            message = problem["msg"].removeprefix(
+                "Value error, "
+            )  # of a __post_init__: it may name its own dataclass first
+            if place and message.startswith(f"{place[-1]}."):
+                return f"{_origin(place, sources)}: {'.'.join([*place[:-1], message])}"
+            return f"{said}: {message}"
+    return f"{said} = {json.dumps(problem['input'], default=str)[:80]}: {_cure(problem)}"
+
+
+def _cure(problem: Any) -> str:
+    match problem["type"]:
+        case "int_type" | "int_from_float" | "int_parsing":
+            return "give a whole number, without quotes, leading zeros or a decimal point"
+        case "float_type" | "float_parsing":
+            return "give a number, without quotes"
+        case "finite_number":
+            return "give a finite number"
+        case "bool_type" | "bool_parsing":
+            return "give true or false"
+        case "string_type":
+            return "give text; put it in quotes when it looks like a number or a truth value"
+        case "tuple_type":
+            return "give a list"
+        case "dict_type" | "dataclass_type":
+            return "give a mapping of keys"
+        case "literal_error":
+            return f"choose {problem['ctx']['expected']}"
+        case "union_tag_invalid":
+            return f"choose a kind among {problem['ctx']['expected_tags']}"
+    return problem["msg"].replace("Input should be", "give a value")  # bounds, mostly
+
+
+def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
+    """The last of the sources that reach deepest towards a dotted place."""
+    best, label = 0, "no file or override sets it"
+    for source in sources:
+        depth, node = 0, source.tree
+        for part in place:
+            if not isinstance(node, Mapping) or part not in node:
+                break
+            depth, node = depth + 1, node[part]
+        if depth and depth >= best:
+            best, label = depth, source.label
+    return label if best or not sources else ", ".join(source.label for source in sources)
+
+
+def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]:
+    """pydantic's location of an error -> (the keys a user writes, what its last key may stand in). A union's variants are no keys."""
+    place: list[str] = []
+    parents: list[Any] = [schema]
+    kinds: list[Any] = [schema]
+    for part in location:
+        variants = [kind for kind in kinds if part in (_tag(kind), _name(kind))]
+        if variants and len(kinds) > 1:
+            kinds = variants
+            continue
+        parents, kinds = kinds, _inside(kinds, part)
+        place.append(part)
+    return place, parents
+
+
+def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
+    """What may stand at a key of these dataclasses or dicts; empty when unknown."""
+    found: list[Any] = []
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind):
+            hints = typing.get_type_hints(kind)
+            found += _alternatives(hints[key]) if key in hints else []
+        elif typing.get_origin(kind) is dict:
+            found += _alternatives(typing.get_args(kind)[1])
+    return found
+
+
+def _default_kind(kinds: Sequence[Any], key: str) -> Any:
+    """The default's `kind` where a key holds a union's variant; None elsewhere."""
+    for kind in kinds:
+        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            if field.name == key:
+                made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+                return _tag(type(made))
+    return None
+
+
+def _tag(kind: Any) -> Any:
+    """A variant's `kind`: the default of the field of that name; None when there is no such field."""
+    fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+    return fields.get("kind")
+
+
+def _name(kind: Any) -> str | None:
+    return kind.__name__ if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return [a for arg in typing.get_args(kind) for a in _alternatives(arg)]
+    return [kind]

@@ -1,0 +1,120 @@
+"""Names in a config -> objects: `package.module:name` and its arguments. Built-ins are named exactly as a user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from megatron_rl.config.schema import ConfigError, Use
+
+
+def find(target: str) -> Any:
+    """The object named by `package.module:name`; modules in the current directory count, after installed ones.
+
+    Raises ConfigError with the cure; whatever the module itself raises while it is imported (but ImportError) passes.
+    """
+    module_name, colon, name = target.partition(":")
+    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last: a folder called `datasets` here must not hide the library of that name
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory ({here}) or installed?"
+        ) from error
+    if name not in vars(module):
+        close = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {inspect.getfile(module)}"
+        raise ConfigError(f"plug-in {target!r}: {module_name} has no {name!r}; {hint}")
+    return vars(module)[name]
+
+
+def build(use: Use) -> Any:
+    """A dataclass target is made from its arguments, checked strictly; a function target becomes one with them bound.
+
+    Raises ConfigError for a target or arguments that cannot be used, all wrong arguments at once.
+    """
+    found = find(use.target)
+    if _is_dataclass(found):
+        return _validated(use, found)
+    _check_function(use, found)
+    return functools.partial(found, **use.args) if use.args else found
+
+
+def _is_dataclass(found: Any) -> bool:
+    return isinstance(found, type) and dataclasses.is_dataclass(found)
+
+
+def _settable(found: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(found) if f.init]
+
+
+def _validated(use: Use, found: Any) -> Any:
+    known = [f.name for f in _settable(found)]
+    problems = _unknown(use, known)
+    try:
+        # JSON mode is strict about types and still takes lists for tuples.
+        text = json.dumps({name: value for name, value in use.args.items() if name in known})
+        made = pydantic.TypeAdapter(found).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise _refusal(use, problems + [_explain(problem) for problem in error.errors()]) from error
+    except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
+        raise ConfigError(
+            f"plug-in {use.target}: its settings cannot be read from a config ({error}); use numbers, text, lists, mappings and dataclasses"
+        ) from error
+    if problems:
+        raise _refusal(use, problems)
+    return made
+
+
+def _check_function(use: Use, found: Any) -> None:
+    """Unknown names, and positional-only ones; what is missing is given by the caller."""
+    if not callable(found):
+        raise ConfigError(f"plug-in {use.target!r} is a {type(found).__name__}: name a function or a dataclass")
+    if isinstance(found, type) and use.args:
+        raise ConfigError(
+            f"plug-in {use.target!r} is a class with arguments: make it a dataclass, whose fields say what it takes"
+        )
+    parameters = inspect.signature(found).parameters.values() if use.args else ()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    problems = _unknown(use, [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)])
+    if problems:
+        raise _refusal(use, problems)
+
+
+def _unknown(use: Use, known: Sequence[str]) -> list[str]:
+    problems = []
+    for name in use.args:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
+            problems.append(f"unknown argument {name!r}; {hint}")
+    return problems
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(["args", *map(str, problem["loc"])])
+    match problem["type"]:
+        case "missing" | "missing_argument":
+            return f"{name}: missing; it has no default"
+        case "value_error":
+            return problem["msg"].removeprefix("Value error, ")
+    return f"{name} = {problem['input']!r}: {problem['msg']}"
+
+
+def _refusal(use: Use, problems: Sequence[str]) -> ConfigError:
+    return ConfigError(f"plug-in {use.target}: " + "\n  ".join(problems))

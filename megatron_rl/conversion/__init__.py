@@ -1,0 +1,1 @@
+"""Weights from one form into another: Hugging Face directories, Megatron checkpoints, other layouts."""

@@ -1,0 +1,67 @@
+"""Two models tensor by tensor, whatever their form; of each one tensor is in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.source import Source
+from megatron_rl.weights import copies, hf
+from megatron_rl.weights.rectangles import hf_shapes
+
+
+def compare(first: Source, second: Source) -> list[dict[str, Any]]:
+    """A row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius), largest |a - b|.
+
+    Raises ConfigError when names or shapes differ.
+    """
+    rows = []
+    total = len(first.shapes()) if first.checkpoint is None else len(hf_shapes(first.sizes))
+    screen = Console(stderr=True)
+    steps = track(
+        _pairs(first, second), "tensors", total, console=screen, transient=True, disable=not screen.is_terminal
+    )
+    for name, a, b in steps:
+        if a.shape != b.shape:
+            raise ConfigError(f"{name} is {tuple(a.shape)} in {first.path} and {tuple(b.shape)} in {second.path}")
+        rows.append({"name": name, "equal": torch.equal(a, b), **_gap(a, b)})
+    return rows
+
+
+def _pairs(first: Source, second: Source) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """A checkpoint is read in its own order, and a directory's tensors by name as they are wanted."""
+    if first.checkpoint is not None and second.checkpoint is not None:
+        if first.sizes != second.sizes:
+            raise ConfigError(
+                f"{first.path} and {second.path} are of models of other sizes: {first.sizes} and {second.sizes}"
+            )
+        for (name, a), (_, b) in zip(first.tensors(), second.tensors(), strict=True):
+            yield name, a, b
+        return
+    swap = second.checkpoint is not None
+    leading, other = (second, first) if swap else (first, second)
+    files, names = hf.Tensors(other.path), set()
+    for name, a in leading.tensors():
+        if name not in files.stored:
+            raise ConfigError(f"{other.path} has no tensor {name}, which {leading.path} has")
+        names.add(name)
+        yield (name, files.whole(name), a) if swap else (name, a, files.whole(name))
+    if left := sorted(files.stored.keys() - names):
+        raise ConfigError(f"{leading.path} has no tensor {left[0]}, which {other.path} has")
+
+
+def _gap(a: Tensor, b: Tensor) -> dict[str, float]:
+    gap = norm = largest = 0.0
+    for x, y in zip(copies.blocks(a), copies.blocks(b), strict=True):
+        x = x.double()
+        difference = (x - y.double()).abs()
+        gap += float(difference.square().sum())
+        norm += float(x.square().sum())
+        largest = max(largest, float(difference.max()))
+    return {"relative": gap**0.5 / (norm**0.5 or 1.0), "largest": largest}

@@ -1,0 +1,192 @@
+"""Weights from one form into another: a checkpoint as a Hugging Face directory and back. One parameter in memory, no ranks, no GPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.source import Source
+from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.weights import copies, hf
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
+from megatron_rl.weights.dist_names import counts, extra_states, spellings
+from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
+from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
+from megatron_rl.weights.rectangles import WHOLE, hf_shapes, megatron
+from megatron_rl.weights.sizes import Sizes
+
+OF_CHECKPOINTS = (
+    "metadata.json",
+    "COMPLETE.json",
+    "state.json",
+)  # JSON files that belong to a checkpoint, not to a model
+EMPTY = [None]  # what core keeps as extra state of a module that has none
+LOGITS = 1e-3  # largest difference of float32 logits, of the largest logit
+T = TypeVar("T")
+
+
+def to_hf(
+    source: Source,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = False,
+) -> str:
+    """Writes a Hugging Face directory with config and tokenizer, loadable as it stands.
+
+    `verify` reads it back and compares bit for bit, then the logits of the checkpoint's Megatron model with those of transformers;
+    returned is what that gave, or why it was not done. Raises ConfigError when there is something at `target` already, too little disk
+    space, a tensor with numbers that are not finite, or other logits.
+    """
+    sizes = source.sizes
+    if source.checkpoint is None:
+        hf.check(source.path, sizes, cast=dtype is not None)
+    planned, said = _planned(source, sizes, dtype), ""
+    with fresh(target, wanted_bytes=sum(t.nbytes for t in planned)) as folder:
+        writer = HfWriter(folder, planned, shard_bytes=shard_bytes)
+        for name, tensor in _steps(source.tensors(), len(planned), "tensors"):
+            if writer.expects(name):  # a tied model's file may hold the head too
+                writer.write(name, _cast(source, name, tensor, dtype))
+        if writer.missing:
+            raise ConfigError(f"{source.path} holds no {writer.missing[0]}, which the model's config.json asks for")
+        copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
+        _set_dtype(folder / "config.json", dtype)
+        if verify:
+            _verify(source, hf.Tensors(folder), dtype)
+            said = _compare_logits(source, sizes, folder, exact=dtype is None)
+    return said
+
+
+def to_megatron(
+    source: Source,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+    verify: bool = False,
+) -> None:
+    """Writes a distributed checkpoint of a Hugging Face directory, with its config and tokenizer beside it; the model without an
+    optimizer. megatron-core loads it under any layout. Raises ConfigError as `to_hf` does."""
+    if source.checkpoint is not None:
+        raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
+    sizes = source.sizes
+    hf.check(source.path, sizes, cast=dtype is not None)
+    tensors, names = hf.Tensors(source.path), whole_names(sizes)
+    wanted = (
+        sum(math.prod(shape) for shape in hf_shapes(sizes).values())
+        * (dtype or next(iter(source.dtypes().values()))).itemsize
+    )
+    with fresh(target, wanted_bytes=wanted) as folder, DistWriter(folder, file_bytes=file_bytes) as writer:
+        copy_side_files(source.path, folder, keep=OF_CHECKPOINTS)
+        _set_dtype(folder / "config.json", dtype)
+        for name in _steps(iter(names), len(names), "parameters"):
+            parameter = _parameter(source, sizes, tensors, name, dtype)
+            for place in spellings(name):
+                offsets = (*place.at, *(0,) * parameter.dim())
+                writer.add(
+                    place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
+                )
+        empty = _pickled()
+        for key in extra_states(sizes):
+            writer.add_bytes(key, empty)
+        writer.finish({})
+        if verify:
+            _verify(Source(folder, folder, DistCheckpoint(folder)), tensors, None, cast=dtype)
+
+
+def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
+    """The tensors of the result, in the order in which they will come."""
+    stored = source.dtypes()
+    if source.checkpoint is not None:
+        one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
+        names = {rect.tensor: one for name in whole_names(sizes) for rect in megatron(sizes, name, WHOLE)[1]}
+    else:
+        names = {name: dtype or stored[name] for name in hf_shapes(sizes)}
+    shapes = hf_shapes(sizes)
+    return [
+        Planned(name, shapes[name][:1] if shapes[name][1] == 1 else shapes[name], kind) for name, kind in names.items()
+    ]
+
+
+def _parameter(source: Source, sizes: Sizes, tensors: hf.Tensors, name: str, dtype: torch.dtype | None) -> Tensor:
+    """One whole Megatron parameter, vocabulary not padded."""
+    (rows, columns), rects = megatron(sizes, name, WHOLE)
+    for tensor in dict.fromkeys(rect.tensor for rect in rects):
+        _check_finite(source, tensor, tensors.whole(tensor))
+    first = tensors.whole(rects[0].tensor)
+    parameter = torch.empty((rows, columns) if first.dim() > 1 else (rows,), dtype=dtype or first.dtype)
+    copies.fill(parameter, rects, tensors.read)
+    return parameter
+
+
+def _cast(source: Source, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    own = tensor if dtype is None else tensor.to(dtype)
+    _check_finite(source, name, own)
+    return own
+
+
+def _check_finite(source: Source, name: str, tensor: Tensor) -> None:
+    if not copies.all_finite(tensor):
+        raise ConfigError(
+            f"{source.file_of(name)}: {name} holds numbers that are not finite: it is of a run that failed, or damaged"
+        )
+
+
+def _pickled() -> bytes:
+    """An empty extra state as core writes it."""
+    data = io.BytesIO()
+    torch.save(EMPTY, data)
+    return data.getvalue()
+
+
+def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
+    config = json.loads(file.read_text(encoding="utf-8"))
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _verify(source: Source, other: hf.Tensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None) -> None:
+    """Every tensor of `source`, cast to `dtype`, against that of the directory, cast to `cast`, bit for bit."""
+    wanted, names = hf_shapes(source.sizes).keys(), set()
+    for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
+        if name not in wanted:
+            continue
+        a, b = tensor, other.whole(name)
+        if not copies.same_bits(a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)):
+            raise ConfigError(f"{name} is not what was written: is the disk failing?")
+        names.add(name)
+    if names != wanted:
+        raise ConfigError(f"other tensors than the model's were written: {sorted(names ^ wanted)[:5]}")
+
+
+def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) -> str:
+    """Of a cast model the difference is told, not judged."""
+    if source.checkpoint is None:
+        return "logits not compared: the source is no checkpoint"
+    from megatron_rl.conversion import parity  # brings megatron-core, which nothing else here needs
+
+    if why := parity.obstacle(sizes):
+        return f"logits not compared: {why}"
+    gap, largest = parity.logits_gap(source.path, folder)
+    if exact and not gap <= LOGITS * largest:
+        raise ConfigError(
+            f"{source.path}: its Megatron model's logits differ from those of transformers by {gap:.2e} of {largest:.2e}"
+        )
+    return f"logits differ from those of transformers by {gap:.1e} at most, of {largest:.1e}"
+
+
+def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:
+    """A progress bar over `items`."""
+    yield from track(items, description=what, total=total, transient=True)

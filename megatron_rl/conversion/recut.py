@@ -1,0 +1,160 @@
+"""A checkpoint cut anew for another layout: model and optimizer, one parameter in memory, no ranks.
+
+megatron-core loads any layout's checkpoint by itself. One that is cut for the layout which reads it is quicker to read (every rank has a
+file of its own and reads nothing else: a rank of tp 8 reads a piece that tp 1 wrote whole, eight times its share), and what core does not
+look at is checked on the way: that every tensor is known, of the model's shape, and that the optimizer's state is that of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.convert import OF_CHECKPOINTS
+from megatron_rl.conversion.source import Source, find, roles, step_directory
+from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.run.checkpoint import STATE, seal
+from megatron_rl.weights import copies, layouts
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
+from megatron_rl.weights.dist_writer import DistWriter
+from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
+from megatron_rl.weights.sizes import Sizes
+
+MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
+Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank, piece)
+
+
+def reshard(
+    path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None, role: str | None = None,
+    model: Path | None = None,
+) -> list[Path]:  # fmt: skip
+    """One role's directory, or without a `role` the whole checkpoint with every role and the run's state, into `target`. Models with
+    experts are cut for the layout `experts`, where it is given.
+
+    A whole checkpoint must be called step_N, as its source is, for a run to go on from it. Returns what was read. Raises ConfigError.
+    """
+    path = Path(path)
+    if role is not None or (path / ".metadata").is_file() or not path.is_dir():
+        source = find(path, role=role, model=model)
+        with fresh(target, wanted_bytes=_bytes(source)) as folder:
+            _recut(source, layout, experts, folder)
+        return [source.path]
+    step = step_directory(path)
+    names = roles(step)
+    if not (step / STATE).is_file() or not names:
+        raise ConfigError(f"{path} is no run and no checkpoint of one: give step_N, or a role's directory in it")
+    if target.name != step.name:
+        raise ConfigError(
+            f"{target}: call it {step.name}, as the checkpoint that it is made of, so that a run finds it; or name a --role"
+        )
+    sources = [find(step, role=name, model=model) for name in names]
+    with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
+        for source in sources:
+            (folder / source.path.name).mkdir()
+            _recut(source, layout, experts, folder / source.path.name)
+        shutil.copy2(step / STATE, folder / STATE)
+        seal(folder, int(step.name.removeprefix("step_")))
+    return [source.path for source in sources]
+
+
+def _bytes(source: Source) -> int:
+    return sum(file.stat().st_size for file in source.path.glob("*.distcp"))
+
+
+def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
+    checkpoint, sizes = source.checkpoint, source.sizes
+    layout = experts if experts is not None and sizes.experts else dense
+    if checkpoint is None:
+        raise ConfigError(
+            f"{source.path} is a Hugging Face directory, which has no layout: to-megatron makes a checkpoint of it"
+        )
+    for what, number, by in (
+        ("layers", sizes.num_layers, layout.pp),
+        ("key/value heads", sizes.kv_heads, layout.tp),
+        ("experts", sizes.experts, layout.ep),
+    ):
+        if number % by or (by > 1 and not number):
+            raise ConfigError(
+                f"{source.path}: {number} {what} do not divide by {by}, so no run here reads that layout: change tp, pp or ep"
+            )
+    cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
+    with DistWriter(folder) as writer:
+        for name in track(cuts, description="parameters", transient=True):
+            weight: Tensor | None = None
+            for prefix in ("", *checkpoint.optimizer_states):
+                whole = checkpoint.checked(sizes, name, prefix)
+                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(name))}
+                weight = whole if prefix == "" else weight
+                if prefix == MASTER and weight is not None:
+                    _check_master(checkpoint, sizes, name, weight, whole)
+                _write(writer, sizes, layout.tp, (prefix, name, cuts[name]), whole)
+        if left:
+            raise ConfigError(
+                f"{checkpoint.directory} holds {sorted(left)[0]}, for which a {sizes.family} model has no place"
+            )
+        for key, data in checkpoint.objects():
+            writer.add_bytes(key, data)
+        copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
+        writer.finish(_common(checkpoint.directory))
+
+
+def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
+    """Every parameter's pieces, each on the first of the ranks that hold it."""
+    found: Cuts = {}
+    for holding in layouts.trainer(sizes, layout):
+        rank = holding.ranks[0]
+        for name in dict.fromkeys(name for name, _ in holding.parameters):
+            if name == "output_layer.weight" and sizes.tied:
+                continue  # a last stage's copy of the embedding
+            expert = ".experts." in name
+            position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
+            shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
+            known = found.setdefault(name, [])
+            known += [(rank, piece) for piece in pieces(sizes, name, shard) if piece not in [p for _, p in known]]
+    return found
+
+
+def _write(
+    writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
+) -> None:
+    prefix, name, cuts = what
+    matrix = whole if whole.dim() > 1 else whole[:, None]
+    shape = stored_shape(sizes, name, tp)
+    rows = megatron(sizes, name, WHOLE)[0][0]
+    for rank, piece in cuts:
+        own = matrix[piece.row : min(rows, piece.row + piece.rows), piece.column : piece.column + piece.columns]
+        if name in VOCABULARY and len(own) < piece.rows:
+            own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
+        own = own if whole.dim() > 1 else own[:, 0]
+        size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
+        for place in spellings(name):
+            stacked = own[(None,) * len(place.at)]
+            writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
+
+
+def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:
+    rows = megatron(sizes, name, WHOLE)[0][0]
+    if not all(
+        torch.equal(a, b.to(a.dtype))
+        for a, b in zip(copies.blocks(weight[:rows]), copies.blocks(master[:rows]), strict=True)
+    ):
+        raise ConfigError(
+            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: its state cannot be trusted. "
+            "The weights can be had by to-hf, for a run that starts from them"
+        )
+
+
+def _common(directory: Path) -> object:
+    file = directory / "common.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=False) if file.is_file() else {}
+    except (OSError, EOFError, RuntimeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}): the checkpoint is not whole") from error

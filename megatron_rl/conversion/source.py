@@ -1,0 +1,139 @@
+"""Weights at rest, found by their path: a Hugging Face directory, or one role of a checkpoint with its model directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.run.checkpoint import Checkpoints, damage
+from megatron_rl.weights import headers, hf
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+from megatron_rl.weights.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights at rest: a Hugging Face directory, or one role of a run's checkpoint with the model directory that the role started from."""
+
+    path: Path
+    given_model: Path | None  # config.json and tokenizer; None: of a checkpoint, as the run's config says
+    checkpoint: DistCheckpoint | None
+
+    @property
+    def model(self) -> Path:
+        """The directory with config.json and tokenizer. Raises ConfigError when it is not to be found."""
+        return self.given_model or _model_of(self.path)
+
+    @property
+    def sizes(self) -> Sizes:
+        return read_sizes(self.model)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor), one at a time."""
+        return hf.read_tensors(self.path) if self.checkpoint is None else self.checkpoint.tensors(self.sizes)
+
+    def file_of(self, name: str) -> Path:
+        """The file that a Hugging Face tensor is read from; of a checkpoint its directory."""
+        return self.path if self.checkpoint is not None else hf.tensor_files(self.path)[name]
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of every stored tensor: by Hugging Face name, or of a checkpoint by Megatron's with layers stacked."""
+        if self.checkpoint is not None:
+            return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
+        return {name: hf.DTYPES[stored.dtype] for name, stored in headers.read_directory(self.path).items()}
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What is stored -> (shape, dtype): of a checkpoint under Megatron's names, optimizer included."""
+        if self.checkpoint is not None:
+            return {
+                name: (shape, str(dtype).removeprefix("torch."))
+                for name, (shape, dtype) in self.checkpoint.shapes.items()
+            }
+        return {name: (stored.shape, stored.dtype) for name, stored in headers.read_directory(self.path).items()}
+
+
+def read_sizes(model: Path) -> Sizes:
+    """Of a model directory. Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture."""
+    file = model / "config.json"
+    try:
+        return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} cannot be read ({error}): give a model directory") from error
+
+
+def find(path: Path, *, role: str | None = None, model: Path | None = None) -> Source:
+    """A run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face directory.
+
+    `role` is needed where a checkpoint holds several; `model` where no run's config.yaml stands above. Raises ConfigError.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ConfigError(f"no directory {path}")
+    if (path / ".metadata").is_file():
+        return Source(path, model, DistCheckpoint(path))
+    if (path / "config.json").is_file():
+        if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
+            other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
+            raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
+        return Source(path, path, None)
+    path = step_directory(path)
+    names = roles(path)
+    if role is None and len(names) == 1:
+        role = names[0]
+    if not names:
+        raise ConfigError(
+            f"{path} holds neither config.json with *.safetensors nor a checkpoint (.metadata): give a model directory or a run"
+        )
+    if role is None or role not in names:
+        raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
+    return Source(path / role, model, DistCheckpoint(path / role))
+
+
+def step_directory(path: Path) -> Path:
+    """The checkpoint directory itself, or the newest of a run. Raises ConfigError when it is not complete."""
+    if (path / "checkpoints").is_dir():
+        newest = Checkpoints(path / "checkpoints").newest()
+        if newest is None:
+            raise ConfigError(f"{path / 'checkpoints'} holds no complete checkpoint")
+        return newest.path
+    if path.name.startswith("step_") and (wrong := damage(path)):
+        raise ConfigError(f"{path} is not a complete checkpoint: {wrong}")
+    return path
+
+
+def roles(step: Path) -> list[str]:
+    """The roles of a checkpoint directory."""
+    return sorted(file.parent.name for file in step.glob("*/.metadata"))
+
+
+def _model_of(path: Path) -> Path:
+    """The model directory that the run of a role's checkpoint directory started from, or the one that it wrote."""
+    if (path / "config.json").is_file():
+        return path
+    for parent in path.resolve().parents:
+        config = parent / "config.yaml"
+        if not config.is_file():
+            continue
+        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
+        started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+        for place in (Path(started), parent / "models" / path.name, parent / "model"):
+            if (place / "config.json").is_file():
+                return place
+        try:
+            return hf.local_directory(started)
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: the run started from {started}, which is not here ({error}); name it by --model"
+            ) from error
+    raise ConfigError(
+        f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
+    )

@@ -1,0 +1,63 @@
+"""The directory that a conversion makes, there when it is complete and not before; and what lies in a model directory beside weights."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.config.schema import ConfigError
+
+SPARE = 1.02  # disk space wanted, of what the tensors take
+
+
+@contextlib.contextmanager
+def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
+    """Yields an empty directory beside `target` that becomes it at the end of the block; of a block that fails nothing is left.
+
+    Of a process that is killed a directory .NAME.partial stays, which the next one with the same target removes. Raises ConfigError
+    when there is something at `target`, when another process is writing it, when the disk has not `wanted_bytes` free, and when it
+    fails in the middle.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists: remove it, or give another place")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"{target} could not be written: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"another process is writing {target} now: wait for it, or give another place") from error
+    try:
+        for left in partial.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        free = shutil.disk_usage(partial).free
+        if free < SPARE * wanted_bytes:
+            wanted = f"{SPARE * wanted_bytes / 1e9:.1f} GB"
+            raise ConfigError(
+                f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted}: choose another disk"
+            )
+        yield partial
+        partial.rename(target)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"{target} could not be written: {error}; nothing was left there") from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
+    """Config, generation config and tokenizer files of a model directory."""
+    for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json") and file.name not in keep:
+                shutil.copy2(file, target / file.name)

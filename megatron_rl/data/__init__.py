@@ -1,0 +1,1 @@
+"""Problems and pairs: reading them from files, and the toy task."""

@@ -1,0 +1,52 @@
+"""Prompt/response texts -> trajectories whose responses are trained (supervised fine-tuning)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_rl.data.problems import DataError
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.types import Stop, Trajectory
+
+_log = logging.getLogger(__name__)
+
+
+def sft_trajectories(
+    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool, max_tokens: int
+) -> list[Trajectory]:
+    """Prompt and response are tokenised apart, so that the border is where generation will see it; loss on the response and its EOS.
+
+    Pairs longer than `max_tokens` are dropped with a warning; raises DataError when none is left.
+    """
+    if append_eos and tokenizer.eos_token_id is None:
+        raise DataError(
+            "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to false"
+        )
+    end = [tokenizer.eos_token_id] if append_eos else []
+    out: list[Trajectory] = []
+    for number, (prompt, response) in enumerate(pairs):
+        start = tokenize(tokenizer, prompt)
+        rest = tokenizer.encode(response, add_special_tokens=False) + end
+        length = len(start) + len(rest)
+        if length > max_tokens:
+            continue
+        trainable = [False] * len(start) + [True] * len(rest)
+        ones = [float(t) for t in trainable]
+        out.append(
+            Trajectory(
+                group=str(number), tokens=start + rest, trainable=trainable, logprobs=[0.0] * length, version=0, stop=Stop.EOS,
+                advantages=ones,
+            )
+        )  # fmt: skip
+    if len(out) < len(pairs):
+        _log.warning(
+            "%d of %d pairs are longer than data.max_tokens = %d and were dropped",
+            len(pairs) - len(out),
+            len(pairs),
+            max_tokens,
+        )
+    if not out:
+        raise DataError(f"no pair is left: all {len(pairs)} are longer than data.max_tokens = {max_tokens}")
+    return out

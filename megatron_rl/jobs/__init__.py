@@ -1,0 +1,1 @@
+"""Runs as Slurm jobs: submitting, looking after and diagnosing them."""

@@ -1,0 +1,330 @@
+"""`megatron-rl doctor`: what a run will need of this host, looked at before it costs node-hours: a table of checks with their cures."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cluster import slurm
+from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.profile import Profile
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config.schema import ConfigError, Model, Role, Servers, TrainConfig
+from megatron_rl.jobs.submit import engine_python
+from megatron_rl.run.checkpoint import read_json
+from megatron_rl.session.launch import run_directory
+from megatron_rl.weights.rectangles import hf_shapes
+from megatron_rl.weights.sizes import Sizes
+
+Verdict = Literal["ok", "note", "wrong"]
+PYTHON = (3, 11)
+MEGATRON = ((0, 16, 1), (0, 20))  # from, below
+PROBE_MIB = {True: 1, False: 64}  # written to the run directory; quick or not
+SLOW_MIB_S = 20.0
+ANSWER_S = 30.0
+GRADIENT, MASTER = (
+    4,
+    12,
+)  # bytes of a parameter: float32 gradients; float32 weights and Adam's two moments, shared by data parallel ranks
+OTHER_SHARE = 0.5  # of a GPU's memory that activations and buffers may want beside weights, gradients and optimizer
+GIB = 1 << 30
+ELSEWHERE = "on a login node this says nothing about the nodes of a job"
+
+
+@dataclass(frozen=True)
+class Check:
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+    cure: str = ""
+
+
+def examine(config: Any | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
+    """All checks that apply. `quick`: those for the start of a job on every of its nodes, in a second or two."""
+    parts: list[Callable[[], Iterator[Check]]] = [
+        _packages,
+        lambda: _gpus(profile, environment),
+        lambda: _network(config, profile, environment),
+    ]
+    if config is not None:
+        parts += [lambda: _files(run_directory(config), quick), lambda: _inputs(config, quick)]
+        parts += (
+            [lambda: _engine(config, profile)]
+            if isinstance(config, TrainConfig) and isinstance(config.engine, Servers)
+            else []
+        )
+        parts += [] if quick else [lambda: _memory(config, profile)]
+    if not quick:
+        parts.append(lambda: _slurm(profile))
+    return [check for part in parts for check in part()]
+
+
+def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:
+    """A table, worst last."""
+    host = socket.gethostname()
+    node = environment.get("SLURMD_NODENAME", host)
+    chosen = [check for check in checks if not only_wrong or check.verdict == "wrong"]
+    if only_wrong and not chosen:
+        console.print(f"{node}: all {len(checks)} checks passed")
+        return
+    table = Table(
+        "", "check", "found", "cure", title=f"{node}" + (f" ({host})" if host != node else ""), title_justify="left"
+    )
+    marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[red]wrong[/]"}
+    for check in sorted(chosen, key=lambda check: ("ok", "note", "wrong").index(check.verdict)):
+        table.add_row(marks[check.verdict], check.what, check.found, check.cure)
+    console.print(table)
+
+
+def _packages() -> Iterator[Check]:
+    own = ".".join(map(str, sys.version_info[:3]))
+    yield (
+        Check("Python", own) if sys.version_info >= PYTHON else Check("Python", own, "wrong", "3.11 or newer is needed")
+    )
+    for name in ("torch", "megatron-core", "transformers"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            yield Check(
+                name, "not installed", "wrong", "pip install -e . (or `make setup`) in the environment that jobs use"
+            )
+            continue
+        numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+        if name == "megatron-core" and not MEGATRON[0] <= numbers < MEGATRON[1]:
+            yield Check(name, found, "wrong", "0.16.1 to 0.19 are supported")
+        else:
+            yield Check(name, found)
+
+
+def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
+    in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # one of them alone, where doctor is tried by hand
+    wanted = int(given) if in_job and given.isdigit() else wanted
+    if shutil.which("nvidia-smi") is None:
+        bad = bool(wanted) and in_job
+        cure = "the job asked for GPUs: is this a node with GPUs, and its driver loaded?" if bad else ELSEWHERE
+        yield Check("GPUs", "none here (no nvidia-smi)", "wrong" if bad else "note", "" if wanted == 0 else cure)
+        return
+    query = [
+        "nvidia-smi",
+        "--query-gpu=name,memory.total,driver_version,ecc.errors.uncorrected.volatile.total",
+        "--format=csv,noheader",
+    ]
+    try:
+        lines = slurm.run(query).strip().splitlines()
+    except slurm.SlurmError as error:
+        yield Check("GPUs", str(error), "wrong", "the driver does not answer: drain this node")
+        return
+    found = f"{len(lines)} x {lines[0] if lines else ''}"
+    if wanted and len(lines) < wanted and in_job:
+        yield Check(
+            "GPUs",
+            found,
+            "wrong",
+            f"this job was to have {wanted} here: one is lost, drain this node, or correct gpus_per_node",
+        )
+    else:
+        yield Check("GPUs", found)
+
+
+def _network(config: Any | None, profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
+    hosts = {"profile host": profile.host} if profile is not None else {}
+    if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
+        hosts["engine.host"] = config.engine.host
+    hosts |= {name: environment[name].partition(",")[0] for name in ("GLOO_SOCKET_IFNAME",) if environment.get(name)}
+    in_job = "SLURM_JOB_ID" in environment
+    for name, host in hosts.items():
+        try:
+            address = own_address(host)
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+                port = probe.getsockname()[1]
+        except (ConfigError, OSError) as error:
+            cure = "give an interface of the nodes (ip -brief address), or auto"
+            yield (
+                Check(name, f"{host}: {error}", "wrong", cure)
+                if in_job
+                else Check(name, f"{host}: {error}", "note", ELSEWHERE)
+            )
+            continue
+        alone = address.startswith("127.") and in_job
+        cure = "other nodes do not reach this: give the interface between nodes" if alone else ""
+        yield Check(name, f"{host} is {address}, port {port} is free", "note" if alone else "ok", cure)
+
+
+def _files(directory: Path, quick: bool) -> Iterator[Check]:
+    """What the run directory's file system can do: write, rename, lock; and the space on it."""
+    while not directory.exists():
+        directory = directory.absolute().parent
+    probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
+    moved = probe.with_name(probe.name + ".moved")  # its own: others may look at this moment
+    try:
+        start = time.perf_counter()
+        with probe.open("wb") as file:
+            file.write(b"\0" * (size << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rate = size / (time.perf_counter() - start)
+        probe.rename(moved)
+    except OSError as error:
+        cure = (
+            "the run directory must take writes, renames and flock (Lustre: mount with -o flock); give another run.dir"
+        )
+        yield Check("run directory", f"{directory}: {error}", "wrong", cure)
+        return
+    finally:
+        for left in (probe, moved):
+            with contextlib.suppress(OSError):
+                left.unlink()
+    slow = rate < SLOW_MIB_S and not quick
+    yield Check(
+        "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, locks", "note" if slow else "ok",
+        "saving will be slow here: give run.dir on a faster file system" if slow else "",
+    )  # fmt: skip
+    free = shutil.disk_usage(directory).free / GIB
+    yield Check(
+        "space there",
+        f"{free:.0f} GiB free",
+        "ok" if free > 1 else "wrong",
+        "" if free > 1 else "make room: checkpoints go there",
+    )
+
+
+def _inputs(config: Any, quick: bool) -> Iterator[Check]:
+    for line in config_checks.absent_files(config):
+        yield Check(
+            "input", line.removeprefix("note: "), "note", "put it there first, or let the run fetch it from the hub"
+        )
+    if quick:
+        return
+    for name, role in _roles(config):
+        try:
+            found = _sizes(role.model)
+        except (ConfigError, ValueError) as error:
+            yield Check(
+                f"model of {name}",
+                f"{role.model.path}: {error}",
+                "wrong",
+                "is this a Hugging Face directory, all of it?",
+            )
+            continue
+        if found is not None:
+            yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
+
+
+def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
+    assert isinstance(config.engine, Servers)
+    python = engine_python(config.engine, profile.engine_python) if profile else config.engine.python or sys.executable
+    package = config.engine.kind
+    code = f"import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name in ('{package}', '{package}-cpu')))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Check(
+            "engine.python",
+            f"{python}: {error}",
+            "wrong",
+            "make engines, or set engine.python to the interpreter that has the engine",
+        )
+        return
+    if done.returncode:
+        yield Check("engine.python", f"{python} has no {package}", "wrong", "make engines, or set engine.python")
+    else:
+        yield Check("engine.python", f"{python}: {package} {done.stdout.strip()}")
+
+
+def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
+    """Weights, gradients and optimizer of every role on a rank against the GPU's memory, or the host's for all its ranks."""
+    ranks = 1 if profile is None else profile.ranks_per_node
+    world = ranks * config.job.nodes if hasattr(config, "job") else ranks
+    awake, asleep = 0.0, 0.0
+    for _, role in _roles(config):
+        try:
+            found = _sizes(role.model)
+        except (ConfigError, ValueError):
+            return  # said before
+        if found is None:
+            yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
+            return
+        stages = role.layout.tp * role.layout.pp
+        own = _parameters(found) / stages
+        weights = own * (2 if role.model.dtype == "bfloat16" else 4)
+        rest = own * (GRADIENT + MASTER / max(1, world // stages))
+        awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
+    need = (awake + asleep) / GIB
+    have, where = _room(ranks)
+    cure = (
+        "raise layout.tp or pp, add nodes, or set sleep: true on the roles"
+        if need > have * (1 - OTHER_SHARE / 2)
+        else ""
+    )
+    verdict: Verdict = "wrong" if need > have else "note" if cure else "ok"
+    yield Check(
+        "memory", f"{need:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}", verdict, cure
+    )
+
+
+def _room(ranks: int) -> tuple[float, str]:
+    if shutil.which("nvidia-smi"):
+        with contextlib.suppress(slurm.SlurmError, ValueError):
+            said = slurm.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+            return min(float(line) for line in said.splitlines()) / 1024, "on each GPU here"
+    return psutil.virtual_memory().total / GIB / ranks, "of this host's memory for each of its ranks"
+
+
+def _slurm(profile: Profile | None) -> Iterator[Check]:
+    if not slurm.present():
+        yield Check("Slurm", "no sbatch here", "note", "submit from a login node")
+        return
+    try:
+        yield Check("Slurm", slurm.run(["sbatch", "--version"]).strip())
+        if profile is not None and profile.partition is not None:
+            said = slurm.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"]).split(
+                "\n"
+            )
+            there = [line for line in said if line]
+            bad = f"there is none: {slurm.run(['sinfo', '--noheader', '--format=%R']).split()}"
+            yield Check(
+                f"partition {profile.partition}",
+                "; ".join(there) or bad,
+                "ok" if there else "wrong",
+                "" if there else "correct it",
+            )
+    except slurm.SlurmError as error:
+        yield Check(
+            "Slurm",
+            str(error).partition("\n")[0],
+            "note",
+            "to submit from here: is it a host of the cluster, and slurmctld up?",
+        )
+
+
+def _roles(config: Any) -> list[tuple[str, Any]]:
+    if isinstance(config, TrainConfig):
+        return [*config.roles.items()]
+    return [("the model", Role(model=config.model, layout=config.layout))] if hasattr(config, "layout") else []
+
+
+def _sizes(model: Model) -> Sizes | None:
+    file = Path(model.path) / "config.json"
+    return Sizes.read(read_json(file), str(file)) if file.is_file() else None
+
+
+def _parameters(sizes: Sizes) -> int:
+    return sum(rows * columns for rows, columns in hf_shapes(sizes).values())

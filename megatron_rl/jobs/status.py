@@ -1,0 +1,239 @@
+"""`megatron-rl status`, `stop` and `logs`: a run as its directory and Slurm's queue show it, from any host that sees both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.cluster import slices, slurm
+from megatron_rl.cluster.job import STOP
+from megatron_rl.cluster.slices import Slice
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.jobs.submit import jobs_of, read_sweep, runs_of
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.session.servers import ENGINES
+
+RECENT = 10  # turns that rates are taken from
+LOOK_S = 2.5  # between two looks at the roster: a server that lives renews its file every second
+FOLLOW_S = 1.0
+NOTHING = "no job of it waits or runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What is known of a run."""
+
+    directory: Path
+    turns: int  # in the metrics
+    planned: int | None
+    saved: int  # turns in the newest complete checkpoint
+    seconds_per_turn: float | None
+    last: Mapping[str, Row]  # the newest line of each scope
+    slices: Sequence[Slice]
+    engines: Sequence[tuple[Listing, bool]]  # and whether it lives
+    jobs: Sequence[slurm.Queued]
+    word: str  # finished, stopped, running, waiting for nodes, or why nobody knows
+
+    @property
+    def remaining_s(self) -> float | None:
+        if self.planned is None or self.seconds_per_turn is None:
+            return None
+        return (self.planned - self.turns) * self.seconds_per_turn
+
+
+def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued] | None = None) -> Status:
+    """Raises ConfigError for what is no run directory. Takes `look_s` where there are servers. `jobs`: its own, of a run in a sweep."""
+    own = RunDirectory(directory)
+    if not (own.config.exists() or (directory / "jobs").exists()):
+        raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
+    rows = [row for row in read_metrics(directory) if row.scope != "gate"]
+    turns = [row for row in rows if row.scope != "eval"]
+    summary, trouble = own.read_summary(), ""
+    try:
+        jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
+    except slurm.SlurmError as error:  # a busy slurmctld: the directory has the most of it
+        jobs, trouble = [], f"what its jobs do is not known ({error})"
+    word = _word(directory, jobs, trouble)
+    recent = [sum(row.time.values()) for row in turns[-RECENT:]]
+    return Status(
+        directory=directory,
+        turns=max((row.turn + 1 for row in turns), default=0),
+        planned=summary.get("planned"),
+        saved=slices.turns_done(directory),
+        seconds_per_turn=median(recent) if recent else None,
+        last={row.scope: row for row in rows},
+        slices=_explained(slices.read(directory, alive=word not in (NOTHING, "stopped")), jobs_of(directory)),
+        engines=_engines(directory, look_s),
+        jobs=jobs,
+        word=word,
+    )
+
+
+def show(status: Status, console: Console) -> None:
+    """Tables of it."""
+    planned = "" if status.planned is None else f" of {status.planned}"
+    console.print(
+        f"[bold]{status.directory}[/]: {status.word}; {status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
+    )
+    if status.jobs:
+        rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.left) for j in status.jobs]
+        console.print(_table("jobs", ("job", "name", "state", "nodes, or why it waits", "time left"), rows))
+    if status.engines:
+        rows = [
+            (e.name, "lives" if lives else "[red]silent[/]", e.node, e.job, e.url, e.incarnation[:8])
+            for e, lives in status.engines
+        ]
+        console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
+    if status.slices:
+        console.print(
+            _table("starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice, status.slices)])
+        )
+    for scope, row in status.last.items():
+        figures = {
+            name: value
+            for name, value in row.metrics.items()
+            if name in ("staleness", "version_lag", "skipped", "loss")
+        }
+        chosen = figures | {n: v for n, v in row.metrics.items() if "accuracy" in n or n.startswith("reward/mean")}
+        if chosen:
+            console.print(
+                f"{scope} at turn {row.turn}: " + ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
+            )
+
+
+def stop(directory: Path, *, now: bool) -> str:
+    """Asks the run to save and leave after its turn, and takes back what waits; `now`: ends its jobs. -> what to tell."""
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is no run directory")
+    for run in runs_of(directory):
+        run.mkdir(exist_ok=True)  # of a sweep, where one may begin at this moment
+        (run / STOP).touch()
+    slurm.cancel(jobs_of(directory), pending=not now)
+    if now:
+        saved = ", ".join(str(slices.turns_done(run)) for run in runs_of(directory))
+        return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} turns"
+    return f"{directory}: it saves and leaves after the turn at hand; `megatron-rl submit` of the same config goes on (--now: at once)"
+
+
+def log_files(directory: Path) -> list[Path]:
+    """Oldest first by their last line. Raises ConfigError for what is no run directory."""
+    if not (directory / "logs").is_dir():
+        raise ConfigError(f"{directory} is no run directory: it has no logs/")
+    found = [
+        path for path in (directory / "logs").glob("*") if path.is_file() and path.suffix in (".out", ".log", ".txt")
+    ]
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
+    for path in log_files(directory):
+        if pattern in path.name:
+            yield f"==> {path} <=="
+            yield from path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if lines else ()
+
+
+def follow(directory: Path, pattern: str) -> Iterator[str]:
+    """New lines of all logs, as they come, until the run is over."""
+    places = {path: path.stat().st_size for path in log_files(directory)}
+    while True:
+        for path in log_files(directory):
+            if pattern in path.name:
+                with path.open("r", encoding="utf-8", errors="replace") as file:
+                    file.seek(places.get(path, 0))
+                    yield from (f"{path.stem}: {line.rstrip()}" for line in file)
+                    places[path] = file.tell()
+        if slices.over(directory):
+            return
+        time.sleep(FOLLOW_S)
+
+
+def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None:
+    """(run, what differs, its status) of a sweep; None for another directory."""
+    points = read_sweep(directory)
+    if points is None:
+        return None
+    jobs, out = slurm.queue(jobs_of(directory)), []
+    for index, point in enumerate(points):
+        element = [job for job in jobs if job.id.endswith(f"_{index}")]
+        own = directory / point["run"]
+        changes = ", ".join(f"{name}={value}" for name, value in point["changes"].items())
+        out.append(
+            (point["run"], changes, read(own, look_s=0, jobs=element) if RunDirectory(own).config.exists() else None)
+        )
+    return out
+
+
+def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
+    def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
+        if found is None:
+            return run, changes, "not begun", ""
+        return run, changes, found.word, f"{found.turns}" + (f" of {found.planned}" if found.planned else "")
+
+    console.print(_table("sweep", ("run", "settings", "", "turns"), [cells(*run) for run in runs]))
+
+
+def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
+    roster = Roster(directory / ENGINES)
+    before = {(listing.name, listing.incarnation): listing.beat for listing in roster.all()}
+    if not before:
+        return []
+    time.sleep(look_s)
+    return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
+
+
+def _explained(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
+    """With what Slurm's accounting knows of those that ended without a word."""
+    known = slurm.accounted(jobs) if any(one.cause == slices.SILENT for one in starts) else {}
+    return [
+        replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
+        if one.cause == slices.SILENT and (one.job, one.restart) in known
+        else one
+        for one in starts
+    ]
+
+
+def _word(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
+    if slices.finished(directory):
+        return "finished"
+    if any(job.state == "RUNNING" for job in jobs):
+        return "running"
+    if jobs:
+        return "waiting for nodes"
+    if trouble:
+        return trouble
+    if (directory / STOP).exists():
+        return "stopped"
+    return NOTHING if slurm.present() else "no Slurm here to ask for its jobs"
+
+
+def _rates(status: Status) -> str:
+    if status.seconds_per_turn is None or status.word == "finished":
+        return ""
+    left = status.remaining_s
+    return f"; {status.seconds_per_turn:.1f} s a turn" + ("" if left is None else f", {_hours(left)} to go")
+
+
+def _slice(one: Slice) -> tuple[str, ...]:
+    began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+    turns = f"{one.turns_before} to {'?' if one.turns_after is None else one.turns_after}"
+    return one.job, str(one.restart), one.nodes, began, turns, one.cause or "it runs, or has just ended"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    table = Table(*head, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,1 @@
+"""What a run leaves on disk and on the screen: its directory, checkpoints, metrics, console and report."""

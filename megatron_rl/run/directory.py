@@ -1,0 +1,365 @@
+"""The run directory: what is in it, who may start in it, the rollouts and the summary written to it, and leaving on a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from megatron_rl.config.schema import Run
+from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
+from megatron_rl.run.metrics import FILE_NAME
+
+if TYPE_CHECKING:
+    from megatron_rl.types import Trajectory
+
+# Settings that may change between two parts of one run: they touch neither a number nor the plan.
+FREE_KEYS = (
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every", "run.hang_after_s",
+    "sinks", "job",
+)  # fmt: skip
+SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
+_SCHEMA = pa.schema(
+    [
+        ("turn", pa.int64()),
+        ("role", pa.string()),
+        ("group", pa.string()),
+        ("question", pa.string()),
+        ("answer", pa.string()),
+        ("prompt", pa.string()),
+        ("text", pa.string()),
+        ("stop", pa.string()),
+        ("version", pa.int64()),
+        ("num_tokens", pa.int64()),
+        ("correct", pa.bool_()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("steps", pa.list_(pa.string())),
+        ("verdicts", pa.list_(pa.int8())),
+        ("step_rewards", pa.list_(pa.float64())),
+        ("step_advantages", pa.list_(pa.float64())),
+        ("advantage", pa.float64()),
+        ("review", pa.string()),
+    ]
+)
+Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]  # token sequences -> their texts
+_END = b"\0"  # no signal has number 0
+_log = logging.getLogger(__name__)
+
+
+class RunError(RuntimeError):
+    """A run that cannot start where it was told to; the message names what is in the way and the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The places of one run. Making the value touches no file, so that every rank may; writing is for the driver."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / FILE_NAME
+
+    @property
+    def refits(self) -> Path:
+        return self.path / "refits.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def has_begun(self) -> bool:
+        """Whether the run logged or saved anything."""
+        return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(
+            self.checkpoints
+        ).newest() is not None
+
+    def read_summary(self) -> dict[str, Any]:
+        """The figures written so far; empty before the first."""
+        return read_json(self.summary) if self.summary.exists() else {}
+
+    def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Merge `values` into summary.json (mappings key by key, anything else replaced) and return the whole."""
+        merged = _merged(self.read_summary(), values)
+        write_json(self.summary, merged)
+        return merged
+
+    def write_rollouts(self, turn: int, role: str, trajectories: Sequence[Trajectory], decode: Decode) -> Path:
+        """Write rollouts/turn_000012_generator.parquet, whole or not at all.
+
+        Each row is one trajectory with its text as `decode` gives it. From its payload, where present: `question`, `answer`,
+        `correct` (bool), `verdicts` (per step: true or positive for correct, false or not positive for wrong, None for unreadable)
+        and `review` (the verifier's text). `advantage` is that of the first trainable token, `step_advantages` those of each
+        step's last token; both are empty before credit is assigned.
+        """
+        texts = iter(decode([part for t in trajectories for part in _parts(t)]))
+        rows = [_rollout_row(turn, role, t, [next(texts) for _ in _parts(t)]) for t in trajectories]
+        self.rollouts.mkdir(parents=True, exist_ok=True)
+        path = self.rollouts / f"turn_{turn:06d}_{role}.parquet"
+        temporary = path.with_name(f".{path.name}.tmp")
+        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), temporary, compression="zstd")
+        os.replace(temporary, path)
+        return path
+
+    def drop_rollouts(self, turn: int) -> int:
+        """Remove the rollouts of `turn` and later (resume plays them again); returns the number of files."""
+        late = [path for path in rollout_files(self.path) if rollout_turn(path) >= turn]
+        for path in late:
+            path.unlink()
+        return len(late)
+
+
+def open_run(run: Run, config_text: str) -> RunDirectory:
+    """Make or re-enter run.dir/run.name for the resolved config. Driver only, before anything else touches the directory.
+
+    `run.resume`:
+      auto   start in an empty directory; continue in one that holds the same config (from its newest complete checkpoint, or
+             from the beginning when it has none)
+      never  start in an empty directory only
+      must   continue, also under a changed config; there has to be a complete checkpoint. The old config is kept as
+             config.1.yaml, config.2.yaml, ...
+    A few keys (FREE_KEYS) never count as a change. Raises RunError otherwise, naming the keys that differ and the cure.
+    """
+    directory = RunDirectory(Path(run.dir) / run.name)
+    old_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else None
+    if run.resume == "must":
+        if Checkpoints(directory.checkpoints).newest() is None:
+            raise RunError(
+                f"run.resume=must, but {directory.checkpoints} holds no complete checkpoint: start with run.resume=auto"
+            )
+    elif run.resume == "never" and (old_text is not None or directory.metrics.exists()):
+        raise RunError(
+            f"run.resume=never, but {directory.path} holds a run: give another run.name, or continue it with run.resume=auto"
+        )
+    elif old_text is None and directory.metrics.exists():
+        raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
+    # A run that failed before it did anything has nothing that could be mixed up.
+    changes = config_changes(old_text, config_text) if old_text is not None and directory.has_begun() else []
+    if changes and run.resume != "must":
+        listed = "\n  ".join(changes)
+        raise RunError(
+            f"{directory.path} holds a run with another config:\n  {listed}\n"
+            "give another run.name, put the values back, or continue with the new ones by run.resume=must"
+        )
+    for place in (directory.path, directory.checkpoints, directory.rollouts, directory.logs):
+        place.mkdir(parents=True, exist_ok=True)
+    if changes:
+        _log.warning("%s continues with a changed config: %s", directory.path, "; ".join(changes))
+        kept = len(list(directory.path.glob("config.*.yaml"))) + 1
+        write_text(directory.path / f"config.{kept}.yaml", old_text or "")
+    if old_text != config_text:
+        write_text(directory.config, config_text)
+    return directory
+
+
+@contextlib.contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Holds the run directory for this process, until it ends in whatever way. Raises RunError when another one has it: two trainers would
+    write the same files and bring the same engines to different weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(
+                f"{directory} is being run by {file.read().strip() or 'another process'}: end that first"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def config_changes(old_text: str, new_text: str) -> list[str]:
+    """`key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
+    old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
+    absent = "(not set)"
+    return [
+        f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent) != new.get(key, absent)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    ]
+
+
+def rollout_files(run_dir: Path) -> list[Path]:
+    """The rollout files of a run, by turn."""
+    return sorted((Path(run_dir) / "rollouts").glob("turn_*.parquet"))
+
+
+def rollout_turn(path: Path) -> int:
+    return int(path.stem.split("_")[1])
+
+
+def rollout_role(path: Path) -> str:
+    return path.stem.split("_", 2)[2]
+
+
+def read_rollouts(path: Path) -> list[dict[str, Any]]:
+    """The rows of one rollout file; `rewards` as a dict."""
+    rows = pq.read_table(path).to_pylist()
+    return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows]
+
+
+class Interrupts:
+    """`with Interrupts() as stop: ... if stop.requested: save and leave`. Main thread only; handlers are restored at the end.
+
+    The first SIGINT, SIGTERM or SIGUSR1 (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with
+    status 130, if it comes more than SAME_PRESS_S after the first (a terminal and a launcher may both deliver one Ctrl-C); also while
+    the main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that the
+    interpreter writes to.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SAME_PRESS_S = 0.4
+
+    def __init__(self, *, announce: bool = True) -> None:
+        self.requested = False
+        self.signal_name: str | None = None
+        self._announce = announce
+        self._active = False
+
+    def __enter__(self) -> Interrupts:
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        self._thread = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+        self._thread.start()
+        self._active = True
+        os.register_at_fork(after_in_child=self._forget)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+        os.write(self._write_end, _END)
+        self._thread.join()
+        os.close(self._write_end)
+        os.close(self._read_end)
+
+    def _restore(self) -> None:
+        self._active = False
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_wakeup)
+
+    def _forget(self) -> None:
+        """In a forked child: its signals are its own, and must not be counted as ours."""
+        if self._active:
+            self._restore()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested and self._announce:
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: saving and leaving after this turn; Ctrl-C once more leaves at once\n".encode())
+        self.requested = True
+        self.signal_name = self.signal_name or signal.Signals(number).name
+
+    def _watch(self) -> None:
+        first: float | None = None
+        while _END not in (received := os.read(self._read_end, 64)):
+            if signal.SIGINT in received:
+                now = time.monotonic()
+                first = now if first is None else first
+                if now - first > self.SAME_PRESS_S:
+                    os._exit(130)
+
+
+def _parts(trajectory: Trajectory) -> list[list[int]]:
+    """The tokens of its prompt, its response and each of its steps."""
+    start = trajectory.prompt_length
+    return [
+        trajectory.tokens[:start],
+        trajectory.tokens[start:],
+        *(trajectory.tokens[first:end] for first, end in trajectory.steps),
+    ]
+
+
+def _rollout_row(turn: int, role: str, trajectory: Trajectory, texts: Sequence[str]) -> dict[str, Any]:
+    """`texts` of _parts."""
+    t, payload = trajectory, trajectory.payload
+    verdicts = payload.get("verdicts")
+    correct = payload.get("correct")
+    return {
+        "turn": turn,
+        "role": role,
+        "group": t.group,
+        "question": _text(payload.get("question")),
+        "answer": _text(payload.get("answer")),
+        "prompt": texts[0],
+        "text": texts[1],
+        "stop": t.stop.value,
+        "version": t.version,
+        "num_tokens": len(t.response),
+        "correct": None if correct is None else bool(correct),
+        "rewards": [(name, float(value)) for name, value in t.rewards.items()],
+        "steps": texts[2:],
+        "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
+        "step_rewards": [float(reward) for reward in t.step_rewards],
+        "step_advantages": [_last_advantage(t, first, end) or 0.0 for first, end in t.steps] if t.advantages else [],
+        "advantage": float(t.advantages[t.trainable.index(True)]) if t.advantages and True in t.trainable else None,
+        "review": _text(payload.get("review")),
+    }
+
+
+def _last_advantage(t: Trajectory, first: int, end: int) -> float | None:
+    """Of the last trained token in [first, end)."""
+    return next((float(t.advantages[i]) for i in range(end - 1, first - 1, -1) if t.trainable[i]), None)
+
+
+def _text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _merged(old[key], new[key])
+        for key in new
+        if isinstance(new[key], Mapping) and isinstance(old.get(key), Mapping)
+    }
+    return {**old, **new, **both}
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """{"run": {"seed": 1}} -> {"run.seed": 1}; empty mappings stay as values."""
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, inner in value.items()
+        for name, leaf in _flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

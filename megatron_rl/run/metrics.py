@@ -1,0 +1,291 @@
+"""What a run measures: metrics.jsonl, which can be reproduced bit for bit but for its times, and the optional sinks beside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.config.schema import Sinks
+
+SECONDS = "seconds/"  # metrics under this prefix are times, held apart
+FILE_NAME = "metrics.jsonl"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of metrics.jsonl."""
+
+    turn: int  # updates of any role since the start of the run
+    step: int  # loop steps (SFT: optimizer steps)
+    scope: str  # a role, "eval", "sft", ...
+    time: Mapping[str, float]  # seconds by phase
+    metrics: Mapping[str, float]
+
+
+class Sink(Protocol):
+    """One more place that receives every line. `open` is called before the first `log`; any of the three may raise."""
+
+    name: str
+
+    def open(self) -> None: ...
+
+    def log(self, row: Row) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """Writes metrics.jsonl and feeds the sinks. Lives on the driver rank alone.
+
+    `failures` counts the lines each sink lost; the first loss of each sink is logged as a warning, and none stops the run.
+    Everything that belongs to a turn is logged before that turn's checkpoint is committed: every line is on disk when `log` returns.
+    """
+
+    def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
+        self.path = path
+        self.failures: dict[str, int] = {sink.name: 0 for sink in sinks}
+        self._sinks = list(sinks)
+        self._opened: set[str] = set()
+        self._broken: set[str] = set()  # sinks that could not be opened
+        self._warned: set[str] = set()  # metrics that were not finite
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+        """Append one line. Keys that start with `seconds/` become its times. Raises TypeError for a value that is no number."""
+        values = {name: _number(name, value) for name, value in sorted(metrics.items())}
+        row = Row(
+            turn=turn,
+            step=step,
+            scope=scope,
+            time={name.removeprefix(SECONDS): value for name, value in values.items() if name.startswith(SECONDS)},
+            metrics={name: value for name, value in values.items() if not name.startswith(SECONDS)},
+        )
+        self._warn_not_finite(row)
+        with self.path.open("ab") as file:
+            file.write(_encode(row))
+            file.flush()
+            os.fsync(file.fileno())
+        for sink in self._sinks:
+            self._send(sink, row)
+
+    def truncate(self, turn: int) -> int:
+        """Drop the lines of `turn` and later ones, and a half-written last line; returns how many went. For resuming at `turn`."""
+        if not self.path.exists():
+            return 0
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (row := _decode(line)) is not None and row.turn < turn]
+        if len(kept) < len(lines):
+            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            with temporary.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        return len(lines) - len(kept)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            if sink.name in self._opened:
+                self._guarded(sink, sink.close)
+        self._opened.clear()
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _send(self, sink: Sink, row: Row) -> None:
+        if sink.name in self._broken:
+            self.failures[sink.name] += 1
+            return
+        if sink.name not in self._opened:
+            if not self._guarded(sink, sink.open):
+                self._broken.add(sink.name)
+                return
+            self._opened.add(sink.name)
+        self._guarded(sink, lambda: sink.log(row))
+
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
+        """The named border to metric sinks: whatever a sink raises is counted and told once."""
+        try:
+            call()
+        except Exception as error:
+            if not self.failures[sink.name]:
+                _log.warning(
+                    "metric sink %s failed (%s: %s); the run goes on without it", sink.name, type(error).__name__, error
+                )
+            self.failures[sink.name] += 1
+            return False
+        return True
+
+    def _warn_not_finite(self, row: Row) -> None:
+        for name, value in (*row.metrics.items(), *row.time.items()):
+            if not math.isfinite(value) and f"{row.scope}/{name}" not in self._warned:
+                self._warned.add(f"{row.scope}/{name}")
+                _log.warning("%s %s is %s at turn %d (told once per metric)", row.scope, name, value, row.turn)
+
+
+class Stopwatch:
+    """Wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest and repeat; repeats add up."""
+
+    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
+        """`beat` is to be called whenever something moves; the watch does so when a measured part ends."""
+        self.beat = beat
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self.beat()
+
+    def take(self) -> dict[str, float]:
+        """What has been measured since the last call, as {"seconds/rollout": ...}, and start again from zero."""
+        taken = {f"{SECONDS}{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
+
+
+class TensorBoard:
+    """Scalars `scope/metric` over turns. `first_turn` hides what an interrupted run wrote beyond its checkpoint."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path, *, first_turn: int = 0) -> None:
+        self._directory = directory
+        self._first_turn = first_turn
+
+    def open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._directory), purge_step=self._first_turn)
+
+    def log(self, row: Row) -> None:
+        for name, value in _flat(row).items():
+            self._writer.add_scalar(name, value, row.turn)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """The same scalars in Weights & Biases, over their own `turn` axis, so that a resumed run may go back in turns."""
+
+    name = "wandb"
+
+    def __init__(self, project: str, run_name: str, directory: Path) -> None:
+        self._project = project
+        self._run_name = run_name
+        self._directory = directory
+
+    def open(self) -> None:
+        import wandb
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        kept = self._directory / "wandb_id"  # one run there, over all restarts
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=self._project,
+            name=self._run_name,
+            dir=str(self._directory),
+            id=kept.read_text().strip(),
+            resume="allow",
+        )
+        self._run.define_metric("turn")
+        self._run.define_metric("*", step_metric="turn")
+
+    def log(self, row: Row) -> None:
+        self._run.log({**_flat(row), "turn": row.turn, "step": row.step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int = 0) -> list[Sink]:
+    """The sinks that the config asks for, with their files under `logs`. `first_turn`: where a resumed run goes on."""
+    chosen: list[Sink] = []
+    if sinks.tensorboard:
+        chosen.append(TensorBoard(logs / "tensorboard", first_turn=first_turn))
+    if sinks.wandb_project is not None:
+        chosen.append(WandB(sinks.wandb_project, run_name, logs))
+    return chosen
+
+
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Every whole line of RUN/metrics.jsonl in order; none when there is no such file. A half-written last line is left out.
+
+    Raises ValueError for a damaged line before the last.
+    """
+    path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    rows = [_decode(line) for line in lines]
+    for number, row in enumerate(rows[:-1], start=1):
+        if row is None:
+            raise ValueError(f"{path}:{number}: not a metrics line: {lines[number - 1][:80]!r}; remove the line")
+    return [row for row in rows if row is not None]
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
+
+
+def _encode(row: Row) -> bytes:
+    """Floats as repr writes them (shortest text that reads back to the same bits); NaN and infinities, which JSON has not, as strings."""
+    line = {
+        "turn": row.turn,
+        "step": row.step,
+        "scope": row.scope,
+        "time": {name: _plain(value) for name, value in row.time.items()},
+        "metrics": {name: _plain(value) for name, value in row.metrics.items()},
+    }
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(value)
+
+
+def _decode(line: bytes) -> Row | None:
+    """None for a line that is not whole."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        raw = json.loads(line)
+        return Row(
+            turn=raw["turn"],
+            step=raw["step"],
+            scope=raw["scope"],
+            time={name: float(value) for name, value in raw["time"].items()},
+            metrics={name: float(value) for name, value in raw["metrics"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _flat(row: Row) -> dict[str, float]:
+    times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
+    return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times}

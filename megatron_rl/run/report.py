@@ -1,0 +1,460 @@
+"""One self-contained HTML page about a run: what it gained, its curves, where its time went, and what the models wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from megatron_rl.run import report_figures as figures
+from megatron_rl.run.directory import RunDirectory, read_rollouts, rollout_files, rollout_role
+from megatron_rl.run.metrics import Row, read_metrics
+
+FACTS = (
+    r"recipe\.target",
+    r"(roles\.\w+\.)?model\.(path|init)",
+    r"(roles\.\w+\.)?layout\.(tp|pp)",
+    r"(roles\.\w+\.)?optimizer\.lr",
+    r"roles\.\w+\.sampling\.(temperature|max_tokens)",
+    r"data\.(path|train)",
+    r"run\.(seed|steps|prompts_per_step)",
+    r"(samples_per_step|epochs)",
+    r"launch\.nproc",
+    r"recipe\.args\.\w+",
+)
+MAX_SAMPLES = 2  # rollouts shown per role, time and outcome
+MAX_CHARACTERS = 20000  # of one shown text
+WINDOW = 0.2  # share of the turns that "first" and "last" mean
+MAX_FILES = 5  # rollout files read at each end per role
+_MARKS = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect"), None: ("unread", "no verdict")}
+
+
+@dataclass(slots=True)
+class _Rollouts:
+    """The rollouts of one role at both ends of a run; `late` is empty when there is one turn."""
+
+    early: list[dict[str, Any]] = field(default_factory=list)
+    late: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Draw RUN/report.html from what the run directory holds so far and return its path. Touches no network.
+
+    Any part that was not logged (rollouts, a verifier, evaluations) is left out. Raises FileNotFoundError for a directory with
+    neither metrics nor a config.
+    """
+    rows = _rows(run_dir)
+    directory = RunDirectory(Path(run_dir))
+    summary = directory.read_summary()
+    config_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
+    rollouts = _read_ends(directory.path)
+    title = directory.path.resolve().name
+    sections = [
+        ("Before and after", _gains(summary, rows)),
+        ("Held-out evaluation", grid(figures.line_svg(chart) for chart in figures.evaluation_charts(rows))),
+        ("Training curves", grid(figures.line_svg(chart) for chart in figures.charts(rows))),
+        ("Verdicts against the truth", _confusions(rows)),
+        ("Where the time went", _time(rows)),
+        ("Refits", _refits(directory.refits)),
+        ("First turns and last turns", grid(_histograms(rollouts))),
+        ("Sample rollouts", _samples(rollouts)),
+        ("Summary", _key_values(_flatten(summary))),
+        ("Config", _config(config_text)),
+    ]
+    path = directory.path / "report.html"
+    path.write_text(page(title, _subtitle(rows), sections, head=_facts(config_text)), encoding="utf-8")
+    return path
+
+
+def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, head: str = "") -> str:
+    """(heading, HTML) -> a page that loads nothing from anywhere; empty sections are left out."""
+    shown = [(heading, body) for heading, body in sections if body]
+    links = "".join(f'<a href="#{_anchor(heading)}">{escape(heading)}</a>' for heading, _ in shown)
+    body = "\n".join(
+        f'<section id="{_anchor(heading)}"><h2>{escape(heading)}</h2>\n{text}\n</section>' for heading, text in shown
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n<style>{_CSS}</style>\n'
+        f"</head>\n<body>\n<header><h1>{escape(title)}</h1>\n<p>{subtitle}</p>\n{head}\n<nav>{links}</nav>\n</header>\n"
+        f"<main>\n{body or '<p>Nothing has been logged yet.</p>'}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def write_figure(run_dir: Path, png_path: Path) -> Path:
+    """Draw the main curves of a run as one PNG. Raises FileNotFoundError as `write_report` does."""
+    figures.draw_overview(_rows(run_dir), Path(run_dir).resolve().name, Path(png_path))
+    return Path(png_path)
+
+
+def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Every figure that a summary gives as NAME_start and NAME_end: {NAME: (start, end)}."""
+    flat = _flatten(summary)
+    names = [
+        key.removesuffix("_start")
+        for key in flat
+        if key.endswith("_start") and f"{key.removesuffix('_start')}_end" in flat
+    ]
+    both = {name: (flat[f"{name}_start"], flat[f"{name}_end"]) for name in names}
+    return {
+        name: values
+        for name, values in both.items()
+        if "_num_" not in name and all(_is_number(value) for value in values)
+    }
+
+
+def confusion(rows: Sequence[Row]) -> dict[str, float]:
+    """Sums of tp, fp, tn, fn over metrics lines; empty when none has them."""
+    cells = ("tp", "fp", "tn", "fn")
+    having = [row.metrics for row in rows if all(f"confusion/{cell}" in row.metrics for cell in cells)]
+    return {cell: sum(metrics[f"confusion/{cell}"] for metrics in having) for cell in cells} if having else {}
+
+
+def split_steps(text: str, steps: Sequence[str]) -> list[tuple[int | None, str]]:
+    """Cut `text` at its steps: (step number, its text) or (None, what stands between), in order; joined they give `text`
+    unless a step is not found in it (a tokenizer that decodes parts differently): that step is inserted where it was due."""
+    parts: list[tuple[int | None, str]] = []
+    place = 0
+    for number, step in enumerate(steps):
+        found = text.find(step, place)
+        if found > place:
+            parts.append((None, text[place:found]))
+        parts.append((number, step))
+        place = found + len(step) if found >= 0 else place
+    if place < len(text):
+        parts.append((None, text[place:]))
+    return parts
+
+
+def _rows(run_dir: Path) -> list[Row]:
+    directory = RunDirectory(Path(run_dir))
+    if not directory.metrics.exists() and not directory.config.exists():
+        raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
+    return read_metrics(directory.path)
+
+
+def _read_ends(run_dir: Path) -> dict[str, _Rollouts]:
+    by_role: dict[str, list[Path]] = {}
+    for path in rollout_files(run_dir):
+        by_role.setdefault(rollout_role(path), []).append(path)
+    ends = {}
+    for role, paths in sorted(by_role.items()):
+        count = min(MAX_FILES, max(1, int(WINDOW * len(paths))))
+        late = paths[-count:] if len(paths) > 1 else []
+        ends[role] = _Rollouts(
+            early=[row for path in paths[:count] for row in read_rollouts(path)],
+            late=[row for path in reversed(late) for row in read_rollouts(path)],
+        )
+    return ends
+
+
+def _subtitle(rows: Sequence[Row]) -> str:
+    updates: dict[str, int] = {}
+    for row in rows:
+        if row.scope not in ("eval", "gate"):
+            updates[row.scope] = updates.get(row.scope, 0) + 1
+    seconds = sum(value for row in rows for value in row.time.values())
+    parts = [f"{count} {escape(scope)} updates" for scope, count in updates.items()]
+    return " · ".join([*parts, f"{_duration(seconds)} measured"])
+
+
+def _facts(config_text: str) -> str:
+    flat = _flatten(yaml.safe_load(config_text) or {}) if config_text else {}
+    chosen = [(key, flat[key]) for pattern in FACTS for key in flat if re.fullmatch(pattern, key)]
+    items = "".join(
+        f"<div><dt>{escape(key)}</dt><dd>{escape(show(value))}</dd></div>" for key, value in chosen if value is not None
+    )
+    return f'<dl class="facts">{items}</dl>' if items else ""
+
+
+def _gains(summary: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    gains = pairs(summary)
+    if not gains:
+        evaluations = [row.metrics for row in rows if row.scope == "eval"]
+        if len(evaluations) > 1:
+            gains = {
+                name: (value, evaluations[-1][name])
+                for name, value in evaluations[0].items()
+                if name in evaluations[-1]
+            }
+    if not gains:
+        return ""
+    lines = []
+    for name, (start, end) in gains.items():
+        change = "up" if end > start else "down" if end < start else "same"
+        lines.append(
+            f'<tr><th scope="row">{escape(name.replace("_", " "))}</th><td>{show(start)}</td><td>{show(end)}</td>'
+            f'<td class="{change}">{end - start:+.4g}</td></tr>'
+        )
+    return table(("", "before", "after", "change"), "".join(lines))
+
+
+def _confusions(rows: Sequence[Row]) -> str:
+    blocks = []
+    for scope in sorted({row.scope for row in rows}):
+        having = [row for row in rows if row.scope == scope and "confusion/tp" in row.metrics]
+        count = max(1, int(WINDOW * len(having)))
+        parts = (
+            [("first turns", having[:count]), ("last turns", having[-count:])] if len(having) > 1 else [("", having)]
+        )
+        blocks += [
+            _confusion_table(f"{scope} {when}".strip(), cells) for when, part in parts if (cells := confusion(part))
+        ]
+    return grid(blocks)
+
+
+def _confusion_table(title: str, cells: Mapping[str, float]) -> str:
+    positive, negative = cells["tp"] + cells["fn"], cells["tn"] + cells["fp"]
+
+    def cell(name: str, of: float) -> str:
+        share = cells[name] / of if of else 0.0
+        color = "var(--good)" if name in ("tp", "tn") else "var(--bad)"
+        style = f"background: color-mix(in srgb, {color} {round(10 + 60 * share)}%, transparent)"
+        return f'<td style="{style}">{cells[name]:.0f}<small>{share:.0%}</small></td>'
+
+    sensitivity, specificity = (
+        (cells["tp"] / positive if positive else 0.0),
+        (cells["tn"] / negative if negative else 0.0),
+    )
+    f1 = 2 * sensitivity * specificity / (sensitivity + specificity) if sensitivity + specificity else 0.0
+    body = (
+        f'<tr><th scope="row">right</th>{cell("tp", positive)}{cell("fn", positive)}</tr>'
+        f'<tr><th scope="row">wrong</th>{cell("fp", negative)}{cell("tn", negative)}</tr>'
+    )
+    note = f"harmonic mean of the two class accuracies: {f1:.3f}"
+    return f'<figure class="confusion"><h3>{escape(title)}</h3>{table(("truth", "says right", "says wrong"), body)}<p>{note}</p></figure>'
+
+
+def _time(rows: Sequence[Row]) -> str:
+    seconds: dict[str, dict[str, float]] = {}
+    for row in rows:
+        for phase, value in row.time.items():
+            by_phase = seconds.setdefault(row.scope, {})
+            by_phase[phase] = by_phase.get(phase, 0.0) + value
+    total = sum(value for by_phase in seconds.values() for value in by_phase.values())
+    if not total:
+        return ""
+    lines = "".join(
+        f'<tr><th scope="row">{escape(scope)}</th><th>{escape(phase)}</th><td>{value:,.1f}</td><td>{value / total:.1%}</td></tr>'
+        for scope, by_phase in seconds.items()
+        for phase, value in sorted(by_phase.items(), key=lambda item: -item[1])
+    )
+    return grid([*figures.time_svgs(rows, seconds), table(("role", "phase", "seconds", "share"), lines)])
+
+
+def _refits(path: Path) -> str:
+    """A row per role: how many, and the median of their figures. A last line that was cut short is not read."""
+    by_role: dict[str, list[dict[str, Any]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        if line.endswith("}"):
+            figures = json.loads(line)
+            by_role.setdefault(figures["role"], []).append(figures)
+    names = (
+        "seconds",
+        "floor_seconds",
+        "ratio_to_floor",
+        "gigabytes",
+        "local_gigabytes",
+        "checked_slices",
+        "failed_engines",
+    )
+    lines = "".join(
+        f'<tr><th scope="row">{escape(role)}</th><td>{len(found)}</td>'
+        + "".join(f"<td>{median(f[f'refit/{name}'] for f in found):,.4g}</td>" for name in names)
+        + "</tr>"
+        for role, found in by_role.items()
+    )
+    return table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
+
+
+def _histograms(rollouts: Mapping[str, _Rollouts]) -> Iterable[str]:
+    for role, ends in rollouts.items():
+        names = sorted({name for row in [*ends.early, *ends.late] for name in row["rewards"]})
+        columns: dict[str, Callable[[dict[str, Any]], Any]] = {f"reward {name}": _reward(name) for name in names}
+        columns |= {
+            "length (tokens)": lambda row: row["num_tokens"],
+            "steps per solution": lambda row: len(row["steps"] or []) or None,
+        }
+        for name, value in columns.items():
+            early, late = (
+                [float(v) for row in rows if _is_number(v := value(row))] for rows in (ends.early, ends.late)
+            )
+            if early or late:
+                yield figures.histogram_svg(f"{role}: {name}", early, late)
+
+
+def _reward(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda row: row["rewards"].get(name)
+
+
+def _samples(rollouts: Mapping[str, _Rollouts]) -> str:
+    blocks = []
+    for role, ends in rollouts.items():
+        for when, rows in (("early", ends.early), ("late", ends.late)):
+            for outcome in (True, False, None):
+                chosen = [row for row in rows if _is_right(row) is outcome]
+                several = sorted(chosen, key=lambda row: not row["steps"])[:MAX_SAMPLES]  # those with steps first
+                shown = when == "late" or not ends.late
+                blocks += [_sample(role, when, row, is_open=shown and place == 0) for place, row in enumerate(several)]
+    return "\n".join(blocks)
+
+
+def _sample(role: str, when: str, row: Mapping[str, Any], *, is_open: bool) -> str:
+    kind, mark = _MARKS[{True: 1, False: -1, None: None}[_is_right(row)]]
+    rewards = "  ".join(f"{name} {value:.3g}" for name, value in row["rewards"].items())
+    advantage = f"advantage {row['advantage']:+.2f}" if row["advantage"] is not None else ""
+    facts = (
+        f"turn {row['turn'] + 1}",
+        f"{row['num_tokens']} tokens",
+        f"stop: {row['stop']}",
+        f"weights {row['version']}",
+        rewards,
+        advantage,
+    )
+    head = f'<span class="tag {kind}">{mark if kind != "unread" else "not graded"}</span> {when} {escape(role)} · '
+    title = escape((row["question"] or row["group"] or "")[:120])
+    extra = [("Question", row["question"]), ("Answer", row["answer"])]
+    lines = "".join(f"<p><b>{name}</b> {escape(_cut(value))}</p>" for name, value in extra if value)
+    hidden = [("Prompt", row["prompt"]), ("Review by the verifier", row["review"])]
+    more = "".join(
+        f"<details><summary>{name}</summary><pre>{escape(_cut(value))}</pre></details>"
+        for name, value in hidden
+        if value
+    )
+    return (
+        f'<details class="sample"{" open" if is_open else ""}><summary>{head}{title}</summary>'
+        f'<p class="meta">{escape(" · ".join(fact for fact in facts if fact))}</p>{lines}'
+        f'<div class="text">{_coloured(row)}</div>{more}</details>'
+    )
+
+
+def _coloured(row: Mapping[str, Any]) -> str:
+    """The text with each step in the colour of its verdict, and its advantage behind it."""
+    steps, verdicts, advantages = row["steps"] or [], row["verdicts"] or [], row["step_advantages"] or []
+    matching = len(verdicts) == len(steps)
+    parts = []
+    for number, text in split_steps(row["text"], steps):
+        if number is None:
+            parts.append(escape(_cut(text)))
+            continue
+        kind, mark = _MARKS[verdicts[number]] if matching else _MARKS[None]
+        badge = f"{mark}  A {advantages[number]:+.2f}" if number < len(advantages) else mark
+        parts.append(f'<span class="step {kind}">{escape(_cut(text))}<span class="badge">{badge}</span></span>')
+    if verdicts and not matching:
+        parts.append(f'<span class="meta">\n{len(verdicts)} verdicts for {len(steps)} steps: no step rewards</span>')
+    return "".join(parts)
+
+
+def _is_right(row: Mapping[str, Any]) -> bool | None:
+    """The `correct` column; where it is empty, whether the reward named outcome (or the only one) is above one half."""
+    if row["correct"] is not None:
+        return row["correct"]
+    rewards = row["rewards"]
+    value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
+    return None if value is None else value > 0.5
+
+
+def _cut(text: str) -> str:
+    return (
+        text
+        if len(text) <= MAX_CHARACTERS
+        else f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS} more characters)"
+    )
+
+
+def _config(text: str) -> str:
+    return f"<details><summary>config.yaml</summary><pre>{escape(text)}</pre></details>" if text else ""
+
+
+def _key_values(flat: Mapping[str, Any]) -> str:
+    lines = "".join(
+        f'<tr><th scope="row">{escape(key)}</th><td>{escape(show(value))}</td></tr>' for key, value in flat.items()
+    )
+    return f"<details><summary>summary.json</summary>{table(('', ''), lines)}</details>" if lines else ""
+
+
+def table(head: Sequence[str], lines: str) -> str:
+    """`lines`: rows as HTML."""
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    row = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
+    return f'<div class="scroll"><table>{row}<tbody>{lines}</tbody></table></div>'
+
+
+def grid(blocks: Iterable[str]) -> str:
+    """Cards beside each other."""
+    inner = "\n".join(f'<div class="card">{block}</div>' for block in blocks)
+    return f'<div class="grid">{inner}</div>' if inner else ""
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {prefix: value} if prefix else {}
+    return {
+        name: leaf
+        for key, inner in value.items()
+        for name, leaf in _flatten(inner, f"{prefix}.{key}" if prefix else str(key)).items()
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def show(value: Any) -> str:
+    """As text, with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+_CSS = """
+:root { color-scheme: light dark; --ink: #1d2329; --paper: #f6f7f8; --card: #ffffff; --line: #d9dde1; --dim: #67707a;
+  --good: #2ca25f; --bad: #d64550; --accent: #2f7ed8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #dde2e7; --paper: #14181c; --card: #1d2329; --line: #343c44; --dim: #98a2ac; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+header, main { max-width: 1280px; margin: 0 auto; padding: 1rem 1.25rem; }
+h1 { margin: .5rem 0 0; font-size: 1.7rem; } h2 { margin: 2rem 0 .75rem; font-size: 1.2rem; } h3 { margin: 0 0 .5rem; font-size: .95rem; }
+header p, .meta { color: var(--dim); margin: .25rem 0 .75rem; }
+nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin-top: 1rem; padding: .6rem 0; border-block: 1px solid var(--line); }
+a { color: var(--accent); text-decoration: none; } a:hover { text-decoration: underline; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .4rem 1.25rem; margin: 0; }
+.facts dt { color: var(--dim); font-size: .78rem; } .facts dd { margin: 0; overflow-wrap: anywhere; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
+.card, .sample, section > .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
+.card { min-width: 0; } .card svg { width: 100%; height: auto; display: block; }
+figure { margin: 0; } figure p { color: var(--dim); font-size: .85rem; margin: .5rem 0 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem 1.4rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); } tr:last-child > * { border-bottom: 0; }
+tbody th { text-align: left; font-weight: 500; } thead th { color: var(--dim); font-weight: 500; font-size: .85rem; }
+thead th:first-child { text-align: left; } td.up { color: var(--good); } td.down { color: var(--bad); }
+.confusion td { padding: .6rem .9rem; text-align: center; font-size: 1.1rem; } .confusion small { display: block; color: var(--dim); }
+.confusion thead th { text-align: center; padding-left: .9rem; }
+.sample { margin-bottom: .6rem; } summary { cursor: pointer; overflow-wrap: anywhere; }
+pre, .text { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px solid var(--line); border-radius: 6px; }
+.step { border-radius: 4px; padding: 1px 3px; box-decoration-break: clone; -webkit-box-decoration-break: clone; }
+.step.right { background: color-mix(in srgb, var(--good) 20%, transparent); border-left: 3px solid var(--good); }
+.step.wrong { background: color-mix(in srgb, var(--bad) 20%, transparent); border-left: 3px solid var(--bad); }
+.step.unread { background: color-mix(in srgb, var(--dim) 15%, transparent); border-left: 3px solid var(--dim); }
+.badge { color: var(--dim); font-size: .72rem; margin-left: .6em; white-space: pre; }
+.tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff; background: var(--dim); }
+.tag.right { background: var(--good); } .tag.wrong { background: var(--bad); }
+"""

@@ -1,0 +1,128 @@
+"""One HTML page about a sweep: what each of its runs came to, the mean over seeds, and the curves of all of them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from megatron_rl.run import report_figures as figures
+from megatron_rl.run.checkpoint import read_json
+from megatron_rl.run.directory import SWEEP, RunDirectory
+from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.report import grid, page, show, table
+
+SEED = "run.seed"
+MAX_CHARTS = 24
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    run: str
+    changes: Mapping[str, Any]
+    rows: Sequence[Row]
+    finished: bool
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name.rpartition('.')[2]}={show(value)}" for name, value in self.changes.items()) or self.run
+
+    def ends(self) -> dict[str, float]:
+        """The last finite value of every evaluated figure, or of the training's where nothing was evaluated."""
+        evaluated = any(row.scope == "eval" for row in self.rows)
+        found: dict[str, float] = {}
+        for row in self.rows:
+            if (row.scope == "eval") == evaluated:
+                own = (
+                    row.metrics if evaluated else {f"{row.scope}/{name}": value for name, value in row.metrics.items()}
+                )
+                found |= {name: value for name, value in own.items() if math.isfinite(value)}
+        return found
+
+
+def read_points(directory: Path) -> list[Point]:
+    """In the order of the sweep file. A run that has not begun has no rows."""
+    out = []
+    for entry in read_json(directory / SWEEP):
+        own = directory / entry["run"]
+        rows = [row for row in read_metrics(own) if row.scope != "gate"]
+        out.append(Point(entry["run"], entry["changes"], rows, bool(RunDirectory(own).read_summary().get("finished"))))
+    return out
+
+
+def write_sweep_report(directory: Path) -> Path:
+    """Draws DIRECTORY/report.html and returns its path. Raises FileNotFoundError where there is no sweep.json."""
+    points = read_points(directory)
+    sections = [
+        ("Runs", _runs(points)),
+        ("Means over seeds", _means(points)),
+        ("Curves", grid(figures.line_svg(chart) for chart in _charts(points))),
+    ]
+    done = sum(point.finished for point in points)
+    path = directory / "report.html"
+    path.write_text(
+        page(directory.resolve().name, f"{done} of {len(points)} runs are finished", sections), encoding="utf-8"
+    )
+    return path
+
+
+def _names(points: Sequence[Point]) -> list[str]:
+    return list(dict.fromkeys(name for point in points for name in point.ends() if "num_" not in name))
+
+
+def _runs(points: Sequence[Point]) -> str:
+    names, lines = _names(points), []
+    for point in points:
+        ends, state = (
+            point.ends(),
+            "finished" if point.finished else f"{len(point.rows)} lines so far" if point.rows else "not begun",
+        )
+        cells = [point.run, point.label, state, *(show(ends[name]) if name in ends else "" for name in names)]
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return table(("run", "settings", "", *names), "".join(lines))
+
+
+def _means(points: Sequence[Point]) -> str:
+    """Of runs that differ in their seed alone."""
+    if not any(SEED in point.changes for point in points):
+        return ""
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        rest = {name: value for name, value in point.changes.items() if name != SEED}
+        groups.setdefault(Point(point.run, rest, (), False).label if rest else "all", []).append(point)
+    names, lines = _names(points), []
+    for label, group in groups.items():
+        cells = [label, str(len(group))]
+        for name in names:
+            values = [ends[name] for ends in (point.ends() for point in group) if name in ends]
+            spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+            cells.append(f"{fmean(values):.4g}{spread}" if values else "")
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return table(("settings", "seeds", *names), "".join(lines)) + "<p>± is the standard deviation over seeds.</p>"
+
+
+def _charts(points: Sequence[Point]) -> list[figures.Chart]:
+    """One for each figure, with a line for each run."""
+    found: dict[str, dict[str, figures.Points]] = {}
+    for point in points:
+        for row in point.rows:
+            for name, value in row.metrics.items():
+                if math.isfinite(value) and "num_" not in name and "confusion" not in name:
+                    title = name if row.scope == "eval" else f"{row.scope}: {name}"
+                    xs, ys = found.setdefault(title, {}).setdefault(point.label, ([], []))
+                    xs.append(row.turn)
+                    ys.append(value)
+    charts = [
+        figures.Chart(title=title, lines=lines)
+        for title, lines in found.items()
+        if any(any(ys) for _, ys in lines.values())
+    ]
+    order = {name: place for place, name in enumerate(figures.LEADING)}
+    key = [next((place for name, place in order.items() if name in chart.title), len(order)) for chart in charts]
+    return [chart for _, chart in sorted(zip(key, charts, strict=True), key=lambda pair: pair[0])][:MAX_CHARTS]

@@ -1,0 +1,1 @@
+"""Where adapters meet: ranks, engines, servers and models of one run are opened and closed here."""

@@ -1,0 +1,296 @@
+"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from megatron_rl.cluster.job import Leave
+from megatron_rl.cluster.meeting import meet
+from megatron_rl.cluster.watchdog import Watchdog
+from megatron_rl.config import files as config_files
+from megatron_rl.config import schema as configs
+from megatron_rl.conversion.target import copy_side_files
+from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.run.checkpoint import STATE, Checkpoints, read_json, write_json
+from megatron_rl.run.console import RunConsole
+from megatron_rl.run.directory import RunDirectory, only_one, open_run
+from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import fill, load_tokenizer, read_template
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.weights import hf
+from megatron_rl.world import TorchWorld
+
+TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
+MEET = timedelta(minutes=10)  # for all ranks to start
+
+CHUNK = 512  # prompts answered between two moves of the progress bar
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer to one problem."""
+
+    problem: Problem
+    prompt: str
+    text: str
+    tokens: int
+    finished: bool  # not cut at sampling.max_tokens
+
+
+class Saves(Protocol):
+    def save(self, directory: Path, *, background: bool = False) -> None: ...
+
+    def saved(self, *, wait: bool) -> bool: ...
+
+
+@dataclass
+class Driver:
+    """The run directory as this rank sees it. `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing."""
+
+    directory: RunDirectory
+    checkpoints: Checkpoints
+    resumed: Path | None  # the checkpoint to go on from
+    resumed_number: int  # turns done in it
+    finished: bool  # all turns were done before, and the end was written
+    watch: Stopwatch
+    leave: Leave  # asked on rank 0
+    tracker: Tracker | None = None
+    console: RunConsole | None = None
+
+    def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+        times = self.watch.take()
+        if self.tracker is not None:
+            self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
+
+    def refitted(self, figures: Mapping[str, Any]) -> None:
+        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part of the metrics,
+        which are the same in a run that was interrupted."""
+        if self.tracker is not None:
+            with self.directory.refits.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(figures) + "\n")
+
+    def say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.message(text)
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        if self.tracker is not None:
+            self.directory.update_summary(values)
+
+
+@contextlib.contextmanager
+def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
+    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU.
+
+    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of kernels that do the
+    same torch takes those that give the same bits every time; it warns where it has none.
+    """
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.basicConfig(
+        level=logging.WARNING if place.rank == 0 else logging.ERROR, format="%(levelname)s: %(message)s"
+    )
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        backend = "gloo"
+    store, address, file = None, {}, shared / f"ranks.{place.session}.json"
+    if place.world_size == 1:
+        store = dist.HashStore()
+    elif place.port is None:
+        store = meet(file, rank=place.rank, world_size=place.world_size, address=place.address, timeout=MEET)
+    else:
+        address = {"init_method": f"tcp://{place.address}:{place.port}"}
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address
+    )
+    world = TorchWorld()
+    world.barrier()
+    if place.rank == 0:
+        file.unlink(missing_ok=True)
+    try:
+        yield world
+    except BaseException:
+        if world.size == 1:  # a rank that failed must not wait for others; alone, it leaves the process as it found it
+            dist.destroy_process_group()
+        raise
+    world.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def open_driver(config: Any, world: TorchWorld, place: Place, *, total_turns: int | None) -> Iterator[Driver]:
+    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective. A watchdog is on in the block."""
+    with contextlib.ExitStack() as stack:
+        own = run_directory(config)
+        world.from_driver(lambda: stack.enter_context(only_one(own)))
+        path = Path(world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path)))
+        watchdog = Watchdog(path, place.session, world.rank, config.run.hang_after_s)
+        stack.enter_context(watchdog.watching())
+        with _opened(config, world, RunDirectory(path), total_turns, watchdog, place) as driver:
+            yield driver
+
+
+@contextlib.contextmanager
+def _opened(
+    config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None, watchdog: Watchdog, place: Place
+) -> Iterator[Driver]:  # fmt: skip
+    checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
+    newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
+    done = newest.number if newest else 0
+    finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
+    watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
+    driver = Driver(directory, checkpoints, newest.path if newest else None, done, finished, watch, leave)
+    if world.rank != 0:
+        yield driver
+        return
+    with RunConsole(directory.logs / "driver.log", total_turns, first_turn=done, stream=sys.stdout) as console:
+        sinks = [console, *configured_sinks(config.sinks, config.run.name, directory.logs, first_turn=done)]
+        with Tracker(directory.metrics, sinks) as tracker:
+            driver.tracker, driver.console = tracker, console
+            if finished:
+                console.message(f"{directory.path} is finished: all {done} turns are done")
+                yield driver
+                return
+            tracker.truncate(done)
+            directory.drop_rollouts(done)
+            if newest is not None:
+                console.message(f"going on from {driver.resumed} ({done} turns done)")
+            yield driver
+
+
+class Saver:
+    """Atomic checkpoints of all roles and the run's state. Every method is collective.
+
+    In the background all but the first are written while training goes on: how long that first one takes is what a job's time limit
+    is compared with.
+    """
+
+    def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
+        self._world, self._driver, self._policies, self._background = world, driver, policies, background
+        self._due: int | None = None  # begun, not complete
+        self._measured = False
+
+    def save(self, number: int, state: Any) -> int | None:
+        """Begins a checkpoint, after the one before is complete. -> `number` when it is complete on return, else None."""
+        self.settle(wait=True)
+        start, checkpoints = time.monotonic(), self._driver.checkpoints
+
+        def begin() -> None:
+            pending = checkpoints.begin(number)
+            for name in self._policies:
+                (pending / name).mkdir()
+
+        self._world.from_driver(begin)
+        background = self._background and self._measured
+        for name, policy in self._policies.items():
+            policy.save(checkpoints.pending(number) / name, background=background)
+        self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
+        self._due = number
+        if background:
+            return None
+        settled = self.settle(wait=True)
+        self._driver.leave.saved(time.monotonic() - start)
+        self._measured = True
+        return settled
+
+    def settle(self, *, wait: bool) -> int | None:
+        """Completes what `save` began, once it is written. -> its number when that happened now."""
+        if self._due is None or not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+            return None
+        number, self._due = self._due, None
+        self._world.barrier()
+        self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
+        return number
+
+
+def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
+    """Writes a Hugging Face directory: weights, config and tokenizer. Collective (the stream is)."""
+    tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
+
+    def write() -> None:
+        hf.write_tensors(target, tensors)
+        copy_side_files(hf.local_directory(model.path), target)
+        if model.tokenizer:
+            copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
+
+    world.from_driver(write)
+
+
+def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
+    """The engine's terms for a config's sampling."""
+    return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
+
+
+def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> list[Answered] | None:
+    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0.
+
+    Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes on.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    engine = EmbeddedEngine(
+        config.model.path,
+        max_batch=config.engine.max_batch,
+        dtype=getattr(torch, config.model.dtype),
+        tokenizer=tokenizer,
+    )
+    engine.load_pretrained()
+    spread = SpreadEngine(world, "model", engine)
+    template, problems = read_template(config.template), read_problems(config.data)
+    prompts = [fill(template, question=str(p.values["question"])) for p in problems]
+    digest = hashlib.sha256("\0".join([config_files.dump(config), *prompts]).encode()).hexdigest()[:16]
+
+    def one_chunk(start: int) -> list[list[tuple[str, int, bool]]]:
+        kept = parts / f"{digest}_{start:08d}.json"
+        if kept.exists():
+            return read_json(kept)
+        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
+        drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]], sampling)
+        rows = [
+            [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), len(c.tokens), c.stop.finished) for c in group]
+            for group in drawn
+        ]
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, rows)
+        return rows
+
+    def draw() -> list[Answered]:
+        out: list[Answered] = []
+        for start in track(range(0, len(problems), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+            part = slice(start, start + CHUNK)
+            for problem, prompt, group in zip(problems[part], prompts[part], one_chunk(start), strict=True):
+                out += [Answered(problem, prompt, *row) for row in group]
+            if not sys.stderr.isatty():
+                print(f"{min(start + CHUNK, len(problems))} of {len(problems)} prompts", file=sys.stderr, flush=True)
+        return out
+
+    found: list[Answered] = []
+    world.from_driver(lambda: found.extend(draw()))
+    return found if world.rank == 0 else None

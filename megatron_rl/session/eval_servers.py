@@ -1,0 +1,91 @@
+"""Servers for an evaluation: started here from model directories, or found at given addresses with the models they have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cluster.address import own_address
+from megatron_rl.config.schema import ConfigError, EvalConfig, Model, Servers
+from megatron_rl.engines.direct import DirectEngine
+from megatron_rl.engines.launch import ServerProcess, free_port, interpreter, make_token
+from megatron_rl.engines.roster import Listing
+from megatron_rl.engines.server import Server
+from megatron_rl.session.launch import run_directory
+from megatron_rl.session.servers import ENGINES, TOKEN, About, command, connect
+from megatron_rl.session.serving import has_gpu
+from megatron_rl.weights import hf
+
+CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that waits
+
+
+def start(
+    config: EvalConfig, settings: Servers, models: Sequence[Model], tokenizers: Mapping[Model, Any], stack: contextlib.ExitStack,
+    environment: Mapping[str, str],
+) -> dict[Model, DirectEngine]:  # fmt: skip
+    """On the driver. Servers that are started here end with `stack`. Raises ConfigError, and StartError for a server that does not come."""
+    settings = replace(settings, host=own_address(settings.host))
+    directory = run_directory(config).resolve() / ENGINES
+    token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
+    names = _names(config)
+    if settings.urls and (wrong := set(settings.urls) ^ {names[model] for model in models}):
+        raise ConfigError(
+            f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(names[m] for m in models)}"
+        )
+    engines = {}
+    for number, model in enumerate(models):
+        local = hf.local_directory(model.path)
+        architecture = hf.read_architecture(local)
+        own = tokenizers[model].eos_token_id
+        ends = hf.eos_tokens(local, architecture) | (frozenset() if own is None else {own})
+        client = connect(settings, token, CONTROL_S, About(ends=ends, vocab=architecture.vocab))
+        if settings.urls:
+            servers = [client(_listing(names[model], i, url)) for i, url in enumerate(settings.urls[names[model]])]
+        else:
+            starter = _Starter(settings, directory, environment, stack)
+            places = range(number * settings.replicas, (number + 1) * settings.replicas)
+            servers = [starter.start(names[model], place, client, local, model.dtype) for place in places]
+        engines[model] = DirectEngine(servers, settings)
+        stack.callback(engines[model].close)
+    return engines
+
+
+def _names(config: EvalConfig) -> dict[Model, str]:
+    """As engine.urls has them: the settings that name the models; of a model with two parts the first."""
+    judging = None if config.verifier is None else config.verifier.model
+    parts = {"model": config.model, "junior": config.junior, "verifier": judging}
+    return {model: name for name, model in reversed(parts.items()) if model is not None}
+
+
+@dataclass(frozen=True)
+class _Starter:
+    """Makes server processes that end with `stack`."""
+
+    settings: Servers
+    directory: Path
+    environment: Mapping[str, str]
+    stack: contextlib.ExitStack
+
+    def start(self, name: str, number: int, client: Callable[[Listing], Server], model: Path, dtype: str) -> Server:
+        """Waits until it answers. Raises ConfigError, StartError."""
+        settings, python = self.settings, interpreter(self.settings)
+        gpus = settings.gpus[number * settings.tp : (number + 1) * settings.tp]
+        environment = {**self.environment, **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})}
+        port = free_port(settings.host)
+        words = command(settings)(
+            settings, python=python, model=model, dtype=dtype, port=port,
+            token_file=Path(settings.token_file) if settings.token_file else self.directory / TOKEN, on_gpu=has_gpu(environment),
+        )  # fmt: skip
+        log = self.directory.parent / "logs" / f"engine_{name}_{number}.log"
+        process = ServerProcess(words, log, environment, imports=self.directory / "imports")
+        self.stack.callback(process.stop)
+        server = client(_listing(name, number, f"http://{settings.host}:{port}"))
+        process.wait_until(server.ready, settings.start_timeout_s)
+        return server
+
+
+def _listing(name: str, number: int, url: str) -> Listing:
+    return Listing(role=name, replica=number, url=url, incarnation="", log="")

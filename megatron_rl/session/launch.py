@@ -1,0 +1,139 @@
+"""Starting ranks: found in the environment of torchrun or srun, or started here as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megatron_rl.cluster.address import address_among_ranks
+from megatron_rl.cluster.job import Job, job_from
+
+GRACE_S = 30.0  # between asking the other ranks to leave and killing them
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str  # of rank 0; of this host where `port` is None
+    port: int | None  # None: rank 0 takes a free one, and writes it to a file that all see
+    job: Job | None = None
+
+    @property
+    def session(self) -> str:
+        """Of this start of the ranks, the same on all of them."""
+        return f"{self.job.name}.{self.job.step}" if self.job is not None and self.port is None else f"port{self.port}"
+
+
+def place_from(environment: Mapping[str, str]) -> Place | None:
+    """Where torchrun or srun put this process; None when no launcher did.
+
+    srun gives no address: ranks meet by a file in the run directory, or by MASTER_ADDR and MASTER_PORT where the batch script exports
+    both. Raises ValueError when torchrun's environment lacks them, or one of them stands alone.
+    """
+    job = job_from(environment)
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    elif job is not None and job.step is not None and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    else:
+        return None
+    rank, world, local = (int(environment.get(n, "0")) for n in names)
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment]
+    if not given and names[0] != "RANK":
+        return Place(rank, world, local, address_among_ranks(environment), None, job)
+    if len(given) < 2:
+        raise ValueError(
+            "ranks were started without MASTER_ADDR and MASTER_PORT: export both (first host and a free port) before"
+        )
+    return Place(rank, world, local, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), job)
+
+
+def run_directory(config: Any) -> Path:
+    """Of a run that has one; else where its output goes."""
+    if hasattr(config, "run"):
+        return Path(config.run.dir) / config.run.name
+    return Path(config.output or ".").parent
+
+
+def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:
+    """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits. Returns the exit status: the first failure's.
+
+    When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in a terminal
+    then reaches a rank twice counts as once (`run.Interrupts`).
+    """
+    base = {
+        "WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "megatron_rl.main", *arguments]
+    children = [
+        subprocess.Popen(command, env={**environment, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(nproc)
+    ]
+    with _forwarded(children):
+        return _wait(children)
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    failed = 0
+    while not failed and any(child.poll() is None for child in children):
+        failed = next((child.returncode for child in children if child.poll()), 0)
+        time.sleep(0.05)
+    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    if failed < 0:
+        rank = next(rank for rank, child in enumerate(children) if child.returncode == failed)
+        text = f"rank {rank} was killed by {signal.Signals(-failed).name}: the others are ended; start the run again to go on"
+        print(text, file=sys.stderr)
+    if failed:
+        _end(children)
+    return failed if failed >= 0 else 128 - failed
+
+
+def _end(children: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for child in children:
+        if child.poll() is None:
+            child.terminate()
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.1, deadline - time.monotonic()))
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+@contextlib.contextmanager
+def _forwarded(children: list[subprocess.Popen[bytes]]):
+    def forward(number: int, frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {n: signal.signal(n, forward) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,187 @@
+"""`megatron-rl serve`: starts one server of a run's rollouts, announces it, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.job import job_from
+from megatron_rl.cluster.slices import over
+from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.engines.launch import Command, ServerProcess, StartError, free_port, interpreter, make_token
+from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.session.launch import run_directory
+from megatron_rl.session.servers import ENGINES, TOKEN, command, connect
+
+POLL_S = 0.5
+OVER_S = 2.0  # between two looks whether the run is over
+HUNG = 8  # times engine.lost_after_s without an answer: a server that will not mend by itself
+
+
+def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
+    """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError; StartError when the last start failed."""
+    settings = config.engine
+    if isinstance(settings, Embedded):
+        raise ConfigError(
+            "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or sglang"
+        )
+    if role not in config.roles:
+        raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
+    if not 0 <= replica < settings.replicas:
+        raise ConfigError(
+            f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
+        )
+    settings = replace(settings, host=own_address(settings.host))
+    server = _Serving(config, settings, role, replica, interpreter(settings), environment)
+    stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
+    for start in range(settings.restarts + 1):
+        if start:
+            print(
+                f"{role}-{replica} ended; starting it again ({start} of {settings.restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+        try:
+            server.serve(stop)
+        except StartError as error:
+            if start == settings.restarts:
+                raise
+            print(error, file=sys.stderr, flush=True)
+        if stop.is_set():
+            return 0
+    print(f"{role}-{replica} died {settings.restarts + 1} times (engine.restarts): see {server.log}", file=sys.stderr)
+    return 1
+
+
+class _Serving:
+    """One replica, over its restarts."""
+
+    def __init__(
+        self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str, environment: Mapping[str, str]
+    ) -> None:  # fmt: skip
+        self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
+        directory = run_directory(config).resolve()  # the log's name is read elsewhere
+        self._roster, self._token_file = Roster(directory / ENGINES), directory / ENGINES / TOKEN
+        self._imports = directory / ENGINES / "imports"
+        self.log = directory / "logs" / f"engine_{role}_{replica}.log"
+        self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
+        self._environment = {**environment, **_gpus(config, settings, role, replica)}
+        self._job = job_from(environment)
+
+    def serve(self, stop: threading.Event) -> None:
+        """From its start to its end, or until `stop`, or until it has not answered for long. Raises StartError."""
+        model, settings = self._config.roles[self._role].model, self._settings
+        token, port = make_token(self._token_file), free_port(settings.host)
+        words = command(settings)(
+            settings, python=self._python, model=self._model, dtype=model.dtype, port=port,
+            token_file=self._token_file, on_gpu=has_gpu(self._environment),
+        )  # fmt: skip
+        words = self._for_role(words, on_gpu=has_gpu(self._environment))
+        url = f"http://{settings.host}:{port}"
+        job, node = ("", "") if self._job is None else (self._job.id, self._job.node)
+        listing = Listing(
+            role=self._role,
+            replica=self._replica,
+            url=url,
+            incarnation=uuid.uuid4().hex,
+            log=str(self.log),
+            node=node,
+            job=job,
+        )
+        client = connect(settings, token, self._config.refit.timeout_s)(listing)
+        process = ServerProcess(words, self.log, self._environment, imports=self._imports)
+        try:
+            if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
+                return
+            print(f"{listing.name} serves at {url}", flush=True)
+            with Announcement(
+                self._roster, listing, alive=lambda: process.ended() is None and client.ready()
+            ) as announced:
+                while process.ended() is None and not stop.wait(POLL_S):
+                    if announced.silent_s() > HUNG * settings.lost_after_s:
+                        print(
+                            f"{listing.name} lives, but has not answered for {announced.silent_s():.0f} s",
+                            file=sys.stderr,
+                            flush=True,
+                        )
+                        break
+        finally:
+            process.stop()
+            client.close()
+
+    def _for_role(self, words: Command, *, on_gpu: bool) -> Command:
+        """The server's command for a role with a tandem, or with router replay."""
+        role = self._config.roles[self._role]
+        if role.router_replay:
+            from megatron_rl.engines.vllm import with_experts
+
+            return with_experts(words, on_gpu=on_gpu)
+        if role.tandem is None:
+            return words
+        from megatron_rl.engines.vllm import with_tandem
+
+        junior = _directory_of(f"roles.{self._role}.tandem.junior", role.tandem.junior or self._model)
+        tokenizer = _directory_of(f"roles.{self._role}.model.tokenizer", role.model.tokenizer or self._model)
+        return with_tandem(words, model=self._model, junior=junior, tokenizer=tokenizer)
+
+
+def _directory_of(setting: str, path: str | Path) -> Path:
+    path = Path(path)
+    if path.is_dir():
+        return path.resolve()
+    from megatron_rl.weights import hf  # takes seconds, and is for hub names
+
+    try:
+        return hf.local_directory(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{setting}: {error}") from error
+
+
+def has_gpu(environment: Mapping[str, str]) -> bool:
+    return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
+
+
+def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> dict[str, str]:
+    """engine.gpus, tp for each server, roles in order."""
+    if not settings.gpus:
+        return {}
+    first = (list(config.roles).index(role) * settings.replicas + replica) * settings.tp
+    own = settings.gpus[first : first + settings.tp]
+    if len(own) < settings.tp:
+        wanted = len(config.roles) * settings.replicas * settings.tp
+        raise ConfigError(
+            f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+
+
+def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
+    """Set by SIGTERM, SIGINT or SIGHUP, when the run is over, and at the end of standard input when that is a pipe from the run that
+    started this."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+
+    def watch() -> None:
+        while os.read(
+            sys.stdin.fileno(), 1
+        ):  # not by sys.stdin, whose lock this thread would hold at the end of the program
+            pass
+        stop.set()
+
+    def look() -> None:
+        while not stop.wait(OVER_S):
+            if over():
+                stop.set()
+
+    threading.Thread(target=watch if with_parent else look, daemon=True).start()
+    return stop

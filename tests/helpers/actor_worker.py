@@ -1,0 +1,224 @@
+"""Runs on two ranks: two roles with different layouts taking turns, checkpoints across layouts, and sleep."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts_worker import WeightedLogprobs, make_batch
+
+from megatron_rl.config.schema import ConfigError, Layout, Loss, Model, Optimizer, Role
+from megatron_rl.megatron import forward, offload, parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+
+PLAIN = Layout()
+SCHEDULED = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, min_lr=1e-4)
+
+
+def make(path: str, layout: Layout, optimizer: Optimizer = SCHEDULED, **settings) -> MegatronPolicy:
+    role = Role(
+        model=Model(path=path), layout=layout, optimizer=optimizer, loss=Loss(kl_coef=0.0), micro_batch_tokens=40
+    )
+    return MegatronPolicy(role, parallel.create(layout), **settings)
+
+
+def weights(policy) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in policy.weights()}
+
+
+def distance(a, b) -> float:
+    return max((a[n] - b[n]).abs().max().item() for n in a)
+
+
+def two_roles(path: str) -> dict[str, float]:
+    """Alternating turns give what each role gives alone."""
+    batch, loss = make_batch(97), WeightedLogprobs()
+    alone = {}
+    for name, layout in (("a", Layout(tp=2)), ("b", Layout(pp=2))):
+        policy = make(path, layout)
+        for _ in range(3):
+            policy.update(batch, loss)
+        alone[name] = weights(policy)
+    a, b = make(path, Layout(tp=2)), make(path, Layout(pp=2))
+    for _ in range(3):
+        a.update(batch, loss)
+        b.update(batch, loss)
+    return {
+        "vpp": interleaved(path),
+        "a": distance(weights(a), alone["a"]),
+        "b": distance(weights(b), alone["b"]),
+        "layouts": distance(alone["a"], alone["b"]),
+    }
+
+
+def interleaved(path: str) -> float:
+    """The interleaved schedule with one sequence, and with a number of micro-batches that the stages need not divide."""
+    vpp, plain = make(path, Layout(pp=2, vpp=2, overlap_p2p=True)), make(path, Layout())
+    batch = make_batch(97)
+    parts = [batch.select(range(n)) for n in range(1, batch.num_sequences + 1)]
+    return max((vpp.logprobs(part) - plain.logprobs(part)).abs().max().item() for part in parts)
+
+
+DENSE = (
+    ("same", Layout(), Layout()),
+    ("dp_to_tp", Layout(), Layout(tp=2)),
+    ("dp_to_pp", Layout(), Layout(pp=2)),
+    ("tp_to_dp", Layout(tp=2), Layout()),
+    ("cp_to_tp", Layout(cp=2), Layout(tp=2)),
+    ("pp_to_cp", Layout(pp=2), Layout(cp=2)),
+)
+TIED = (
+    ("same", Layout(pp=2), Layout(pp=2)),
+    ("pp_to_dp", Layout(pp=2), Layout()),
+    ("pp_to_tp", Layout(pp=2), Layout(tp=2)),
+)
+EXPERTS = (
+    ("same", Layout(ep=2), Layout(ep=2)),
+    ("ep_to_dp", Layout(ep=2), Layout()),
+    ("dp_to_ep", Layout(), Layout(ep=2)),
+    ("ep_to_tp", Layout(ep=2), Layout(tp=2, sequence_parallel=True)),
+    ("etp_to_pp", Layout(etp=2), Layout(pp=2)),
+)
+
+
+def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
+    """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
+    batch, loss, errors = make_batch(97), WeightedLogprobs(), {}
+    for name, first, second in layouts:
+        policy = make(path, first)
+        for _ in range(2):
+            policy.update(batch, loss)
+        target = directory / name
+        if dist.get_rank() == 0:
+            target.mkdir(parents=True)
+        dist.barrier()
+        policy.save(target, background=True)  # what it writes is what stood here: the next update is not in it
+        stands = weights(policy)
+        policy.update(batch, loss)
+        policy.saved(wait=True)
+        errors[f"{name}/background"] = distance(stands, dict(DistCheckpoint(target).tensors(policy.arch)))
+        policy.load(target)
+        other = make(path, second)
+        other.load(target)
+        stored = dict(DistCheckpoint(target).tensors(policy.arch))
+        errors[f"{name}/read"] = float(stored.keys() != weights(policy).keys()) + distance(weights(policy), stored)
+        errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
+        metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
+        errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
+        errors[f"{name}/after"] = distance(weights(policy), weights(other))
+    changed = make(path, layouts[0][1], optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
+    changed.load(directory / "same")
+    changed.update(batch, loss)
+    groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
+    return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
+
+
+def refusals(directory: Path) -> dict[str, str]:
+    """What the policy says to models and layouts that it cannot train right."""
+    out = {}
+    for name, model, layout in (
+        ("dense", "model", Layout(ep=2)),
+        ("no_sequence_parallel", "experts", Layout(tp=2)),
+        ("uneven", "three_experts", Layout(ep=2)),
+        ("one_expert", "one_expert", Layout()),
+    ):
+        try:
+            make(str(directory / model), layout)
+        except ConfigError as error:
+            out[name] = str(error)
+    return out
+
+
+def few_tokens(path: str) -> float:
+    """Expert-parallel ranks with one sequence between them, so that ranks and experts get nothing."""
+    layouts = (Layout(ep=2), Layout(etp=2), Layout(tp=2, sequence_parallel=True, ep=2, etp=1))
+    plain, batch, loss = make(path, Layout()), make_batch(97), WeightedLogprobs()
+    shortest = int(batch.lengths.argmin())
+    parts = [batch.select([shortest]), batch.select([0])]
+    wanted = [(plain.logprobs(part), plain.update(part, loss)["grad_norm"]) for part in parts]
+    errors = [0.0]
+    for layout in layouts:
+        policy = make(path, layout)
+        for part, (logprobs, norm) in zip(parts, wanted, strict=True):
+            errors.append((policy.logprobs(part) - logprobs).abs().max().item())
+            errors.append(abs(policy.update(part, loss)["grad_norm"] - norm))
+    return max(errors)
+
+
+def sleep(path: str, layout: Layout = PLAIN) -> dict[str, float]:
+    batch, loss = make_batch(97), WeightedLogprobs()
+    awake, sleeper = make(path, layout), make(path, layout)
+    held = offload.gradient_bytes(sleeper.chunks)
+    for _ in range(3):
+        awake.update(batch, loss)
+        sleeper.update(batch, loss)
+        sleeper.sleep()
+        asleep = offload.gradient_bytes(sleeper.chunks)
+        sleeper.wake()
+    frozen = make(path, layout, trainable=False)
+    gap = (frozen.logprobs(batch) - make(path, Layout(pp=2)).logprobs(batch)).abs().max().item()
+    return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
+
+
+def head() -> dict[str, float]:
+    """The vocabulary-parallel log-probabilities in many chunks against torch's log_softmax over the whole vocabulary."""
+    forward.CHUNK_ELEMENTS["cpu"] = 1
+    errors = {}
+    for vocab, rows, kept in (
+        (97, 49, 0),
+        (40, 49, 1 << 24),
+        (98, 49, 1 << 24),
+    ):  # one padding row; the second rank all padding; none
+        forward.KEPT_ELEMENTS["cpu"] = kept
+        torch.manual_seed(0)
+        weight, hidden = torch.randn(2 * rows, 16), torch.randn(150, 16)
+        labels, scales = torch.randint(vocab, (150,)), torch.randn(2, 150)
+        for name, entropy_scale in (("logprob", 0.0), ("both", 1.0)):
+            a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            log_p = (a @ w[:vocab].T / 0.7).log_softmax(-1)
+            wanted = torch.stack([log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1)])
+            (wanted[0] * scales[0] + entropy_scale * wanted[1] * scales[1]).sum().backward()
+            first = dist.get_rank() * rows
+            b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
+            found = torch.stack(
+                forward.vocab_parallel_logprobs(
+                    b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD
+                )
+            )
+            (found[0] * scales[0] + entropy_scale * found[1] * scales[1]).sum().backward()
+            grad = b.grad.clone()
+            dist.all_reduce(grad)
+            pairs = {
+                "value": (found, wanted),
+                "hidden": (grad, a.grad),
+                "weight": (v.grad, w.grad[first : first + rows]),
+            }
+            errors |= {f"{vocab}/{name}/{what}": (x - y).abs().max().item() for what, (x, y) in pairs.items()}
+    return errors
+
+
+def main() -> None:
+    out, path = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
+    answer["head"] = head()
+    answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
+    experts = str(Path(path).parent / "experts")
+    answer["experts"] = {
+        "checkpoints": checkpoints(experts, out.parent / "expert_ckpt", EXPERTS),
+        "few": few_tokens(experts),
+    }
+    answer["experts"] |= {"sleep": sleep(experts, Layout(ep=2)), "refusals": refusals(Path(path).parent)}
+    out.write_text(json.dumps(answer))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Four trainer ranks (tp 2 x pp 2) and real servers of a role's rollouts: refits, pauses, a killed replica and its return.
+
+engines_worker.py OUT CONFIG     under run_ranks; the run starts its servers itself
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import conformance
+import psutil
+import torch
+import urllib3
+from layouts_worker import WeightedLogprobs, make_batch
+from toys import characters
+
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.guard import HEADER
+from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.vllm_route import PATH as GENERATE
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.session.common import open_world
+from megatron_rl.session.fleet import open_fleet
+from megatron_rl.session.launch import place_from
+from megatron_rl.weights import hf
+
+ROLE = "generator"
+GREEDY = Sampling(max_tokens=12, temperature=0.0)
+LONG = Sampling(max_tokens=480, n=16)
+WAIT_S = 400
+
+
+class Directory:
+    """Stands in for the driver of a run: where it is, and what its refits were."""
+
+    def __init__(self, path: Path) -> None:
+        self.directory, self.refits = RunDirectory(path), []
+
+    def refitted(self, figures: dict[str, Any]) -> None:
+        self.refits.append(figures)
+
+
+def prompts(vocab: int) -> list[list[int]]:
+    """Short ones, and one that fills several blocks of a prefix cache."""
+    g = torch.Generator().manual_seed(5)
+    return [torch.randint(3, vocab, (n,), generator=g).tolist() for n in (3, 9, 1, 300)]
+
+
+def plain(groups: list[list[Completion]]) -> list[list[dict[str, Any]]]:
+    return [[asdict(c) | {"stop": c.stop.value} for c in group] for group in groups]
+
+
+def wait_for(what: str, condition) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.1)
+
+
+class OneServer:
+    """A server as an engine."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            asked = [
+                threads.submit(self._server.generate, p, sampling, seed=sampling.seed * 1000 + 10 * i, timeout_s=60)
+                for i, p in enumerate(prompts)
+            ]
+            return [a.result() for a in asked]
+
+
+class Scenario:
+    """The same steps on every rank; what only the driver sees goes into `found`."""
+
+    def __init__(self, world: Any, policy: MegatronPolicy, fleet: Any, out: Path, vocab: int) -> None:
+        self.world, self.policy, self.out, self.vocab = world, policy, out, vocab
+        self.pool: Pool | None = fleet.engines.get(ROLE)
+        self.refit, self.found = fleet.refits[ROLE], dict[str, Any]()
+
+    def everybody_is_there(self) -> None:
+        def wait() -> None:
+            wait_for("both servers", lambda: self.pool is not None and len(self.pool._living()) == 2)
+
+        self.world.from_driver(wait)
+
+    def conforms(self, directory: Path) -> None:
+        """One server with the weights that it was started with, before any refit."""
+
+        def check() -> None:
+            assert self.pool is not None
+            server = self.pool._living()[0].server
+            self.found["conformance"] = conformance.run_all(
+                OneServer(server), conformance.Judge(directory, characters())
+            )
+
+        self.world.from_driver(check)
+
+    def greedy_before_and_after_an_update(self) -> None:
+        for version in (0, 1):
+            if version:
+                self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+            self.refit(version)
+            self.keep_weights(f"v{version}")
+            self.ask(f"greedy_v{version}", lambda pool: pool.generate(prompts(self.vocab), GREEDY))
+            self.world.from_driver(self.each_server, f"each_v{version}")
+
+    def each_server(self, name: str) -> None:
+        """Greedy answers of every replica by itself."""
+        assert self.pool is not None
+        for member in self.pool._living():
+            answers = [member.server.generate(p, GREEDY, seed=0, timeout_s=60) for p in prompts(self.vocab)]
+            self.found[f"{name}_{member.listing.replica}"] = plain(answers)
+
+    def sampled(self) -> None:
+        some = prompts(self.vocab)
+        self.ask("sampled", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3)))
+        self.ask("sampled_again", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3)))
+        self.ask(
+            "cool", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3, temperature=0.7, top_k=5))
+        )
+        self.ask(
+            "stopped",
+            lambda pool: pool.generate(
+                some, Sampling(max_tokens=40, stop_tokens=tuple(range(0, self.vocab, 3)), seed=3)
+            ),
+        )
+        self.ask("full", lambda pool: pool.generate([[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
+
+    def given_up(self) -> None:
+        """A request whose client goes while it runs is dropped: the server does not write all that it would have."""
+
+        def give_up() -> None:
+            assert self.pool is not None
+            server = self.pool._living()[0].server
+            before = self.metric(server.url, "generation_tokens_total")
+            asked = {
+                "token_ids": [5] * 9,
+                "sampling_params": {"n": LONG.n, "max_tokens": LONG.max_tokens, "ignore_eos": True, "seed": 1},
+            }
+            with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as client:
+                client.request("POST", GENERATE, json.dumps(asked), {HEADER: self.token()})
+                wait_for("its first tokens", lambda: self.metric(server.url, "generation_tokens_total") > before)
+            wait_for("the end of what nobody waits for", lambda: self.metric(server.url, "num_requests_running") == 0)
+            self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - before
+
+        self.world.from_driver(give_up)
+
+    def token(self) -> str:
+        return (self.driver.directory.path / "engines/token").read_text()
+
+    def metric(self, url: str, name: str) -> float:
+        """Of vLLM's own."""
+        text = urllib3.request("GET", f"{url}/metrics", headers={HEADER: self.token()}).data.decode()
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
+
+    def refit_while_requests_run(self, mode: str, version: int) -> None:
+        def ask() -> None:
+            assert self.pool is not None
+            many = prompts(self.vocab)[:3] * 12
+            self.found[f"during_{mode}"] = plain(self.pool.generate(many, Sampling(max_tokens=150, n=3, seed=version)))
+
+        thread = threading.Thread(target=ask)
+        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+        self.world.barrier()  # every rank is ready for the refit, which must find requests under way
+        if self.pool is not None:
+            for member in self.pool._living():
+                member.server._pause = mode
+            thread.start()
+            wait_for("requests under way", lambda: all(m.load for m in self.pool._living()))
+            time.sleep(0.3)  # for first tokens
+        self.refit(version)
+        self.keep_weights(f"v{version}")
+        if self.pool is not None:
+            thread.join()
+        self.ask(f"after_{mode}", lambda pool: pool.generate(prompts(self.vocab), GREEDY))
+
+    def killed_in_the_middle(self) -> None:
+        """One server's whole process group, by SIGKILL, while both work; then it comes back with the weights that it was started with."""
+
+        def kill() -> None:
+            assert self.pool is not None
+            wait_for("work on both", lambda: all(m.load for m in self.pool._living()))
+            victim = self.pool._living()[0].listing
+            self.found["killed"] = victim.replica
+            port = victim.url.rpartition(":")[2]
+            for process in psutil.process_iter(["cmdline"]):
+                words = process.info["cmdline"] or []
+                if "--port" in words and words[words.index("--port") + 1] == port:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+
+        def batch() -> None:
+            assert self.pool is not None
+            thread = threading.Thread(target=kill)
+            thread.start()
+            many = prompts(self.vocab)[:3] * 8
+            self.found["through_the_kill"] = plain(self.pool.generate(many, Sampling(max_tokens=100, n=3, seed=9)))
+            thread.join()
+            self.found["requests_sent_again"] = self.pool.failures
+
+        self.world.from_driver(batch)
+
+    def back_with_old_weights(self) -> None:
+        def back() -> None:
+            assert self.pool is not None
+            wait_for("the killed server's return", lambda: len(self.pool._living()) == 2)
+            [member] = [m for m in self.pool._living() if m.listing.replica == self.found["killed"]]
+            self.found["version_at_return"] = [member.version, member.server.version()]
+            self.found["refits_before"] = len(self.driver.refits)
+            self.found["at_return"] = plain(self.pool.generate(prompts(self.vocab) * 2, GREEDY))
+            wait_for(
+                "its refit",
+                lambda: self.pool.generate(prompts(self.vocab)[:1], GREEDY) and member.version == self.pool.version,
+            )
+            self.found["version_after"] = [member.version, member.server.version(), self.pool.version]
+            self.each_server("each_at_end")
+
+        self.world.from_driver(back)
+
+    def weights_that_are_no_numbers(self, version: int) -> None:
+        """After this no server answers anything of use."""
+        for tensor in self.policy.shards().values():
+            tensor.detach().fill_(torch.nan)
+        self.refit(version)
+
+        def ask() -> None:
+            assert self.pool is not None
+            try:
+                self.pool.generate(prompts(self.vocab), Sampling(max_tokens=10, n=2))
+            except RuntimeError as error:
+                self.found["no_numbers"] = f"{type(error).__name__}: {error}"
+
+        self.world.from_driver(ask)
+
+    def ask(self, name: str, question) -> None:
+        def answer() -> None:
+            assert self.pool is not None
+            self.found[name] = plain(question(self.pool))
+
+        self.world.from_driver(answer)
+
+    def keep_weights(self, name: str) -> None:
+        """As a Hugging Face directory, for the judge."""
+        tensors = {n: t.detach().clone() for n, t in self.policy.weights()}
+        if self.world.rank == 0:
+            hf.write_tensors(self.out / name, tensors)
+
+
+def main() -> None:
+    answer, config_path = Path(sys.argv[1]), Path(sys.argv[2])
+    config = config_files.load(TrainConfig, [config_path], [])
+    with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
+        role = config.roles[ROLE]
+        policy = MegatronPolicy(role, parallel.create(role.layout))
+        driver = Directory(config_path.parent)
+        fleet = open_fleet(config, world, {}, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
+        scenario.driver = driver
+        if sys.argv[3:] == ["update"]:
+            scenario.greedy_before_and_after_an_update()
+            answer.write_text(json.dumps(scenario.found))
+            return
+        scenario.everybody_is_there()
+        scenario.conforms(Path(role.model.path))
+        scenario.greedy_before_and_after_an_update()
+        scenario.sampled()
+        scenario.given_up()
+        for version, mode in enumerate(("abort", "wait", "keep"), start=2):
+            scenario.refit_while_requests_run(mode, version)
+        scenario.killed_in_the_middle()
+        scenario.back_with_old_weights()
+        scenario.found["refits"] = [*driver.refits]
+        scenario.weights_that_are_no_numbers(5)
+        answer.write_text(json.dumps(scenario.found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""A server that speaks the routes of vLLM which engines/vllm.py uses, without a model: tokens are a function of prompt, seed and place.
+
+In a thread for most tests; as a program, for those that kill or stop it. Its standard library alone starts in a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import signal
+import sys
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megatron_rl.engines.guard import HEADER, TOKEN_FILE
+from megatron_rl.engines.vllm_route import PATH as GENERATE
+
+JOIN, PAUSE, UPDATE = "/init_weight_transfer_engine", "/pause", "/update_weights"
+
+
+def token_at(prompt: Sequence[int], seed: int, place: int) -> int:
+    return 1 + zlib.crc32(repr((list(prompt), seed, place)).encode()) % 96
+
+
+def logprob_of(token: int) -> float:
+    return -token / 128
+
+
+def experts_of(tokens: Sequence[int]) -> str:
+    """As vLLM's numpy2base64 sends them: [tokens - 1, 1 layer, 1 expert] uint8, the token itself."""
+    rows = bytes(tokens[:-1])
+    head = repr({"descr": "|u1", "fortran_order": False, "shape": (len(rows), 1, 1)}).ljust(117) + "\n"
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + rows).decode()
+
+
+class FakeVllm:
+    """Listens from its making to `close`. `stall_after`: generation waits behind so many tokens until it is set to None."""
+
+    def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0, stall_after: int | None = None) -> None:
+        self.token, self.version, self.context, self.stall_after = token, "default", 200, stall_after
+        self.passing: list[list[int]] = []  # prompts that do not stall
+        self.joined: dict[str, Any] | None = None
+        self.experts = False  # whether it tells which it chose
+        self.seen: list[str] = []  # paths, without /health
+        self.running = self.most_running = 0  # requests that generate
+        self._faults: dict[str, list[str]] = defaultdict(list)
+        self._change = threading.Condition()
+        self._paused, self._aborts, self._closed, self._pending = False, 0, False, ""
+        self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"fake": self}))
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def fail(self, path: str, *kinds: str) -> None:
+        """The next requests to `path` go wrong in these ways: error, hang, garbage, shape, few, nan, refuse, redirect; or not: none."""
+        with self._change:
+            self._faults[path] += kinds
+
+    def release(self) -> None:
+        with self._change:
+            self.stall_after = None
+            self._change.notify_all()
+
+    def count(self, path: str) -> int:
+        return self.seen.count(path)
+
+    def fault(self, path: str) -> str | None:
+        with self._change:
+            if path != "/health":
+                self.seen.append(path)
+            return self._faults[path].pop(0) if self._faults[path] else None
+
+    def hang(self) -> None:
+        with self._change:
+            self._change.wait_for(lambda: self._closed)
+
+    def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
+        if path == GENERATE:
+            return {"choices": self._generate(body["token_ids"], body["sampling_params"])}
+        with self._change:
+            match path:
+                case "/v1/models":
+                    return {"data": [{"max_model_len": self.context}]}
+                case "/weight_info":
+                    return {"weight_version": self.version}
+                case "/init_weight_transfer_engine":
+                    self.joined = body["init_info"]
+                case "/pause":
+                    self._pause(query["mode"][0])
+                case "/update_weights":
+                    self._pending = str(body["update_info"]["version"])
+                case "/finish_weight_update":
+                    assert body["weight_version"] == self._pending
+                    self.version = self._pending
+                case "/resume":
+                    self._paused = False
+            self._change.notify_all()
+        return {"status": "ok"}
+
+    def _pause(self, mode: str) -> None:
+        if mode == "abort":
+            self._aborts += 1
+        if mode == "wait":
+            self._change.wait_for(lambda: not self.running or self._closed)
+        self._paused = True
+
+    def abort(self) -> None:
+        """As /abort_requests does: without a pause."""
+        with self._change:
+            self._aborts += 1
+            self._change.notify_all()
+
+    def _generate(self, prompt: list[int], params: dict[str, Any]) -> list[dict[str, Any]]:
+        with self._change:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+            texts, spans, end = self._write(prompt, params)
+            self.running -= 1
+            self._change.notify_all()
+        return [
+            {
+                "index": j, "token_ids": tokens, "finish_reason": end, "stop_reason": None, "weight_versions": spans,
+                "routed_experts": experts_of(prompt + tokens) if self.experts else None,
+                "logprobs": None if params["logprobs"] is None else [logprob_of(t) for t in tokens],
+            }
+            for j, tokens in reversed(list(enumerate(texts)))
+        ]  # fmt: skip
+
+    def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[tuple[int, str]], str]:
+        """Under the lock, which is free while it waits."""
+        texts: list[list[int]] = [[] for _ in range(params["n"])]
+        spans: list[tuple[int, str]] = []
+        epoch = self._aborts
+        for place in range(params["max_tokens"]):
+            self._change.wait_for(
+                lambda place=place: (
+                    self._aborts != epoch or self._closed or not (self._paused or self._stalls(prompt, place))
+                )
+            )
+            if self._aborts != epoch or self._closed:
+                return texts, spans, "abort"
+            if not spans or spans[-1][1] != self.version:
+                spans.append((place, self.version))
+            for j, text in enumerate(texts):
+                text.append(token_at(prompt, params["seed"] + j, place))
+        return texts, spans, "length"
+
+    def _stalls(self, prompt: list[int], place: int) -> bool:
+        return self.stall_after is not None and place >= self.stall_after and prompt not in self.passing
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeVllm
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._serve(None)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self._serve(json.loads(self.rfile.read(length)) if length else None)
+
+    def _serve(self, body: Any) -> None:
+        parts = urlsplit(self.path)
+        if parts.path != "/health" and self.headers.get(HEADER) != self.fake.token:
+            return self._send(401, b"{}")
+        fault = self.fake.fault(parts.path)
+        match fault:
+            case "error":
+                return self._send(500, b"Internal\nServer Error")
+            case "refuse":
+                return self._send(400, b'{"error": "no such token id"}')
+            case "redirect":
+                return self._send(307, b"")
+            case "garbage":
+                return self._send(200, b'{"choices": \xff\xfe')
+            case "shape":
+                return self._send(200, b'{"hello": [1]}')
+            case "hang":
+                self.fake.hang()
+                self.close_connection = True
+                return None
+        answer = self.fake.answer(parts.path, parse_qs(parts.query), body)
+        if fault == "few":
+            answer["choices"].pop()
+        if fault == "nan":
+            answer["choices"][0]["logprobs"][0] = float("nan")
+        return self._send(200, json.dumps(answer).encode())
+
+    def _send(self, status: int, content: bytes) -> None:
+        try:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError:  # whoever asked has gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def main() -> None:
+    """Options as vLLM's; what else is on the command line does not matter. FAKE: how it behaves."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--stall-after", type=int)
+    options = parser.parse_known_args()[0]
+    behaviour = os.environ.get("FAKE", "")
+    print(f"the fake starts: {' '.join(sys.argv)}", flush=True)
+    if behaviour == "dies":
+        print(*(f"line {i}" for i in range(40)), sep="\n")
+        sys.exit(3)
+    if behaviour == "brood" and os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Path(os.environ["FAKE_CHILD"]).write_text(str(os.getpid()))
+        signal.pause()
+    if behaviour == "silent":
+        signal.pause()
+    token = Path(os.environ[TOKEN_FILE]).read_text().strip()
+    fake = FakeVllm(token, host=options.host, port=options.port, stall_after=options.stall_after)
+    if behaviour == "sick":
+        fake.fail("/health", "none", *["error"] * 999)
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Runs on every rank: bytes that the actor really holds, for the cases in a JSON file, beside those that planning/memory.py expects.
+
+plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, modules, lengths, micro}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts_worker import WeightedLogprobs
+
+from megatron_rl.config.schema import Layout, Loss, Model, Role
+from megatron_rl.megatron import forward, offload, optim, parallel
+from megatron_rl.megatron import model as models
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.planning import memory
+from megatron_rl.planning.memory import Micro, Numbers
+from megatron_rl.planning.shapes import Parallel, read_shape
+from megatron_rl.types import Stop, Trajectory, pack
+
+
+class Saved:
+    """Storages that autograd keeps for backward passes, each counted once while anything keeps it; not those in `but`."""
+
+    def __init__(self, but: set[int]) -> None:
+        self.but, self.keepers, self.live, self.peak = but, Counter(), 0, 0
+
+    def pack(self, tensor: torch.Tensor) -> Kept:
+        return Kept(self, tensor)
+
+
+class Kept:
+    def __init__(self, owner: Saved, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.owner, self.tensor, self.key = owner, tensor, (storage.data_ptr(), storage.nbytes())
+        if self.key[0] in owner.but:
+            return
+        owner.keepers[self.key] += 1
+        if owner.keepers[self.key] == 1:
+            owner.live += self.key[1]
+            owner.peak = max(owner.peak, owner.live)
+
+    def __del__(self) -> None:
+        if self.key[0] in self.owner.but:
+            return
+        self.owner.keepers[self.key] -= 1
+        if not self.owner.keepers[self.key]:
+            self.owner.live -= self.key[1]
+
+
+def storages(tensors: Any) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def optimizer_tensors(optimizer: Any):
+    for part in optim.parts(optimizer):
+        for state in part.optimizer.state.values():
+            yield from (
+                value for value in state.values() if torch.is_tensor(value) and value.numel() > 1
+            )  # not the count of steps
+        for group in part.shard_fp32_from_float16_groups:
+            yield from (master for master in group if master is not None)
+
+
+def make_batch(vocab: int, lengths: list[int]):
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randint(0, vocab, (n,), generator=g).tolist() for n in lengths]
+    return pack(
+        [
+            Trajectory(
+                group=str(i), tokens=row, trainable=[j > 0 for j in range(len(row))], logprobs=[0.0] * len(row), version=0, stop=Stop.EOS,
+                advantages=[1.0] * len(row),
+            )
+            for i, row in enumerate(rows)
+        ]
+    )  # fmt: skip
+
+
+def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """-> {found: bytes by part, expected: bytes by part} of this rank."""
+    layout, dtype, recompute = Layout(**case["layout"]), case.get("dtype", "float32"), case.get("recompute", "none")
+    modules = tuple(case.get("modules", ("core_attn",)))
+    role = Role(
+        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout, loss=Loss(kl_coef=0.0),
+        micro_batch_tokens=case["micro"],
+    )  # fmt: skip
+    policy = MegatronPolicy(role, parallel.create(layout))
+    parameters = storages(p for _, p in models.named_parameters(policy.chunks))
+    saved = Saved(set(parameters))
+    batch = make_batch(policy.arch.vocab, case["lengths"])
+    packed = policy._micro_batches(batch, policy._shares(batch))  # sequences seldom fill the budget
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
+        policy.update(batch, WeightedLogprobs())
+    found = {
+        "weights": sum(parameters.values()),
+        "gradients": offload.gradient_bytes(policy.chunks),
+        "optimizer": sum(storages(optimizer_tensors(policy.optimizer)).values()),
+        "activations": saved.peak,
+    }
+    shape = read_shape(case["model"])
+    cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
+    micro = Micro(
+        tokens=layout.cp * max(part.tokens.numel() for part in packed),
+        count=len(packed),
+        recompute=memory.recomputed(role.model),
+    )
+    plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
+    return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
+
+
+def main() -> None:
+    out, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    forward.KEPT_ELEMENTS["cpu"] = 0  # as on a GPU: logits are computed again in the backward pass
+    out.write_text(json.dumps([measure(case) for case in cases]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Trainer ranks and engine processes for tests of refits: numbered weights, a changed one per version, real transports.
+
+`trainer` and `actors` run on ranks (engines inside these, or processes that join by a file with the address), `engine_process` beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numbered import numbered
+
+from megatron_rl.config.schema import Refit
+from megatron_rl.refit import exchange
+from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
+from megatron_rl.refit.board import Address, Board
+from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.exchange import End, Outcome
+from megatron_rl.refit.point_to_point import PointToPoint
+from megatron_rl.refit.tcp import Tcp
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.refit.wiring import Seat, Seating
+from megatron_rl.weights import copies, layouts
+from megatron_rl.weights.layouts import EngineLayout
+from megatron_rl.weights.rectangles import Rect
+from megatron_rl.weights.sizes import Sizes
+
+Model = dict[str, torch.Tensor]
+
+
+def whole_model(sizes: Sizes, version: int) -> Model:
+    """Every tensor 2-D, every element another number; each version changes one element in 100 (of version 0 all)."""
+    out = {}
+    for number, (name, tensor) in enumerate(numbered(sizes).items()):
+        flat = (tensor if tensor.dim() > 1 else tensor[:, None]).float().clone()
+        places = torch.arange(flat.numel())
+        for v in range(1, version + 1):
+            flat.view(-1)[places % 100 == (v + number) % 100] += 0.5 * v
+        out[name] = flat
+    return out
+
+
+def shards(topology: Topology, rank: int, model: Model) -> Model:
+    """Trainer rank's parameters."""
+    found: dict[str, list[Rect]] = {}
+    for holding in layouts.trainer(topology.sizes, topology.trainer):
+        if rank in holding.ranks:
+            for name, rect in holding.parameters:
+                found.setdefault(name, []).append(rect)
+    out = {}
+    for name, rects in found.items():
+        out[name] = torch.zeros(max(r.at_row + r.rows for r in rects), max(r.at_column + r.columns for r in rects))
+        fill(out[name], rects, model)
+    return out
+
+
+def fill(parameter: torch.Tensor, rects: list[Rect], model: Model) -> None:
+    copies.fill(parameter, rects, lambda rect: copies.from_tensor(model[rect.tensor], rect))
+
+
+class Engine:
+    """An endpoint that holds plain tensors. `breaks`: a parameter whose writes are lost from that refit on."""
+
+    def __init__(self, topology: Topology, rank: int, spoiled: str | None = None) -> None:
+        self.topology, self.rank, self.version, self.refits = topology, rank, None, 0
+        self.own = layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        self.tensors = {
+            name: torch.full(shape, -1.0, dtype=topology.torch_dtype) for name, (shape, _) in self.own.items()
+        }
+        self.targets = Tensors(self.tensors)
+        if spoiled is not None:
+            self.tensors[spoiled].data = self.tensors[spoiled].clone()
+            self.targets = Spoiled(self.tensors, spoiled)
+
+    def begin_refit(self) -> None:
+        self.version = None
+        self.refits += 1
+
+    def commit_refit(self, version: int) -> None:
+        self.version = version
+
+    def holds(self, version: int) -> bool:
+        model = whole_model(self.topology.sizes, version)
+        for name, (_, rects) in self.own.items():
+            for rect in rects:
+                if not torch.equal(
+                    copies.local(self.tensors[name], rect),
+                    copies.from_tensor(model[rect.tensor], rect).to(self.tensors[name].dtype),
+                ):
+                    return False
+        return True
+
+
+class Spoiled(Tensors):
+    """Memory that keeps one wrong number in a parameter."""
+
+    def __init__(self, tensors: Model, name: str) -> None:
+        super().__init__(tensors)
+        self._name = name
+
+    def write(self, name, part, values) -> None:
+        super().write(name, part, values + 1 if name == self._name else values)
+
+    def words(self, name, part, dtype) -> Any:
+        return None if name == self._name else super().words(name, part, dtype)
+
+    def memory(self, name, part, dtype) -> torch.Tensor | None:
+        return None if name == self._name else super().memory(name, part, dtype)
+
+
+class Counting(Tensors):
+    """Counts the bytes that are copied into it."""
+
+    bytes = 0
+
+    def write(self, name, part, values) -> None:
+        super().write(name, part, values)
+        self.bytes += part.elements * values.dtype.itemsize
+
+
+class Doomed(Tensors):
+    """Sends its own process a signal at the first landing of a certain refit, in the middle of the transfer."""
+
+    def __init__(self, tensors: Model, engine: Engine, refit: int, signal_name: str) -> None:
+        super().__init__(tensors)
+        self._engine, self._refit, self._signal = engine, refit, signal.Signals[signal_name]
+
+    def write(self, name, part, values) -> None:
+        self._strike()
+        super().write(name, part, values)
+
+    def memory(self, name, part, dtype) -> torch.Tensor | None:
+        self._strike()
+        return super().memory(name, part, dtype)
+
+    def _strike(self) -> None:
+        if self._engine.refits == self._refit:
+            self._refit = -1
+            os.kill(os.getpid(), self._signal)
+
+
+def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+    exchange.LONG = case.get("long") or exchange.LONG
+    dist.init_process_group("gloo")
+    rank, topology = dist.get_rank(), Topology.from_json(case["topology"])
+    parameters = shards(topology, rank, whole_model(topology.sizes, 0))
+    inside = case.get("inside", True)
+    engine = Engine(topology, rank, case.get("spoiled")) if inside else None
+    side = TrainerSide(topology, Refit(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
+    answers: list[Any] = []
+    if not inside and rank == 0:
+        (out.parent / "board.json.part").write_text(json.dumps(side.address))
+        (out.parent / "board.json.part").rename(out.parent / "board.json")
+    for version in case.get("versions", [0, 1, 2]):
+        for name, tensor in shards(topology, rank, whole_model(topology.sizes, version)).items():
+            parameters[name].copy_(tensor)
+        if rank == 0:
+            wait_for(out.parent, case.get("waits", {}).get(str(version)))
+            (out.parent / f"starts_{version}").touch()
+        dist.barrier()
+        start = time.monotonic()
+        try:
+            figures: dict[str, Any] = side(version)
+        except RefitError as error:
+            figures = {"error": f"{type(error).__name__}: {error}"}
+        figures |= {"took": time.monotonic() - start}
+        if engine is not None:
+            figures |= {"holds": engine.holds(version), "version": engine.version}
+        answers.append(figures)
+        if rank == 0:
+            (out.parent / f"done_{version}").touch()
+    if rank == 0:
+        wait_for(out.parent, case.get("waits", {}).get("end"))  # the board is gone with this process
+    side.close()
+    return {"answers": answers}
+
+
+def actors(out: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    return [actor(case) for case in cases]
+
+
+def actor(case: dict[str, Any]) -> dict[str, Any]:
+    """A real trained model's ranks bring engines in the same ranks to its weights, before and after an update."""
+    from actor_worker import WeightedLogprobs, make_batch  # here: the other workers start without Megatron
+
+    from megatron_rl.config.schema import Layout, Loss, Model, Role
+    from megatron_rl.megatron import parallel
+    from megatron_rl.megatron.policy import MegatronPolicy
+
+    role = Role(
+        model=Model(path=case["path"]), layout=Layout(**case["layout"]), loss=Loss(kl_coef=0.0), micro_batch_tokens=64
+    )
+    policy = MegatronPolicy(role, parallel.create(role.layout))
+    engines = (
+        EngineLayout(tp=1, replicas=dist.get_world_size(), whole=True)
+        if case["whole"]
+        else EngineLayout(tp=dist.get_world_size())
+    )
+    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype="float32")
+    engine = Engine(topology, dist.get_rank())
+    for tensor in engine.tensors.values():  # padding is zero
+        tensor.zero_()
+    side = TrainerSide(
+        topology, Refit(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine
+    )
+    equal, figures = [], dict[str, float]()
+    for version in range(2):
+        figures = side(version)
+        model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.weights()}
+        wanted = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
+        for name, (_, rects) in engine.own.items():
+            fill(wanted[name], rects, model)
+        equal.append(all(torch.equal(engine.tensors[name], t) for name, t in wanted.items()))
+        policy.update(make_batch(96), WeightedLogprobs())
+    side.close()
+    return {"equal": equal, "figures": figures}
+
+
+def late(out: Path, kind: str) -> Any:
+    """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything landed."""
+    rank, board, transport = pair(kind)
+    target = torch.zeros(1 << 16, dtype=torch.uint8)
+    if rank == 1:
+        waiting = transport.receive(0, "a bucket", 8, torch.device("cpu"), pieces=[target])
+        with contextlib.suppress(TransportError):
+            waiting.wait(Deadline.start(0.1, 0.1))
+            raise AssertionError("a message came that nobody sent")
+        board.put("given up", True)
+        board.get("sent", 60)
+        landed = bool(target.any())
+        board.put("seen", True)
+        return landed
+    board.get("given up", 60)
+    found = "sent"
+    try:
+        sending = transport.send(
+            1, "a bucket", torch.ones(8, dtype=torch.uint8), told=True, pieces=[torch.ones_like(target)]
+        )
+        sending.wait(Deadline.start(20.0, 20.0))
+    except TransportError as error:
+        found = str(error)
+    board.put("sent", True)
+    board.get("seen", 60)  # the board is gone with this process
+    return found
+
+
+def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Two ranks, trainer and engine: one exchange without what is around it."""
+    exchange.LONG = case["long"]
+    exchange.PART = case["part"]
+    rank, _, transport = pair(case["kind"])
+    topology = Topology.from_json(case["topology"])
+    plan = topology.plan(Seating([Seat("here", "0", "cpu")], {0: Seat("here", "1", "cpu")}), bucket_mib=0.02)
+    engine = Engine(topology, 0)
+    engine.targets = Counting(engine.tensors)
+    model = whole_model(topology.sizes, 0)
+    end = [End(source=0, sources=Tensors(shards(topology, 0, model))), End(destination=0, targets=engine.targets)][rank]
+    outcome, packed, gather = Outcome(), [0], exchange._gather
+
+    def counted(parameters: Any, parts: Any, out: torch.Tensor) -> None:
+        packed[0] += out.numel() * out.element_size()
+        gather(parameters, parts, out)
+
+    exchange._gather = counted
+    exchange.Exchange(plan, end, lambda source, destination: (transport, 1 - rank), dtype=torch.float32).run(
+        exchange.Order(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
+    )
+    return {
+        "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices), "checked": outcome.checked,
+        "mismatch": outcome.mismatch, "copied": engine.targets.bytes, "packed": packed[0], "holds": engine.holds(0),
+    }  # fmt: skip
+
+
+def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
+    """This rank of two, a board of both, and what is between them."""
+    rank = int(os.environ["RANK"])
+    board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0), b"a secret")
+    if kind == "tcp":
+        return rank, board, Tcp(board.under("tcp"), rank, Refit())
+    return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=Refit())
+
+
+def wait_for(directory: Path, names: list[str] | None) -> None:
+    end = time.monotonic() + 180
+    while names and not all((directory / n).exists() for n in names):
+        assert time.monotonic() < end, names
+        time.sleep(0.02)
+
+
+def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
+    """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
+    exchange.LONG = case.get("long") or exchange.LONG
+    wait_for(out.parent, ["board.json"])
+    address = Address(*json.loads((out.parent / "board.json").read_text()))
+    topology = Topology.from_json(case["topology"])
+    engine = Engine(topology, rank)
+    naps = case.get("naps", {}).get(out.stem)  # stops itself between refits, after this version
+    doom = case.get("doom", {}).get(out.stem)
+    if doom:
+        engine.targets = Doomed(engine.tensors, engine, *doom)
+    side = EngineSide(Board.join(address), rank, engine, torch.device("cpu"))
+    (out.parent / f"joined_{out.stem}").touch()
+    with out.open("a") as file:
+        while True:
+            try:
+                version = side.take_part(1.0)
+            except TransportError:
+                return
+            if engine.refits and version is None:
+                (out.parent / f"again_{out.stem}").touch()
+            if version is not None:
+                file.write(json.dumps({"version": version, "holds": engine.holds(version)}) + "\n")
+                file.flush()
+                (out.parent / f"holds_{out.stem}_{version}").touch()
+                if version == naps:
+                    os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,0 +1,131 @@
+"""Two trainer ranks (tp 2) and a real vLLM server with a junior: rollouts of every strategy, refits, one of them while requests run.
+
+tandem_worker.py OUT CONFIG     under run_ranks; the run starts its server itself
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
+from layouts_worker import WeightedLogprobs, make_batch
+
+from megatron_rl.algorithms.authors import Rule
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.engines.base import Sampling, Tandem
+from megatron_rl.engines.pool import Pool
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.session.common import open_world
+from megatron_rl.session.fleet import open_fleet
+from megatron_rl.session.launch import place_from
+from megatron_rl.weights import hf
+
+STRATEGIES = ("bernoulli", "alternating", "chunk", "sentence", "word")
+SEED = 4
+
+
+def rule(strategy: str) -> Rule:
+    return Rule(strategy=strategy, max_gap=5, chunk_size=3)  # type: ignore[arg-type]
+
+
+def drawn(strategy: str, **settings: Any) -> Sampling:
+    return Sampling(**{"max_tokens": 40, "n": 3, "seed": SEED} | settings, tandem=Tandem(rule=rule(strategy)))
+
+
+class Scenario:
+    def __init__(self, world: Any, policy: MegatronPolicy, fleet: Any, out: Path) -> None:
+        self.world, self.policy, self.out, self.vocab = world, policy, out, policy.arch.vocab
+        self.pool: Pool | None = fleet.engines.get(ROLE)
+        self.refit, self.found = fleet.refits[ROLE], dict[str, Any]()
+
+    def ask(self, name: str, sampling: Sampling, times: int = 1) -> None:
+        def answer() -> None:
+            assert self.pool is not None
+            self.found[name] = plain(self.pool.generate(prompts(self.vocab) * times, sampling))
+
+        self.world.from_driver(answer)
+
+    def call(self, method: str, path: str, body: Any = None) -> Any:
+        """One of the server's own routes, on the driver."""
+        assert self.pool is not None
+        return self.pool._living()[0].server._http.call(method, path, body)
+
+    def records(self) -> list[Any]:
+        return self.call("POST", "/collective_rpc", {"method": "tandem_records"})["results"]
+
+    def strategies(self, version: int) -> None:
+        self.refit(version)
+        self.keep_weights(f"v{version}")
+        self.world.from_driver(lambda: self.pool and self.records())
+        for strategy in STRATEGIES:
+            self.ask(f"{strategy}_v{version}", drawn(strategy))
+            self.world.from_driver(self.keep_records, f"{strategy}_v{version}")
+        self.ask(f"greedy_v{version}", drawn("word", temperature=0.0))
+        self.ask(f"alone_v{version}", GREEDY)
+
+    def keep_records(self, name: str) -> None:
+        [self.found[f"records_{name}"]] = self.records()
+
+    def crowded(self) -> None:
+        """More tokens than the cache holds: requests are preempted and begin again."""
+        self.ask("crowded", drawn("word", max_tokens=150, n=8), times=3)
+        self.world.from_driver(self.keep_preemptions)
+
+    def keep_preemptions(self) -> None:
+        assert self.pool is not None
+        server = self.pool._living()[0].server
+        lines = server._http._pool.request("GET", "/metrics", headers=server._http._headers).data.decode().splitlines()
+        self.found["preemptions"] = sum(
+            float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total")
+        )
+
+    def refit_while_requests_run(self, version: int) -> None:
+        def ask() -> None:
+            assert self.pool is not None
+            self.found["during"] = plain(self.pool.generate(prompts(self.vocab)[:3] * 4, drawn("word", max_tokens=150)))
+
+        thread = threading.Thread(target=ask)
+        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+        self.world.barrier()
+        if self.pool is not None:
+            thread.start()
+            wait_for("requests under way", lambda: all(m.load for m in self.pool._living()))
+            time.sleep(0.3)
+        self.refit(version)
+        self.keep_weights(f"v{version}")
+        if self.pool is not None:
+            thread.join()
+
+    def keep_weights(self, name: str) -> None:
+        tensors = {n: t.detach().clone() for n, t in self.policy.weights()}
+        if self.world.rank == 0:
+            hf.write_tensors(self.out / name, tensors)
+
+
+def main() -> None:
+    answer, config_path = Path(sys.argv[1]), Path(sys.argv[2])
+    config = config_files.load(TrainConfig, [config_path], [])
+    with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
+        role = config.roles[ROLE]
+        policy = MegatronPolicy(role, parallel.create(role.layout))
+        fleet = open_fleet(config, world, {}, {ROLE: policy}, Directory(config_path.parent), stack)
+        scenario = Scenario(world, policy, fleet, answer.parent)
+        scenario.strategies(0)
+        scenario.crowded()
+        policy.update(make_batch(policy.arch.vocab), WeightedLogprobs())
+        scenario.strategies(1)
+        scenario.refit_while_requests_run(2)
+        answer.write_text(json.dumps(scenario.found))
+
+
+if __name__ == "__main__":
+    main()

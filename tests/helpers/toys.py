@@ -1,0 +1,36 @@
+"""A tokenizer of single characters, and graders, small enough to follow by hand."""
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.rewards.pool import Graded, Outcome
+
+EOS = 0
+CHARACTERS = "\n" + "".join(chr(c) for c in range(32, 127))
+
+
+def characters(alphabet=CHARACTERS):
+    """Token 0 ends a text, token i is the i-th character of the alphabet; decoding puts nothing between them."""
+    vocabulary = {"<eos>": EOS} | {c: i for i, c in enumerate(alphabet, start=1)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(["<eos>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+
+
+def streaming(policy, engine):
+    """A role's refit: whole tensors from the policy into the engine."""
+    return lambda version: engine.load(policy.weights(), version=version)
+
+
+def graded(rule):
+    """(response, payload) -> float, bool or an Outcome of failure, as a Players.grade."""
+
+    def one(response, payload):
+        found = rule(response, payload)
+        return (
+            Graded(found, detail="made to fail") if isinstance(found, Outcome) else Graded(Outcome.SCORE, float(found))
+        )
+
+    return lambda responses, payloads: [one(r, p) for r, p in zip(responses, payloads, strict=True)]

@@ -1,0 +1,120 @@
+"""The drift test: gaps are measured where they are, a steady one passes, and one that grows with every refit does not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import program
+from tiny_models import make_model
+from toys import characters
+
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.commands.drift import Gap, Probes, judge, measure
+from megatron_rl.config.schema import Loss
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.fake import TableEngine, TablePolicy
+from megatron_rl.training.loop import Role
+from megatron_rl.training.turns import Players
+from megatron_rl.types import Stop, Trajectory, pack
+from megatron_rl.world import OneProcess
+
+LIMIT = 0.05
+
+
+def test_gaps_are_measured_by_their_place_in_the_response():
+    prompt, noise = 3, [0.0, 0.0, 0.125, 0.125, 0.25, 0.25, 0.5, 0.5]
+    rows = [
+        (noise, 8),
+        (noise[::2], 4),
+        ([0.375], 1),
+    ]  # two whole responses, and one of a single token: its first quarter
+    trajectories = [
+        Trajectory(
+            group=str(i), tokens=[1] * (prompt + n), trainable=[False] * prompt + [True] * n, logprobs=[0.0] * prompt + gaps, version=0,
+            stop=Stop.EOS, advantages=[0.0] * (prompt + n),
+        )
+        for i, (gaps, n) in enumerate(rows)
+    ]  # fmt: skip
+    batch = pack(trajectories)
+    gap = measure(batch, batch.engine_logprobs[batch.mask], torch.zeros(13), version=7)
+    assert (gap.version, gap.tokens) == (7, 13)
+    assert gap.quarters == pytest.approx([0.375 / 4, 0.125, 0.25, 0.5])
+    assert gap.mean == pytest.approx(3.0 / 13) and gap.max == 0.5 and 0.375 < gap.p99 <= 0.5
+    assert gap.error > 0
+
+
+def gaps(*means: float, error: float = 0.001) -> list[Gap]:
+    return [Gap(version=v, tokens=9, mean=m, error=error, p99=m, max=m, quarters=[m] * 4) for v, m in enumerate(means)]
+
+
+@pytest.mark.parametrize(
+    "series, grows, above",
+    [
+        (gaps(0.01, 0.0105, 0.0098, 0.0101), False, False),
+        (gaps(0.01, 0.02, 0.03, 0.04), True, False),
+        (gaps(0.04, 0.03, 0.02, 0.01), False, False),
+        (gaps(0.01, 0.01, 0.06, 0.01, error=0.05), False, True),
+        (gaps(1e-7, 2e-7, 3e-7, error=0.0), False, False),  # float32
+        (gaps(0.01, float("nan"), 0.01), False, True),
+    ],
+)
+def test_what_grows_and_what_is_above_the_limit(series, grows, above):
+    verdict = judge(series, LIMIT)
+    assert (verdict.grows, verdict.above) == (grows, above)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
+    """A table engine whose refits round, or add noise to what the engine holds."""
+    vocab = 7
+    policy, engine, generator = TablePolicy(vocab, lr=0.0), TableEngine(vocab, eos=1), torch.Generator().manual_seed(0)
+
+    def refit(version: int) -> None:
+        spoiled = policy.table.detach() + noise * version * torch.randn(policy.table.shape, generator=generator)
+        engine.load([("table", spoiled)], version=version)
+
+    players = Players(
+        engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}}, samplings={"a": Sampling(max_tokens=20)},
+        max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
+    )  # fmt: skip
+    role = Role(policy=policy, loss=PolicyLoss(Loss(kl_coef=0.0)), refit=refit)
+    probes = Probes(OneProcess(), players, {"a": role}, ("a",), ["text"] * 64)
+    for version in range(6):
+        probes.round("a", version)
+    verdict = judge(probes.gaps["a"], LIMIT)
+    assert verdict.grows == (noise > 0) and probes.gaps["a"][0].mean < 1e-6
+
+
+@pytest.mark.multi
+def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
+    make_model(tmp_path / "model", "qwen2", vocab_size=97)
+    characters().save_pretrained(tmp_path / "model")
+    (tmp_path / "problems.jsonl").write_text(
+        "".join(json.dumps({"question": f"{i} + 1 =", "answer": str(i + 1)}) + "\n" for i in range(40))
+    )
+    (tmp_path / "template.txt").write_text("{question}")
+    settings = {
+        "roles": {"generator": {"model": {"path": f"{tmp_path}/model"}, "layout": {"tp": 2}, "optimizer": {"lr": 0.01, "min_lr": 0.01},
+                                "sampling": {"max_tokens": 24, "temperature": 0.6, "top_k": 3}, "max_prompt_tokens": 32,
+                                "micro_batch_tokens": 128}},
+        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": f"{tmp_path}/template.txt"}},
+        "data": {"path": f"{tmp_path}/problems.jsonl", "fields": {"question": "question", "answer": "answer"}},
+        "run": {"dir": str(tmp_path), "name": "drift", "prompts_per_step": 16}, "launch": {"nproc": 2},
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    text = program("drift", tmp_path / "config.yaml", "--updates", "2").stdout
+    assert "generator: the mean gap is flat" in text and "quarter 4" in text
+    found = json.loads((tmp_path / "drift/drift.json").read_text())
+    refits = found["roles"]["generator"]["refits"]
+    assert found["passed"] and [r["version"] for r in refits] == [0, 1, 2]
+    assert all(0 < r["mean"] < 1e-5 and r["tokens"] > 100 for r in refits)
+    assert not (tmp_path / "drift/refits.jsonl").exists() and not (tmp_path / "drift/metrics.jsonl").exists()
+
+    done = program("drift", tmp_path / "config.yaml", "gate.max_logprob_gap=0.0", "--updates", "1", check=False)
+    assert done.returncode == 1 and "ABOVE gate.max_logprob_gap = 0.0" in done.stdout, done.stdout + done.stderr
+
+    (tmp_path / "drift/metrics.jsonl").write_text("a run\n")
+    done = program("drift", tmp_path / "config.yaml", check=False)
+    assert done.returncode == 1 and "give the drift test a directory of its own" in done.stderr

@@ -1,0 +1,143 @@
+"""Every shipped config loads, checks out, and builds its recipe; the published runs have the paper's numbers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config import schema as config
+from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, Tandem, TrainConfig
+from megatron_rl.evaluation.benchmarks import benchmark
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards.pool import GradePool
+from megatron_rl.training.gate import GateFailure, check_reward
+from megatron_rl.types import Prompt
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAIN = [
+    *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
+    *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu"),
+]
+SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
+EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
+
+
+def load(schema, name):
+    return config_files.load(schema, [EXAMPLES / f"{name}.yaml"])
+
+
+def test_every_example_is_tested():
+    found = {str(p.relative_to(EXAMPLES).with_suffix("")) for p in EXAMPLES.rglob("*.yaml")}
+    assert found == {*TRAIN, *SFT, *EVAL, "generate_sft_llama3.1_70b"}
+
+
+@pytest.mark.parametrize("name", TRAIN)
+def test_training_examples_are_valid(name, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parent)
+    found = load(TrainConfig, name)
+    config_checks.check(found, 32)
+    recipe = plugins.build(found.recipe)
+    assert set(recipe.roles) == set(found.roles) and recipe.num_steps() > 0
+    assert "What is 2 + 3?" in recipe.generator_prompt({"question": "What is 2 + 3?", "answer": "5"})
+
+
+@pytest.mark.parametrize("name", SFT)
+def test_sft_examples_are_valid(name):
+    config_checks.check(load(SftConfig, name), 32)
+
+
+@pytest.mark.parametrize("name", EVAL)
+def test_eval_examples_are_valid(name):
+    config = load(EvalConfig, name)
+    config_checks.check(config, 8)
+    assert all(benchmark(each).template and not benchmark(each).judged for each in config.benchmarks)
+
+
+def test_generate_example_is_valid():
+    config = load(GenerateConfig, "generate_sft_llama3.1_70b")
+    assert (config.sampling.temperature, config.sampling.top_p, config.n, config.sampling.max_tokens) == (
+        0.1,
+        0.5,
+        1,
+        3072,
+    )
+
+
+@pytest.mark.parametrize("name", ["tango_qwen2.5_7b", "tango_llama3.1_8b"])
+def test_published_runs_have_the_papers_numbers(name):
+    config = load(TrainConfig, name)
+    recipe = plugins.build(config.recipe)
+    assert isinstance(recipe, Tango)
+    turns = [role for step in range(recipe.num_steps()) for role in recipe.turns(step)]
+    assert len(turns) == 440 and turns.count("generator") == 300 and turns[:40] == ["verifier"] * 40
+    assert turns[40:44] == ["generator"] * 3 + ["verifier"]
+    assert (recipe.alpha_start, recipe.alpha_min, recipe.alpha_schedule) == (0.1, 1e-3, "exponential")
+    assert (recipe.group_size, recipe.verifications, recipe.format_weight, recipe.class_weight_decay) == (
+        5,
+        5,
+        0.8,
+        0.8,
+    )
+    assert config.run.prompts_per_step == 256
+    for role, limit in (("generator", 2048), ("verifier", 4096)):
+        settings = config.roles[role]
+        assert (settings.max_prompt_tokens, settings.sampling.max_tokens) == (limit, limit)
+        assert (settings.optimizer.lr, settings.optimizer.warmup_steps, settings.optimizer.decay) == (
+            1e-6,
+            0,
+            "constant",
+        )
+        assert (settings.optimizer.clip_grad, settings.samples_per_optimizer_step) == (1.0, None)
+        loss = settings.loss
+        assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (
+            0.2,
+            0.2,
+            "k3",
+            0.001,
+            0.001,
+        )
+        assert (settings.sampling.temperature, settings.sampling.top_p, settings.sampling.top_k) == (1.0, 1.0, 0)
+
+
+def test_the_tandem_has_the_papers_numbers():
+    config = load(TrainConfig, "tandem_qwen3_4b")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert role.tandem == Tandem(junior=None, strategy="word", p=0.5, max_gap=32)
+    assert (role.optimizer.lr, role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.entropy_coef) == (
+        1e-6,
+        0.2,
+        0.2,
+        0,
+        0,
+    )
+    assert (role.sampling.temperature, role.sampling.max_tokens, role.max_prompt_tokens) == (0.6, 3000, 1024)
+    assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (16, 8, 8 * 8)
+
+
+@pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])
+def test_published_sft_has_the_papers_numbers(name):
+    config = load(SftConfig, name)
+    optimizer = config.optimizer
+    assert (config.samples_per_step, config.steps, config.data.max_tokens) == (64, 800, 4096)
+    assert (optimizer.lr, optimizer.decay, optimizer.warmup_steps, optimizer.decay_steps) == (5e-6, "cosine", 80, 800)
+
+
+def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
+    """As written there, and one in another format, in real workers."""
+    [code] = re.findall(r"```python\n# my_rewards.py\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    other = "def plain(response, payload):\n    return response == 'Answer: ' + payload['answer']\n"
+    (tmp_path / "my_rewards.py").write_text(code + "\n\n" + other)
+    monkeypatch.chdir(tmp_path)
+    prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
+    boxed, plain = config.Reward().answer_format, "Answer: {answer}"
+    with GradePool(config.Reward(target="my_rewards:grade")) as pool:
+        assert check_reward(pool.grade, prompts, "x", boxed) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+    with GradePool(config.Reward(target="my_rewards:plain")) as pool:
+        assert check_reward(pool.grade, prompts, "x", plain)["gate/reward_right"] == 1.0
+        with pytest.raises(GateFailure, match=r"reward.answer_format .* gate.enabled=false"):
+            check_reward(pool.grade, prompts, "x", boxed)

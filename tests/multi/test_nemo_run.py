@@ -1,0 +1,385 @@
+"""tools/launch.py by NeMo-Run itself, in its own environment: what it renders, runs here to the end, and runs on a real Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from slurm_cluster import Cluster
+
+from megatron_rl.cluster import profile, slices
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import SftConfig
+from megatron_rl.jobs import submit
+from megatron_rl.run.metrics import read_metrics
+
+GOLDEN = Path(__file__).parents[1] / "golden/nemo_run"
+GRAPH, SWEEP = "examples/nemo_run/sft_tango_eval.py", "examples/nemo_run/sweep.py"
+DONE = "SUCCEEDED"
+QUICK = ["generator.steps=30", "generator.optimizer.decay_steps=40", "verifier.steps=10", "verifier.optimizer.decay_steps=40",
+         "tango.recipe.args.generator_updates=2"]  # fmt: skip
+SITE = f"""
+time: "00:30:00"
+warning_s: 120
+ranks_per_node: 1
+gpus_per_node: 0
+cpus_per_rank: 1
+environment: {{OMP_NUM_THREADS: "1", megatron_rl_Note: "it's $HOME, as written"}}
+python: {sys.executable}
+"""
+TELL = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(os.environ.get('megatron_rl_Note', ''))"
+
+WAIT = """
+import os, pathlib, signal, sys, time
+base = pathlib.Path(sys.argv[1])
+def leave(*_):
+    (base / "left").touch()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, leave)
+(base / "started").write_text("yes")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture(scope="module")
+def nemo_python() -> str:
+    """The interpreter that has NeMo-Run."""
+    path = os.environ.get("MEGATRON_RL_NEMO_PYTHON", str(ROOT / ".venv-nemo/bin/python"))
+    if not Path(path).exists():
+        pytest.skip(
+            f"no NeMo-Run: {path} is not there; `make nemo-run` makes it, or MEGATRON_RL_NEMO_PYTHON names another"
+        )
+    return path
+
+
+@pytest.fixture
+def launch(nemo_python, tmp_path):
+    """Runs tools/launch.py from the repository's root -> what came of it."""
+
+    def run(
+        *words: str, cluster: Cluster | None = None, path: str = os.environ["PATH"], timeout_s: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        environment = cluster.environment() if cluster is not None else os.environ | {"PATH": path}
+        environment |= {"NEMORUN_HOME": str(tmp_path / "nemo"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment.pop("PYTHONPATH", None)  # launch.py finds the project by itself
+        return subprocess.run(
+            [nemo_python, "tools/launch.py", *words],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+
+    return run
+
+
+@pytest.fixture
+def site(tmp_path) -> Path:
+    path = tmp_path / "site.yaml"
+    path.write_text(SITE)
+    return path
+
+
+@pytest.fixture
+def cluster(slurm) -> Iterator[Cluster]:
+    yield slurm
+    slurm.reset()
+
+
+def definition(path: Path, tasks: str) -> Path:
+    path.write_text(
+        f"from experiments import Experiment, Program, Task\n\ndef experiment(options):\n    return {tasks}\n"
+    )
+    return path
+
+
+def output_of(done: subprocess.CompletedProcess[str]) -> str:
+    return done.stdout[-6000:] + done.stderr[-4000:]
+
+
+def rendered(launch, tmp_path) -> dict[str, str]:
+    """Dry runs by the golden file's name, with what differs from place to place named."""
+    pyxis = tmp_path / "pyxis.yaml"
+    pyxis.write_text(
+        "account: lab\npartition: gpu\ngpu_type: a100\nmemory: '0'\nsetup: [module load slurm]\nsbatch: ['--comment=a word']\n"
+        "environment: {NCCL_DEBUG: 'INFO, all'}\npython: /opt/venv/bin/python\n"
+        "container: {runtime: pyxis, image: /shared/megatron_rl.sqsh, mounts: ['/shared:/shared']}\n"
+    )
+    words = {
+        "graph_a100": [GRAPH, "--executor=slurm", "--profile=a100"],
+        "graph_small_cpu": [GRAPH, "--small", "--executor=slurm", "--profile=cpu"],
+        "graph_one_slice_pyxis": [
+            GRAPH,
+            "tango.job.slices=1",
+            "tango.job.time=2-00:00:00",
+            "--executor=slurm",
+            f"--profile={pyxis}",
+        ],
+        "sweep_a100": [SWEEP, "--executor=slurm"],
+        "graph_small_local": [GRAPH, "--small", "--profile=cpu"],
+        "sweep_small_local": [SWEEP, "--small"],
+    }
+    found = {}
+    for name, own in words.items():
+        done = launch(*own, "--dryrun")
+        assert done.returncode == 0, output_of(done)
+        text = re.sub(r"^─.* Entering Experiment .*\n", "", done.stdout)
+        found[name] = text.replace(str(tmp_path / "nemo"), "/home/me/.nemo_run").replace(
+            str(ROOT), "/shared/megatron_rl"
+        )
+    return found
+
+
+def test_dry_runs_are_as_the_golden_files_have_them(launch, tmp_path):
+    """After a wanted change: MEGATRON_RL_GOLDEN=write pytest tests/multi/test_nemo_run.py, and read the difference."""
+    before = sorted(ROOT.glob("runs/*"))
+    found = rendered(launch, tmp_path)
+    if os.environ.get("MEGATRON_RL_GOLDEN") == "write":
+        shutil.rmtree(GOLDEN, ignore_errors=True)
+        GOLDEN.mkdir(parents=True)
+        for name, text in found.items():
+            (GOLDEN / name).write_text(text)
+    assert {path.name: path.read_text() for path in GOLDEN.iterdir()} == found
+    assert sorted(ROOT.glob("runs/*")) == before, "a dry run writes nothing"
+    assert not list((tmp_path / "nemo").rglob("*.sh"))
+
+
+def test_help_is_there_without_nemo_run():
+    done = subprocess.run([sys.executable, "tools/launch.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "make nemo-run" in done.stdout and "TASK.a.b=c" in done.stdout
+
+
+def test_without_nemo_run_the_cure_is_named():
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", NO_NEMO, GRAPH, "--small"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "make nemo-run" in done.stderr, output_of(done)
+
+
+NO_NEMO = """
+import runpy, site, sys
+site.main()
+sys.modules["nemo_run"] = None
+sys.path.insert(0, "tools")
+sys.argv[0] = "tools/launch.py"
+runpy.run_path("tools/launch.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required"),
+        (["nothing.py"], "no definition nothing.py"),
+        (["examples/last_letter/sft.yaml"], "give one definition, a .py file"),
+        (["tools/experiments.py"], "has no function experiment"),
+        ([GRAPH, "--small", "tango.run.sede=1"], "task 'tango': .*did you mean 'seed'"),
+        ([GRAPH, "tanga.run.seed=1"], "'tanga.run.seed=1': give TASK.a.b=c, with a task of sft, tango, math"),
+        ([GRAPH, "--profile=b200"], "give one of a100, cpu"),
+        ([GRAPH, "--small", "eval.output=null"], "task 'eval': no output"),
+        (
+            [GRAPH, "--small", "eval.output=runs/sft_tango_eval/tango/x.json"],
+            "'tango' and 'eval' both have the directory",
+        ),
+        ([GRAPH, "--small", "--at-once=0"], "--at-once 0: give 1 or more"),
+        ([GRAPH, "--executor=slurm", "tango.layout=3"], "task 'tango'"),
+        ([GRAPH, "--executor=slurm", "sft.run.dir=runs/nemo_run"], "runs/nemo_run/.*take a path without it"),
+    ],
+)
+def test_bad_input_is_named(launch, words, message):
+    done = launch(*words)
+    assert done.returncode == 2 and re.search(message, done.stderr), output_of(done)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("Experiment(name='x', tasks=[])", "an experiment without tasks"),
+        (
+            "Experiment(name='x', tasks=[Program(name='a', words=['a.py'], after=['b'])])",
+            "waits for 'b', which is none of the tasks above",
+        ),
+        ("Experiment(name='x', tasks=[Program(name='a', words=['a.py'])] * 2)", "give each task a name of its own"),
+        (
+            "Experiment(name='x', tasks=[Task(name='a', command='serve', settings=[])])",
+            "command 'serve': give one of train, sft, eval",
+        ),
+        ("[]", "returned list; return an experiments.Experiment"),
+    ],
+)
+def test_bad_definitions_are_named(launch, tmp_path, tasks, message):
+    done = launch(str(definition(tmp_path / "own.py", tasks)))
+    assert done.returncode == 2 and message in done.stderr, output_of(done)
+
+
+def test_without_sbatch_the_login_node_is_named(launch, site, tmp_path):
+    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", path=str(tmp_path))
+    assert done.returncode == 2 and "login node" in done.stderr, output_of(done)
+
+
+@pytest.mark.slow
+def test_the_graph_runs_here_to_its_end(launch, site, tmp_path):
+    done = launch(GRAPH, "--small", f"--profile={site}", f"--dir={tmp_path}", *QUICK)
+    assert done.returncode == 0, output_of(done)
+    assert done.stdout.splitlines()[-5:] == [
+        f"{name}: {DONE}" for name in ("data", "generator", "verifier", "tango", "eval")
+    ]
+    base = tmp_path / "sft_tango_eval"
+    assert slices.finished(base / "tango") and read_metrics(base / "tango")
+    assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
+    assert (base / "generator/jobs/config.yaml").read_text() == as_submitted(base / "generator/jobs/config.yaml", site)
+
+
+def as_submitted(path: Path, site: Path) -> str:
+    """What `megatron-rl submit` would write for this config."""
+    plan = submit.plan_run(config_files.load(SftConfig, [path]), profile.read(str(site)), command="sft", to_come=True)
+    return plan.files["config.yaml"]
+
+
+@pytest.mark.slow
+def test_what_comes_after_a_failed_task_is_not_started(launch, site, tmp_path):
+    (tmp_path / "tell.py").write_text(TELL)
+    (tmp_path / "fail.py").write_text("import sys; sys.exit(3)")
+    after = {
+        "good": [],
+        "bad": [],
+        "behind_bad": ["bad"],
+        "behind_both": ["behind_bad", "good"],
+        "behind_good": ["good"],
+    }
+    files = {name: "fail.py" if name == "bad" else "tell.py" for name in after}
+    programs = [
+        f"Program(name={n!r}, words=['{tmp_path}/{files[n]}', '{tmp_path}/{n}'], after={before})"
+        for n, before in after.items()
+    ]
+    own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[{', '.join(programs)}])")
+    done = launch(str(own), f"--profile={site}", "--at-once=2")
+    assert done.returncode == 1, output_of(done)
+    states = dict(line.split(": ") for line in done.stdout.splitlines()[-5:])
+    assert states == {
+        "good": DONE,
+        "bad": "FAILED",
+        "behind_bad": "NOT STARTED",
+        "behind_both": "NOT STARTED",
+        "behind_good": DONE,
+    }
+    assert (tmp_path / "good").read_text() == "it's $HOME, as written" and (tmp_path / "behind_good").exists()
+    assert not (tmp_path / "behind_bad").exists() and not (tmp_path / "behind_both").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_reaches_the_task_and_nothing_more_is_started(nemo_python, site, tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    programs = f"Program(name='a', words=['{tmp_path}/wait.py', '{tmp_path}']), Program(name='b', words=['{tmp_path}/wait.py', '{tmp_path}'])"
+    own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[{programs}])")
+    os.mkfifo(tmp_path / "started")
+    process = subprocess.Popen(
+        [nemo_python, "tools/launch.py", str(own), f"--profile={site}"],
+        cwd=ROOT, env=os.environ | {"NEMORUN_HOME": str(tmp_path / "nemo")}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert (tmp_path / "started").read_text() == "yes"
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0].splitlines()
+    assert process.returncode == 128 + signal.SIGTERM and said[-2:] == ["a: FAILED", "b: NOT STARTED"], said
+    assert (tmp_path / "left").exists()
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
+    done = launch(
+        SWEEP,
+        "--small",
+        f"--profile={site}",
+        f"--dir={tmp_path}",
+        "rates.steps=2",
+        "rates.launch.nproc=1",
+        "--at-once=2",
+    )
+    assert done.returncode == 0, output_of(done)
+    runs = json.loads((tmp_path / "sweep/rates/sweep.json").read_text())
+    assert [run["changes"] for run in runs] == [
+        {"optimizer.lr": lr, "run.seed": seed} for lr in (1e-3, 3e-3) for seed in (0, 1)
+    ]
+    losses = [read_metrics(tmp_path / "sweep/rates" / run["run"])[-1].metrics["loss"] for run in runs]
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, cluster, site, tmp_path):
+    """First by NeMo-Run, Tango on two nodes; then with Tango as an array through slurm/, and what is done is not done again."""
+    words = [
+        GRAPH,
+        "--small",
+        "--executor=slurm",
+        f"--profile={site}",
+        f"--dir={tmp_path}",
+        *QUICK,
+        "--wait",
+        "--every=0.5",
+    ]
+    done = launch(*words, "tango.job.nodes=2", cluster=cluster, timeout_s=400)
+    assert done.returncode == 0 and "all tasks are done" in done.stdout, output_of(done)
+    base = tmp_path / "sft_tango_eval"
+    assert len((base / "eval/last_letter.jsonl").read_text().splitlines()) == 32
+    assert "turn 1/" in "".join(path.read_text() for path in (base / "tango/logs").glob("log-*.out"))
+    trained = (base / "generator/model/model.safetensors").stat().st_mtime_ns
+
+    chain = ["tango.run.name=chain", "tango.job.slices=2", f"eval.model.path={base}/chain/models/generator"]
+    done = launch(*words, *chain, f"eval.output={base}/chain_eval/last_letter.json", cluster=cluster, timeout_s=400)
+    assert (
+        done.returncode == 0
+        and "tango is a chain of 2 slices" in done.stdout
+        and "eval comes after 'tango'" in done.stdout
+    ), output_of(done)
+    assert len((base / "chain_eval/last_letter.jsonl").read_text().splitlines()) == 32
+    assert len(slices.read(base / "chain")) == 1
+    assert (base / "generator/model/model.safetensors").stat().st_mtime_ns == trained
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp_path):
+    """By NeMo-Run's dependencies, and from there on by those of our own scripts; values of the profile's environment arrive as they are."""
+    (tmp_path / "fail.py").write_text("import sys; sys.exit(3)")
+    (tmp_path / "tell.py").write_text(TELL)
+    model, data = tmp_path / "none", tmp_path / "none.jsonl"
+    sft = f"'examples/last_letter/sft.yaml', 'run.dir={tmp_path}', 'model.path={model}', 'data.train={data}', 'steps=2'"
+    own = definition(
+        tmp_path / "own.py",
+        f"Experiment(name='own', tasks=[Program(name='tell', words=['{tmp_path}/tell.py', '{tmp_path}/told']), "
+        f"Program(name='bad', words=['{tmp_path}/fail.py'], after=['tell']), "
+        f"Task(name='behind', command='sft', settings=[{sft}, 'run.name=behind'], after=['bad']), "
+        f"Task(name='chain', command='sft', settings=[{sft}, 'run.name=chain', 'job.slices=2'], after=['bad'])])",
+    )
+    done = launch(str(own), "--executor=slurm", f"--profile={site}", "--wait", "--every=0.5", cluster=cluster)
+    assert done.returncode == 1 and "not done: bad, behind, chain" in done.stdout, output_of(done)
+    assert (tmp_path / "told").read_text() == "it's $HOME, as written"
+    said = done.stdout.splitlines()
+    assert any(line.endswith("bad: failed") for line in said)
+    assert any(line.endswith("behind: cancelled") for line in said) and any(
+        line.endswith("chain: cancelled") for line in said
+    )
+    assert not slices.read(tmp_path / "chain")
+
+
+@pytest.mark.multi
+def test_what_sbatch_refuses_is_said_and_nothing_stays_submitted(launch, cluster, site, tmp_path):
+    site.write_text(SITE + "partition: nowhere\n")
+    done = launch(GRAPH, "--small", "--executor=slurm", f"--profile={site}", f"--dir={tmp_path}", cluster=cluster)
+    assert done.returncode == 1 and "invalid partition" in done.stderr and "Traceback" not in done.stderr, output_of(
+        done
+    )
+    assert not cluster.run("squeue", "--noheader")

@@ -1,0 +1,200 @@
+"""The program from outside: help, checks, launchers, and commands that a user chains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT, environment, program, tango_settings
+from ranks import free_port
+from tiny_models import make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from megatron_rl.session.launch import Place, place_from
+
+
+def test_help_names_every_command_and_setting():
+    text = program("--help").stdout
+    assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "a.b=c"))
+    assert "prompts_per_step" not in text
+    train, sft = program("train", "--help").stdout, program("sft", "--help").stdout
+    for line in (
+        "roles.NAME.layout.tp = 1  # tensor parallel ranks",
+        "debug.replay = null  #",
+        "run.prompts_per_step = 256",
+        "roles.NAME.data: ",
+    ):
+        assert line in train, line
+    assert "optimizer.lr = 5e-06" in sft and 'run.name = "sft"' in sft  # SFT's own
+
+
+def test_check_says_what_is_wrong_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; from megatron_rl.main import main\n"
+        "sys.exit(main(['check', 'examples/tango_qwen2.5_7b.yaml', '--ranks', '32']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "not checked: torch is not installed" in done.stdout, done.stdout + done.stderr
+    full = program("check", "examples/tango_qwen2.5_7b.yaml", "--ranks", "32").stdout
+    assert "samples per update" in full and "not checked" not in full
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("roles.generator.layot.tp=2", "did you mean 'layout'"),
+        ("roles.generator.layout.tp=2.5", "2.5"),
+        ("roles.generator.layout.tp=3", "does not divide 32 ranks"),
+        ("roles.generator.layout={pp: 2, vpp: 2}", "overlap_p2p=true"),
+        ("roles.generator.layout={tp: 1, sequence_parallel: true}", "tp above 1"),
+        ("run.steps=0", "zero steps"),
+        ("roles.generator.micro_batch_tokens=100", "would not fit"),
+        ("nothing", "no such config file"),
+        ("roles.generator.sampling.top_p=0.0", "top_p"),
+        ("roles.generator.loss.kl_coef=-1.0", "kl_coef"),
+        ("roles.generator.optimizer.min_lr=1.0", "is above optimizer.lr"),
+        ("roles.generator.optimizer={decay: linear, decay_steps: 5, warmup_steps: 5}", "raise it"),
+        ("recipe.args.updates=5", "unknown argument 'updates'; did you mean"),
+        ("recipe.args.alpha_start=1.5", "at most 1"),
+        ("recipe.args.alpha_min=0.0", "give a number above 0"),
+        ("recipe.args.verifier_template=nowhere.txt", "no prompt template 'nowhere.txt'"),
+        ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),
+        ("recipe.target=megatron_rl.recipes.grpo:Grpo", "unknown argument"),
+        ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
+        ("run.steps=100000", "but the recipe plans"),
+    ],
+)
+def test_check_refuses_with_the_value_and_the_cure(change, says):
+    done = program("check", "examples/tango_qwen2.5_7b.yaml", change, "--ranks", "32", check=False)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_heads_must_divide_by_tp(last_letter):
+    done = program(
+        "check", "examples/last_letter/grpo.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        "roles.generator.layout.tp=4", "--ranks", "4", check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and "num_key_value_heads = 2" in done.stderr
+
+
+def test_places_of_the_launchers():
+    assert place_from({}) is None
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert place_from(torchrun) == Place(3, 8, 1, "a", 5)
+    step = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}
+    told = place_from(step | {"MASTER_ADDR": "b", "MASTER_PORT": "6"})
+    assert told is not None and (told.rank, told.world_size, told.local_rank, told.address, told.port) == (
+        2,
+        4,
+        2,
+        "b",
+        6,
+    )
+    meets = place_from(step | {"SLURM_RESTART_COUNT": "1"})
+    assert meets is not None and meets.port is None and meets.session == "17.1.0"
+    assert (
+        place_from({name: value for name, value in step.items() if name != "SLURM_STEP_ID"}) is None
+    )  # the batch script itself
+    with pytest.raises(ValueError, match="MASTER_PORT"):
+        place_from(step | {"MASTER_ADDR": "b"})
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
+    shared = [
+        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl", "data.settings=last_letter",
+        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
+    ]  # fmt: skip
+    program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
+    train, held = (pq.read_table(tmp_path / f"pairs/{name}.parquet").to_pylist() for name in ("train", "validation"))
+    assert 44 <= len(train) <= 48 and 14 <= len(held) <= 16, (
+        "of 32 problems two each; answers that were cut are left out"
+    )
+    assert not {row["question"] for row in train} & {row["question"] for row in held}
+    text = program(
+        "eval", *shared, "reward.target=megatron_rl.rewards.last_letter:grade", f"output={tmp_path}/eval.json"
+    ).stdout
+    answer = json.loads((tmp_path / "eval.json").read_text())
+    responses = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    assert f"{answer['figures']['accuracy']:.4f}" in text and len(responses) == 32
+    assert (
+        answer["figures"]["accuracy"] == pytest.approx(sum(r["score"] for r in responses) / 32)
+        and answer["figures"]["accuracy"] > 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_path):
+    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from their record."""
+    arguments = [
+        *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2", "roles.generator.samples_per_optimizer_step=20",
+        "roles.verifier.sleep=true", f"debug.save_rollouts={tmp_path}/record", "recipe.args.generator_updates=3", "evaluation.prompts=null",
+    ]  # fmt: skip
+    port = str(free_port())
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "megatron_rl.main", "train",
+         *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    generator = [row["metrics"] for row in rows if row["scope"] == "generator"]
+    assert generator[0]["optimizer_steps"] == 2.0 and generator[0]["engine_gap"] < 1e-4
+    for name in (
+        "alpha",
+        "kl_ref",
+        "entropy",
+        "groups_without_signal",
+        "steps_per_solution",
+        "verdicts_match",
+        "finished",
+        "version_lag",
+    ):
+        assert all(name in metrics for metrics in generator), name
+    program("report", tmp_path / "run", "--png", tmp_path / "curves.png")
+    assert (tmp_path / "run/report.html").stat().st_size > 20_000 and (tmp_path / "curves.png").stat().st_size > 5_000
+
+    replayed = [a.replace("run.name=run", "run.name=again") for a in arguments if "save_rollouts" not in a]
+    program("train", *replayed, f"debug.replay={tmp_path}/record")
+    for name in ("generator", "verifier"):
+        first, second = (tmp_path / run / "models" / name / "model.safetensors" for run in ("run", "again"))
+        assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter, tmp_path):
+    """A Llama whose words have other numbers judges a Qwen2: between them goes text. Context parallel beside tensor parallel."""
+    words = AutoTokenizer.from_pretrained(last_letter / "task/model").get_vocab()
+    named = sorted(
+        words, key=lambda word: (words[word] > 2, -words[word] if words[word] > 2 else words[word])
+    )  # the special three stay
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(named)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    make_model(
+        tmp_path / "llama", "llama", vocab_size=len(named), hidden_size=32, num_hidden_layers=2, intermediate_size=96,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    own.save_pretrained(tmp_path / "llama")
+    program(
+        "sft", "examples/last_letter/sft.yaml", f"model.path={tmp_path}/llama", f"data.train={last_letter}/task/verifier_sft.jsonl",
+        "steps=60", "optimizer.decay_steps=60", "run.name=verifier", f"run.dir={tmp_path}", "launch.nproc=1",
+    )  # fmt: skip
+    program(
+        "train", *tango_settings(last_letter, tmp_path, "run"), f"roles.verifier.model.path={tmp_path}/verifier/model",
+        "roles.generator.layout.cp=2", "roles.verifier.layout.tp=2", "recipe.args.generator_updates=2",
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    for name in ("generator", "verifier"):
+        turns = [row["metrics"] for row in rows if row["scope"] == name]
+        assert turns and all(metrics["engine_gap"] < 1e-4 for metrics in turns if "engine_gap" in metrics), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/models/verifier").get_vocab() == own.get_vocab() != words
+    assert json.loads((tmp_path / "run/models/verifier/config.json").read_text())["model_type"] == "llama"

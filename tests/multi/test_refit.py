@@ -1,0 +1,272 @@
+"""Refits of weights: every transport brings every engine rank its part bit for bit; engines that die, hang or break are found."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import refit_worker
+import torch
+from forks import answers, start, start_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import make_model
+
+from megatron_rl.refit import delta
+from megatron_rl.refit.topology import Topology
+from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.sizes import Sizes
+
+TIMEOUT_S = 200
+DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
+FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
+MOE = Sizes(
+    family="qwen3_moe", num_layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=77, tied=False, experts=4, expert_ffn=16
+)  # fmt: skip
+
+
+def case(sizes, trainer, engines, dtype="float32", **more):
+    topology = Topology(sizes=sizes, trainer=trainer, engines=engines, dtype=dtype)
+    return {
+        "topology": topology.to_json(),
+        "settings": {"verify": "full", "message_timeout_s": 3.0, "timeout_s": 30.0},
+    } | more
+
+
+def run(tmp_path, case):
+    return finish(start_trainer(tmp_path, case), tmp_path)
+
+
+def finish(ranks, tmp_path):
+    return [answer["answers"] for answer in answers(ranks, tmp_path, TIMEOUT_S)]
+
+
+def start_trainer(tmp_path, case):
+    return start_ranks(refit_worker.trainer, Topology.from_json(case["topology"]).trainer.world, tmp_path, case)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data(), st.sampled_from([torch.int16, torch.int32]))
+def test_weights_that_changed_are_found_and_put_back(data, dtype):
+    size = data.draw(st.integers(1, 300))
+    old = torch.tensor(data.draw(st.lists(st.integers(-5, 5), min_size=size, max_size=size)), dtype=dtype)
+    new = old.clone()
+    for place in data.draw(st.lists(st.integers(0, size - 1), max_size=size)):
+        new[place] += 1
+    out = torch.zeros(delta.HEADER + size * dtype.itemsize, dtype=torch.uint8)
+    end = delta.encode(new, old, out)
+    assert torch.equal(delta.decode(out[:end], old.clone()), new) and end <= len(out)
+    whole = torch.zeros_like(out)
+    assert delta.encode(new, None, whole) == len(out) and torch.equal(delta.decode(whole, old), new)
+
+
+def test_weights_that_changed_little_are_sent_in_few_bytes():
+    old = torch.arange(100_000, dtype=torch.int16)
+    out = torch.zeros(delta.HEADER + 200_000, dtype=torch.uint8)
+    few, some = old.clone(), old.clone()
+    few[::1000] += 1
+    some[::4] += 1
+    assert delta.encode(few, old, out) == 16 + 100 * 6
+    assert delta.encode(some, old, out) == 16 + 100_000 // 8 + 25_000 * 2
+    assert delta.encode(old + 1, old, out) == 16 + 200_000
+    with pytest.raises(ValueError, match="does not fit"):
+        delta.decode(out[:100], old)
+
+
+def left_behind():
+    """Shared memory that no living process holds: other runs on this machine may have some too."""
+    found = []
+    for path in Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"):
+        with contextlib.suppress(OSError), path.open() as file:  # gone, or in use
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(path)
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["shared_memory", "tcp", "gloo", "disk"])
+def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
+    for i, (sizes, trainer, engines, dtype) in enumerate(
+        [
+            (DENSE, TrainerLayout(tp=2, pp=2, fused=False), EngineLayout(tp=4, replicas=1), "float32"),
+            (MOE, TrainerLayout(tp=2, pp=2, ep=2), EngineLayout(tp=4, expert_parallel=True), "bfloat16"),
+            (DENSE, TrainerLayout(tp=2, dp=2), EngineLayout(tp=1, replicas=4, whole=True), "float32"),
+        ][: 3 if transport == "shared_memory" else 2]
+    ):
+        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256][i])
+        one["settings"] |= {
+            "transport": transport,
+            "directory": str(tmp_path / "disk"),
+            "bucket_mib": 0.004,
+            "delta": i == 1,
+        }
+        for found in run(tmp_path / str(i), one):
+            assert all(a["holds"] and a["version"] == v for v, a in enumerate(found)), found
+            assert all(a["refit/checked_slices"] > 0 and a["refit/floor_seconds"] > 0 for a in found)
+            if i == 1:
+                assert found[0]["refit/share_of_full"] >= 1 > 0.5 > found[1]["refit/share_of_full"]
+    assert not left_behind()
+
+
+@pytest.mark.multi
+def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
+    cases = []
+    for family, layout, whole, sizes in (
+        ("qwen2", {"tp": 2, "pp": 2}, True, {"vocab_size": 97, "tie_word_embeddings": True}),
+        ("qwen3", {"pp": 2, "vpp": 2, "overlap_p2p": True}, False, {"num_key_value_heads": 4}),
+        ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, False, {}),
+        ("qwen2_moe", {"ep": 2, "pp": 2}, True, {}),
+    ):
+        path = make_model(tmp_path / family, family, **sizes)
+        cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})
+    for found in answers(start_ranks(refit_worker.actors, 4, tmp_path, cases), tmp_path, TIMEOUT_S):
+        assert [a["equal"] for a in found] == [[True, True]] * len(cases)
+        assert all(a["figures"]["refit/checked_slices"] > 0 for a in found)
+
+
+@pytest.mark.multi
+def test_weights_that_landed_wrong_stop_the_run_with_their_name(tmp_path):
+    spoiled = "model.layers.1.mlp.gate_up_proj.weight"
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=2), spoiled=spoiled, versions=[0])
+    for [answer] in run(tmp_path, one):
+        assert (
+            answer["error"].startswith("Mismatch: " + spoiled)
+            and "decoder.layers.1.mlp.linear_fc1.weight" in answer["error"]
+        )
+        assert answer["version"] is None
+
+
+def start_engine(directory, case, rank, name):
+    return start(directory / f"{name}.log", refit_worker.engine_process, directory / name, case, rank)
+
+
+def held(directory, name):
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def appear(path):
+    end = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not come"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def processes(*started):
+    """Kills what is left of them at the end."""
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
+def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it_is_back(tmp_path, transport):
+    """SIGKILL in the middle of the second refit; a new process under the same rank takes the fourth."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.01, "delta": True}
+    one |= {
+        "long": 256,
+        "waits": {"0": ["joined_a", "joined_b"], "3": ["joined_c"], "end": ["holds_a_3", "holds_c_3"]},
+        "doom": {"b": [2, "SIGKILL"]},
+    }
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, *ranks):
+        appear(tmp_path / "done_2")
+        with processes(start_engine(tmp_path, one, 1, "c")):
+            found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [0.0, 1.0, 0.0, 0.0], found
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
+    assert held(tmp_path, "b") == [{"version": 0, "holds": True}]
+    assert held(tmp_path, "c") == [{"version": 3, "holds": True}]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
+def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
+    """It stops in the middle of a transfer; the other engine commits. When it goes on it joins anew and takes a later refit."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.01}
+    one |= {
+        "long": 256,
+        "waits": {"0": ["joined_a", "joined_b"], "1": ["again_b"], "end": ["holds_a_1", "holds_b_1"]},
+        "doom": {"b": [1, "SIGSTOP"]},
+    }
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, *ranks):
+        appear(tmp_path / "done_0")
+        os.kill(b.pid, signal.SIGCONT)
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [1.0, 0.0], found
+    assert found[0]["refit/seconds"] < 15
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(2)]
+    assert held(tmp_path, "b") == [{"version": 1, "holds": True}]
+
+
+@pytest.mark.multi
+def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
+    """It sleeps between refits through two roll calls; awake, it joins anew and is brought to the next version."""
+    one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
+    one |= {
+        "waits": {"0": ["joined_a", "joined_b"], "3": ["again_b"], "end": ["holds_a_3", "holds_b_3"]},
+        "naps": {"b": 0},
+    }
+    a, b, ranks = start_engine(tmp_path, one, 0, "a"), start_engine(tmp_path, one, 1, "b"), start_trainer(tmp_path, one)
+    with processes(a, b, *ranks):
+        appear(tmp_path / "done_2")
+        os.kill(b.pid, signal.SIGCONT)
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [0.0, 1.0, 0.0, 0.0], found
+    assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
+    assert held(tmp_path, "b") == [{"version": v, "holds": True} for v in (0, 3)]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
+def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, transport):
+    """Four stages feed three engines; those wait for stages that wait for the one that hangs, and are not taken for dead themselves."""
+    one = case(FOUR, TrainerLayout(pp=4), EngineLayout(tp=1, replicas=3), inside=False, versions=[0, 1])
+    one["settings"] |= {"transport": transport, "bucket_mib": 0.004, "message_timeout_s": 2.0}
+    one |= {
+        "waits": {"0": ["joined_a", "joined_b", "joined_c"], "end": ["holds_b_1", "holds_c_1"]},
+        "doom": {"a": [1, "SIGSTOP"]},
+    }
+    engines = [start_engine(tmp_path, one, rank, name) for rank, name in enumerate("abc")]
+    ranks = start_trainer(tmp_path, one)
+    with processes(*engines, *ranks):
+        found = finish(ranks, tmp_path)[0]
+    assert [a["refit/failed_engines"] for a in found] == [1.0, 0.0], found
+    for name in "bc":
+        assert held(tmp_path, name) == [{"version": v, "holds": True} for v in range(2)]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", ["tcp", "gloo"])
+def test_weights_that_come_too_late_do_not_land_any_more(tmp_path, kind):
+    """A long slice is received into the parameter itself, which the next refit may have written before the late sender goes on."""
+    sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path, kind), tmp_path, TIMEOUT_S)
+    assert not landed
+    assert sent != "sent" or kind == "tcp"  # there the kernel takes what is small
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind, sizes", [("tcp", MOE), ("gloo", replace(DENSE, tied=False))])
+def test_weights_in_long_slices_are_not_copied(tmp_path, kind, sizes):
+    """Over TCP not when they are sent either: an engine's experts are one parameter, the trainer's are many."""
+    one = case(sizes, TrainerLayout(tp=1), EngineLayout(tp=1), long=1024, part=256, kind=kind)
+    sent, received = answers(start_ranks(refit_worker.one_exchange, 2, tmp_path, one), tmp_path, TIMEOUT_S)
+    assert sent["bytes"] == received["bytes"] == sent["planned"]
+    assert received["checked"] == sent["slices"] and received["mismatch"] is None and received["holds"]
+    assert received["copied"] < 0.05 * received["bytes"]
+    if kind == "tcp":
+        assert sent["packed"] < 0.05 * sent["bytes"]

@@ -1,0 +1,48 @@
+"""Whole runs with a junior: Tandem RL by its own recipe, and Tango with a tandem generator, on last-letter models."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import program, tango_settings
+
+from megatron_rl.run.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.multi]
+
+
+def rows_of(run, scope):
+    return [row.metrics for row in read_metrics(run) if row.scope == scope]
+
+
+def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
+    """Two ranks, two optimizer steps per update; the gate compares log-probs on senior tokens."""
+    program(
+        "train", "examples/tandem_last_letter/tandem.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl", "evaluation.num_prompts=32",
+        "run.prompts_per_step=8", "recipe.args.updates=2", "roles.generator.samples_per_optimizer_step=32", "launch.nproc=2",
+        f"run.dir={tmp_path}", "run.name=run",
+    )  # fmt: skip
+    turns = rows_of(tmp_path / "run", "generator")
+    assert len(turns) == 2
+    for row in turns:
+        assert 0.3 < row["senior_share"] < 0.7 and row["switches"] > 1
+        assert row["skipped"] or row["trained_tokens"] == pytest.approx(row["senior_share"] * row["tokens"])
+        assert row["skipped"] or row["engine_gap"] < 1e-3
+
+
+def test_tango_with_a_tandem_generator_trains_both(last_letter, tmp_path):
+    settings = ["roles.generator.tandem={}", "evaluation.prompts=null", "run.steps=2", "run.save_every=0"]
+    program("train", *tango_settings(last_letter, tmp_path, "run"), *settings, timeout_s=900)
+    assert all(0.3 < row["senior_share"] < 0.7 for row in rows_of(tmp_path / "run", "generator"))
+    assert all("senior_share" not in row for row in rows_of(tmp_path / "run", "verifier"))
+    assert rows_of(tmp_path / "run", "generator") and rows_of(tmp_path / "run", "verifier")
+
+
+def test_the_recipe_without_a_junior_stops_before_the_first_update(last_letter, tmp_path):
+    done = program(
+        "train", "examples/tandem_last_letter/tandem.yaml", f"roles.generator.model.path={last_letter}/generator/model",
+        f"data.path={last_letter}/task/train.jsonl", "evaluation.prompts=null", "roles.generator.tandem=null",
+        f"run.dir={tmp_path}", "run.name=run", check=False,
+    )  # fmt: skip
+    assert done.returncode and "set roles.generator.tandem" in done.stderr
+    assert not rows_of(tmp_path / "run", "generator")

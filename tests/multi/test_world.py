@@ -1,0 +1,61 @@
+"""What rank 0 decides reaches every rank, its errors too, and nothing ever waits for a rank that has left."""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+from megatron_rl.world import OneProcess
+
+WORKER = Path(__file__).parents[1] / "helpers" / "world_worker.py"
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def answers(request, tmp_path_factory):
+    """[ranks][cases] of world_worker.cases."""
+    return run_ranks(WORKER, request.param, tmp_path_factory.mktemp(f"world{request.param}"), timeout_s=60)
+
+
+def test_the_drivers_result_is_every_ranks(answers):
+    assert [a[0] for a in answers] == [["value", [0, 3]]] * len(answers)
+    assert [a[10] for a in answers] == [7] * len(answers)
+
+
+def test_an_error_on_the_driver_is_raised_on_every_rank_with_its_traceback(answers):
+    kind, text = answers[0][1]
+    assert (kind, text) == ("ValueError", "the reward broke")
+    for kind, text in (a[1] for a in answers[1:]):
+        assert kind == "DriverError" and "in broken" in text and "the reward broke" in text
+
+
+def test_every_rank_works_when_the_driver_calls_all(answers):
+    expected = [[[r, (r + k) * 10] for r in range(len(answers))] for k in (1, 5)]
+    assert [a[2] for a in answers] == [["value", expected]] * len(answers)
+    assert [a[12] for a in answers] == [["value", [[r, r * 10] for r in range(len(answers))]]] * len(answers)
+    assert [a[11][:2] for a in answers] == [[r + 1, r + 5] for r in range(len(answers))]
+
+
+def test_a_followers_error_names_its_rank_on_every_rank(answers):
+    last = len(answers) - 1
+    for kind, text in (a[3] for a in answers):
+        assert kind in ("FollowerError", "DriverError")
+        assert "negative: -1" in text and f"rank {last} failed in 'ask'" in text
+    assert all("negative: -1" in a[4][1] for a in answers)
+
+
+def test_what_cannot_travel_is_an_error_and_not_a_hang(answers):
+    assert all("pickle" in a[5][1] and "pickle" in a[8][1] for a in answers)
+
+
+def test_a_wrong_call_is_refused_and_the_world_goes_on(answers):
+    assert all("no handler 'nobody'" in a[6][1] for a in answers)
+    assert all(f"1 arguments for {len(answers)} ranks" in a[7][1] for a in answers)
+    assert [a[9] for a in answers] == [["value", "still alive"]] * len(answers)
+
+
+def test_one_process_behaves_alike():
+    world = OneProcess()
+    world.serve("double", lambda x: 2 * x)
+    assert world.from_driver(lambda: world.call_all("double", [4])) == [8] and world.broadcast("x") == "x"
+    with pytest.raises(ZeroDivisionError):
+        world.from_driver(lambda: 1 / 0)

@@ -1,0 +1,63 @@
+"""A run with real vLLM servers on a real Slurm cluster: its engines are an array of their own, and one of their nodes crashes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from conftest import tango_settings
+from slurm_site import logs, said, submit
+from test_engines_vllm import PYTHON
+
+from megatron_rl.cluster import slices
+from megatron_rl.engines.roster import Roster
+from megatron_rl.run.directory import read_rollouts, rollout_files
+from megatron_rl.run.metrics import read_metrics
+from megatron_rl.session.servers import ENGINES
+
+pytestmark = [
+    pytest.mark.multi, pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
+]  # fmt: skip
+PROMPTS, SAMPLES, START_S, TURNS = 8, 5, 400.0, 18
+
+
+def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
+    """Two ranks on two nodes and an engine for each role; the generator's comes back on another node, and the run ends by itself."""
+    cluster, _ = site
+    run = tmp_path / "served"
+    trainer, engines = submit(
+        site, *tango_settings(last_letter, tmp_path, "served"), "engine.kind=vllm", f"engine.python={PYTHON}",
+        "engine.lost_after_s=5", "recipe.args.generator_updates=13", "evaluation.every=0", "job.nodes=2",
+    )  # fmt: skip
+
+    def turns() -> int:
+        return sum(row.scope in ("generator", "verifier") for row in read_metrics(run))
+
+    def until(what: str, condition) -> None:
+        end = time.monotonic() + START_S
+        while not condition():
+            assert time.monotonic() < end, f"{what}: not within {START_S} s\n{logs(run)}"
+            time.sleep(0.3)
+
+    until("three turns", lambda: turns() >= 3)
+    (listing,) = Roster(run / ENGINES).read("generator")
+    assert listing.job == f"{engines}_0" and listing.node in cluster.names
+    trained_on = cluster.field(trainer + "_0", "NodeList")
+    cluster.crash_node(cluster.field(f"{engines}_0", "BatchHost"))
+    cluster.run("scontrol", "update", f"nodename={listing.node}", "state=down", "reason=crash")
+    assert turns() < TURNS, "the crash came too late to matter"
+    until("the run's end", lambda: slices.finished(run))
+    cluster.wait(trainer, timeout_s=300)
+    cluster.wait(engines, timeout_s=300)
+
+    assert turns() == TURNS
+    assert len(rollout_files(run)) == TURNS
+    assert {len(read_rollouts(path)) for path in rollout_files(run)} == {PROMPTS * SAMPLES}, (
+        "every prompt has all its answers"
+    )
+    (only,) = slices.read(run)
+    assert only.cause == "all turns are done" and only.nodes == trained_on, "the trainer was never started again"
+    assert int(cluster.field(f"{engines}_0", "Restarts")) >= 1
+    assert not Roster(run / ENGINES).all(), "the engines left with the run"
+    assert "finished" in said(cluster, "status", str(run))

@@ -1,0 +1,392 @@
+"""The batch scripts: as they are rendered, line by line; as shellcheck reads them; and what they ask their run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cluster import profile, slices
+from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.job import Job, Leave, job_from, leave_file
+from megatron_rl.cluster.render import Shape, common_settings, script
+from megatron_rl.cluster.slices import Next
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
+from megatron_rl.jobs import submit
+from megatron_rl.main import main
+from megatron_rl.run.checkpoint import write_json
+from megatron_rl.run.directory import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parents[1] / "golden/slurm"
+TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
+JOB = Job(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
+EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": "/shared/eval/m.json"}
+
+
+def tango(*overrides: str) -> TrainConfig:
+    return config_files.load(
+        TrainConfig, [TANGO], ["run.dir=/shared/runs", "run.name=tango", "job.nodes=1", "job.slices=1", *overrides]
+    )
+
+
+def plans(monkeypatch) -> dict[str, str]:
+    """Every script of every shape, by the golden file's name."""
+    monkeypatch.chdir(ROOT)
+    a100, cpu = profile.read("a100"), profile.read("cpu")
+    servers = ["engine.kind=vllm", "engine.tp=2", "engine.replicas=2"]
+    sft = config_files.load(
+        TrainConfig, [ROOT / "examples/last_letter/grpo.yaml"], ["run.dir=/shared/runs", "run.name=letters"]
+    )
+    container = profile.Container(runtime="pyxis", image="/shared/megatron_rl.sqsh", mounts=("/shared:/shared",))
+    pyxis = config_files.load(profile.Profile, [], ["account=lab", "gpu_type=a100", 'setup=["module load slurm"]'])
+    found = {
+        "a100": submit.plan_run(tango("job.nodes=4", "job.slices=8"), a100, command="train", as_roles=False),
+        "a100_vllm": submit.plan_run(
+            tango("job.nodes=4", "job.slices=8", *servers), a100, command="train", as_roles=False
+        ),
+        "a100_roles": submit.plan_run(tango(*servers), a100, command="train", as_roles=True),
+        "pyxis": submit.plan_run(
+            tango("job.nodes=4"), replace_container(pyxis, container), command="train", as_roles=False
+        ),
+        "cpu_sweep": submit.plan_sweep(sft, [({"run.seed": n}, sft) for n in range(4)], cpu, command="train"),
+        "cpu_eval": submit.plan_eval(
+            [config_files.load(EvalConfig, [], [f"{k}={json.dumps(v)}" for k, v in EVAL.items()])] * 2,
+            cpu,
+            Path("/shared/eval"),
+        ),
+    }
+    return {f"{name}.{file}": plan.files[file] for name, plan in found.items() for file in plan.scripts}
+
+
+def replace_container(site: profile.Profile, container: profile.Container) -> profile.Profile:
+    return replace(site, container=container)
+
+
+def test_scripts_are_rendered_as_the_golden_files_have_them(monkeypatch):
+    """After a wanted change: MEGATRON_RL_GOLDEN=write pytest tests/slurm/test_slurm_scripts.py, and read the difference."""
+    rendered = {name: text.replace(str(ROOT), "/shared/megatron_rl") for name, text in plans(monkeypatch).items()}
+    if os.environ.get("MEGATRON_RL_GOLDEN") == "write":
+        shutil.rmtree(GOLDEN)
+        GOLDEN.mkdir()
+        for name, text in rendered.items():
+            (GOLDEN / name).write_text(text)
+    assert {path.name: path.read_text() for path in GOLDEN.iterdir()} == rendered
+
+
+def test_shellcheck_finds_nothing_in_the_scripts(monkeypatch, tmp_path):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("no shellcheck: `make slurm` installs it, or says why it cannot")
+    for name, text in plans(monkeypatch).items():
+        (tmp_path / name).write_text(text)
+    files = [*tmp_path.iterdir(), *(ROOT / "slurm").glob("*.s*"), *(ROOT / "tools").rglob("*.sh")]
+    done = subprocess.run(
+        ["shellcheck", "-x", "-P", str(ROOT), *map(str, files)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_template_takes_the_settings_that_it_lists(tmp_path):
+    shape = Shape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path)
+    with pytest.raises(ConfigError, match="no setting NOTHING"):
+        script(shape, profile.read("cpu"), {"NOTHING": "1"}, tmp_path)
+    text = script(
+        shape,
+        profile.read("cpu"),
+        common_settings(profile.read("cpu"), ROOT) | {"CONFIG": "a path/it's.yaml"},
+        tmp_path,
+    )
+    line = next(line for line in text.splitlines() if line.startswith("CONFIG="))
+    said = subprocess.run(["bash", "-c", f'{line}; printf %s "$CONFIG"'], capture_output=True, text=True).stdout
+    assert said == "a path/it's.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "as_roles", "message"),
+    [
+        (["job.nodes=3"], False, "layout"),  # 24 ranks: 256 samples do not divide, or the layout says so
+        ([], True, "no servers"),
+        (["engine.kind=vllm", "job.slices=2"], True, "elements are alike"),
+        (["job.time=00:05:00"], False, "600 s before the end of 00:05:00 comes at the start"),
+        (["job.time=four hours"], False, "HH:MM:SS"),
+        (["engine.kind=vllm", "job.engine_time='2'"], False, "engine_time"),
+    ],
+)
+def test_what_cannot_be_submitted_is_refused_before_it_is(overrides, as_roles, message):
+    site = profile.read("a100")
+    if message == "layout":
+        site = config_files.load(profile.Profile, [], ["ranks_per_node=5"])
+    with pytest.raises(ConfigError, match=message):
+        submit.plan_run(tango(*overrides), site, command="train", as_roles=as_roles)
+
+
+def test_time_limits_are_read_as_sbatch_reads_them():
+    found = {
+        "30": 1800,
+        "30:15": 1815,
+        "01:00:10": 3610,
+        "2-1": 176400,
+        "1-02:30": 95400,
+        "1-00:00:01": 86401,
+        "UNLIMITED": None,
+    }
+    assert {limit: submit.seconds(limit) for limit in found} == found
+
+
+def test_profiles_that_are_not_there_or_wrong_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="give one of a100, cpu"):
+        profile.read("b200")
+    (tmp_path / "mine.yaml").write_text("partitoin: gpu\n")
+    with pytest.raises(ConfigError, match="partitoin"):
+        profile.read(str(tmp_path / "mine.yaml"))
+
+
+def test_a_sweep_file_gives_its_points(tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_text("a.lr: [1e-3, 2]\nrun.seed: [0, 1]\n")
+    assert submit.grid(path) == [{"a.lr": lr, "run.seed": seed} for lr in (1e-3, 2) for seed in (0, 1)]
+    path.write_text("- {a: 1}\n- {b: x}\n")
+    assert submit.grid(path) == [{"a": 1}, {"b": "x"}]
+    for wrong in ("a: 1\n", "[]\n", "a: []\n", "- 3\n"):
+        path.write_text(wrong)
+        with pytest.raises(ConfigError, match="mapping of settings to lists"):
+            submit.grid(path)
+    path.write_text(f"a: {list(range(40))}\nb: {list(range(40))}\n")
+    with pytest.raises(ConfigError, match="1600 runs"):
+        submit.grid(path)
+
+
+def test_a_dry_run_prints_scripts_and_writes_nothing(tmp_path, capsys):
+    assert main(["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "--profile", "a100", "--dry-run"]) == 0
+    assert "#SBATCH --nodes=4" in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]
+
+
+def test_without_sbatch_the_cure_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert main(["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}"]) == 2
+    assert "login node" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+SERVED = ["job.nodes=4", "engine.kind=vllm"]
+
+
+def test_a_second_submission_leaves_the_config_of_the_first_alone(tmp_path, capsys, fake_slurm):
+    """The next slice of the first would start with it."""
+    answers, _ = fake_slurm
+    words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
+    assert main(words) == 0
+    before = (tmp_path / "a/jobs/config.yaml").read_text()
+    answers(squeue="echo '17_[1-3]|a-train|PENDING||1:00:00|Resources|N/A'")
+    assert main([*words, "run.seed=7"]) == 2
+    assert "has jobs already: 17_[1-3] (pending)" in capsys.readouterr().err
+    assert (tmp_path / "a/jobs/config.yaml").read_text() == before
+
+
+def test_a_trainer_whose_engines_are_refused_is_taken_back(tmp_path, capsys, fake_slurm):
+    answers, asked = fake_slurm
+    answers(sbatch='case "$*" in *engines.sbatch*) echo "Invalid account" >&2; exit 1;; *) echo 17;; esac')
+    answers(squeue="echo '17_0|a-train|PENDING||1:00:00|Resources|N/A'")
+    assert main(["submit", str(TANGO), *SERVED, f"run.dir={tmp_path}", "run.name=a"]) == 1
+    assert "Invalid account" in capsys.readouterr().err and asked()[-1] == "scancel 17"
+
+
+def test_engines_learn_which_job_the_trainer_is(tmp_path, fake_slurm):
+    answers, asked = fake_slurm
+    answers(sbatch='case "$*" in *engines.sbatch*) echo 18;; *) echo 17;; esac')
+    assert main(["submit", str(TANGO), *SERVED, f"run.dir={tmp_path}", "run.name=a"]) == 0
+    assert [(tmp_path / "a/jobs" / name).read_text() for name in ("trainer", "engines")] == ["17\n", "18\n"]
+    assert any("--dependency=after:17_0" in line for line in asked())
+
+
+def test_a_finished_run_is_submitted_to_go_on_alone(tmp_path, capsys, fake_slurm):
+    words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
+    (tmp_path / "a").mkdir()
+    write_json(tmp_path / "a/summary.json", {"finished": True})
+    assert main(words) == 2 and "is finished" in capsys.readouterr().err
+    assert main([*words, "run.resume=must", "run.steps=900"]) == 0
+    assert not slices.finished(tmp_path / "a")
+
+
+def test_evaluations_without_a_config_are_refused(capsys):
+    assert main(["submit", "seed=1", "--profile=cpu", "--checkpoints", "m"]) == 2
+    assert "at least one config" in capsys.readouterr().err
+    assert main(["submit", str(TANGO), "--shape=roles", "--sweep=grid.yaml"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_a_run_whose_name_looks_like_an_override_reads_its_config(tmp_path, capsys):
+    config = tmp_path / "lr=3e-4" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text(TANGO.read_text())
+    assert main(["slice", "where", str(config)]) == 0
+    assert capsys.readouterr().out.startswith("/")
+
+
+def test_paths_with_spaces_stay_one_word(tmp_path):
+    shape = Shape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path / "my logs")
+    text = script(shape, profile.read("cpu"), common_settings(profile.read("cpu"), ROOT), tmp_path / "here now")
+    assert (
+        f"#SBATCH --chdir='{tmp_path}/here now'\n" in text
+        and f"#SBATCH --output='{tmp_path}/my logs/train-%j.out'\n" in text
+    )
+
+
+def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
+    """Also where the step is one rank: the chain would take 130 for a fault."""
+    monkeypatch.setattr("megatron_rl.commands.train.run", lambda config, place: 130)
+    words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(words) == 130
+    for name, value in {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 0
+
+
+def test_two_evaluations_never_write_one_file(tmp_path, capsys):
+    config = tmp_path / "e.yaml"
+    config.write_text("model: {path: x}\ndata: {path: d}\ntemplate: t.txt\n")
+    assert (
+        main(["submit", str(config), "--profile=cpu", "--checkpoints", "runs/a/models/generator", "runs/a/generator"])
+        == 2
+    )
+    assert "two evaluations would write" in capsys.readouterr().err
+
+
+def test_the_job_is_read_from_the_environment():
+    assert job_from({}) is None
+    plain = job_from({"SLURM_JOB_ID": "5"})
+    assert plain == Job(id="5", restart=0, node="", step=None, end=None, warning_s=None) and plain.name == "5.0"
+    element = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "3"}
+    found = job_from(element | {"MEGATRON_RL_JOB_END": "100", "MEGATRON_RL_WARNING_S": "", "SLURMD_NODENAME": "n4"})
+    assert found == Job(id="5_2", restart=3, node="n4", step=None, end=100.0, warning_s=None)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
+    """Turns of 100 s and a save of 20 s: with a margin of 1.2 and 60 s to spare it needs 204 s."""
+    clock, said = Clock(), list[str]()
+    job = Job(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
+    clock.now = 0.0  # it loads its models and waits for engines
+    leave = Leave(tmp_path, job, said.append, clock)
+    clock.now = 1000.0
+    leave.begin()
+    leave.saved(20.0)
+    for now, wanted in ((1100.0, False), (1200.0, False), (1245.0, False), (1247.0, True)):
+        clock.now = now
+        assert leave() is wanted, now
+    assert "leaving now" in said[-1]
+    assert "set job.warning_s to at least 204" in said[0] and len(said) == 2
+
+
+def test_files_ask_a_run_to_leave(tmp_path):
+    said = list[str]()
+    leave = Leave(tmp_path, JOB, said.append)
+    assert not leave() and not leave.asked()
+    leave_file(
+        tmp_path, Job(id="17_2", restart=0, node="", step=None, end=None, warning_s=None)
+    ).touch()  # of an earlier start
+    assert not leave()
+    leave_file(tmp_path, JOB).touch()
+    assert leave() and leave.asked()
+    leave_file(tmp_path, JOB).unlink()
+    (tmp_path / "stop").touch()
+    assert leave()
+    assert "time limit" in said[0] and f"{tmp_path}/stop (remove it" in said[1]
+
+
+def saved(run: Path, turns: int) -> None:
+    """A complete checkpoint of so many turns."""
+    from megatron_rl.run.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(RunDirectory(run).checkpoints)
+    (checkpoints.begin(turns) / "weights").write_text("w")
+    checkpoints.commit(turns)
+
+
+def test_slices_note_what_ended_them_and_decide_what_comes(tmp_path):
+    def begin(restart: int) -> tuple[Next, str]:
+        return slices.begin(tmp_path, job(restart), "n[1-2]", 3)
+
+    def job(restart: int) -> Job:
+        return Job(id="17_2", restart=restart, node="n1", step=None, end=None, warning_s=None)
+
+    assert begin(0)[0] is Next.GO
+    assert slices.end(tmp_path, job(0), 137) == (Next.AGAIN, "killed by signal 9")
+    saved(tmp_path, 4)
+    assert begin(1) == (Next.GO, "4 turns are done")
+    assert begin(2)[0] is Next.GO  # the start before it ended without a word
+    assert slices.end(tmp_path, job(2), 0) == (Next.SLICE, "left in time, saved after 4 turns")
+    assert [s.cause for s in slices.read(tmp_path)] == [
+        "killed by signal 9",
+        slices.SILENT,
+        "left in time, saved after 4 turns",
+    ]
+    assert begin(3)[0] is Next.GO
+    assert slices.end(tmp_path, job(3), 2)[0] is Next.STOPPED  # a wrong config stays wrong
+    assert begin(4)[0] is Next.GO  # of three starts so far one was ended by its node, say
+    assert slices.end(tmp_path, job(4), 1)[0] is Next.AGAIN
+    word, why = begin(5)
+    assert word is Next.STOPPED and "4 starts made no progress beyond 4 turns" in why and "left in time" in why
+    saved(tmp_path, 5)
+    assert begin(5)[0] is Next.GO
+    (tmp_path / "stop").touch()
+    assert slices.end(tmp_path, job(5), 0)[0] is Next.STOPPED and begin(6)[0] is Next.STOPPED
+    write_json(tmp_path / "summary.json", {"finished": True})
+    assert begin(6)[0] is Next.DONE and slices.end(tmp_path, job(6), 0)[0] is Next.DONE
+
+
+def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
+    """Starts of an earlier submission do not count: what ended them has been mended."""
+    for restart in range(9):  # three times as many as job.stalled, since they ended without a word
+        assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is Next.GO
+    word, why = slices.begin(tmp_path, replace(JOB, restart=9), "n1", 3)
+    assert word is Next.STOPPED and slices.read(tmp_path)[-1].cause == why, "`status` says so"
+    assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is Next.STOPPED
+    assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is Next.GO
+
+
+def test_half_a_line_of_slices_is_left_out(tmp_path):
+    slices.begin(tmp_path, JOB, "n1", 3)
+    with (tmp_path / slices.FILE).open("a") as file:
+        file.write('{"job": "17_2", "resta')
+    assert [s.job for s in slices.read(tmp_path)] == ["17_2"]
+    slices.begin(tmp_path, replace(JOB, id="17_3"), "n1", 3)
+    assert [s.job for s in slices.read(tmp_path)] == ["17_2", "17_3"]
+
+
+def test_a_rank_that_hangs_ends_although_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    code = "import sys, time; from pathlib import Path; from megatron_rl.cluster.watchdog import Watchdog\n"
+    code += "with Watchdog(Path(sys.argv[1]), 's', 0, 0.2).watching(): time.sleep(60)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "file"], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == slices.HUNG and "nothing moved" in done.stderr
+
+
+def test_addresses_of_this_host():
+    assert own_address("127.0.0.1") == own_address("lo") == "127.0.0.1"
+    assert own_address("auto").count(".") == 3
+    with pytest.raises(ConfigError, match="ib7 is neither an address nor an interface .* lo"):
+        own_address("ib7")
+
+
+def test_status_of_what_is_no_run_says_so(tmp_path, capsys):
+    assert main(["status", str(tmp_path)]) == 2
+    assert "no run directory" in capsys.readouterr().err

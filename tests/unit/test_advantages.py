@@ -1,0 +1,372 @@
+"""Advantages: every vector of the paper's method, each estimator against its formula by other means, and the credit of steps."""
+
+import dataclasses
+import json
+import random
+from statistics import fmean
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.advantages import assign_advantages, mix, outcome_advantages, step_advantages, step_rewards
+from megatron_rl.algorithms.class_weights import ClassCounts
+from megatron_rl.types import Stop, Trajectory
+
+PROMPT, STEP, TAIL = 3, 2, 2  # tokens
+ESTIMATORS = ("grpo", "dr_grpo", "batch", "rloo", "reinforce_pp")
+PAPER = (("++++", 1.0), ("+-", 0.0), ("++--", 0.0))  # verdicts and outcome of one group, tango.md 1.13
+
+
+def solution(verdicts, reward, *, group="g", num_steps=None):
+    """A prompt, a step of STEP tokens per verdict (or `num_steps` steps), and TAIL tokens after the last step."""
+    steps = len(verdicts) if num_steps is None else num_steps
+    response = steps * STEP + TAIL
+    return Trajectory(
+        group=group,
+        tokens=list(range(PROMPT + response)),
+        trainable=[False] * PROMPT + [True] * response,
+        logprobs=[0.0] * (PROMPT + response),
+        version=0,
+        stop=Stop.EOS,
+        steps=[(PROMPT + k * STEP, PROMPT + (k + 1) * STEP) for k in range(steps)],
+        step_rewards=step_rewards([v == "+" for v in verdicts], steps),
+        rewards={"outcome": reward},
+    )
+
+
+def segments(values, trajectory):
+    """One value per step, then that of the tail; every token of a segment must agree."""
+    bounds = [start for start, _ in trajectory.steps] + [len(values) - TAIL, len(values)]
+    parts = [values[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert all(len(set(part)) == 1 for part in parts)
+    return [part[0] for part in parts]
+
+
+def paper_group():
+    return [solution(verdicts, reward) for verdicts, reward in PAPER]
+
+
+def random_batch(seed, *, groups=4):
+    """Groups of 1 to 5 in mixed order; some trajectories without step rewards."""
+    draw = random.Random(seed)
+    out = []
+    for g in range(groups):
+        for _ in range(draw.randint(1, 5)):
+            verdicts = "".join(draw.choice("+-") for _ in range(draw.randint(0, 6)))
+            missing = len(verdicts) + 1 if draw.random() < 0.2 else None
+            out.append(solution(verdicts, draw.choice((0.0, 0.3, 1.0)), group=f"g{g}", num_steps=missing))
+    draw.shuffle(out)
+    return out
+
+
+def test_vectors_outcome_advantages_of_the_paper_group():
+    assert outcome_advantages([1.0, 0.0, 0.0], ["g"] * 3) == pytest.approx([1.1547, -0.5773, -0.5773], abs=1e-4)
+
+
+def test_vectors_step_rewards_of_the_paper_group_have_mean_0_1_and_sample_std_0_3162():
+    rewards = [r for t in paper_group() for r in t.step_rewards]
+    assert rewards == [0.25] * 4 + [0.5, -0.5] + [0.25, 0.25, -0.25, -0.25]
+    assert torch.tensor(rewards).mean().item() == pytest.approx(0.1) and torch.tensor(
+        rewards
+    ).std().item() == pytest.approx(0.3162, abs=1e-4)
+
+
+def test_vectors_step_advantages_of_the_paper_group():
+    group = paper_group()
+    found = [segments(a, t) for a, t in zip(step_advantages(group), group, strict=True)]
+    assert found[0] == pytest.approx([1.8974, 1.4230, 0.9487, 0.4743, 0], abs=1e-4)
+    assert found[1] == pytest.approx([-0.6325, -1.8974, 0], abs=1e-4)
+    assert found[2] == pytest.approx([-1.2649, -1.7392, -2.2136, -1.1068, 0], abs=1e-4)
+    assert [row[-1] for row in found] == [0.0, 0.0, 0.0]  # exactly: there is no step to come
+    z = [[a - b for a, b in zip(row, row[1:], strict=False)] for row in found]
+    assert z[0] == pytest.approx([0.4743] * 4, abs=1e-4)
+    assert z[1] == pytest.approx([1.2649, -1.8974], abs=1e-4)
+    assert z[2] == pytest.approx([0.4743, 0.4743, -1.1068, -1.1068], abs=1e-4)
+
+
+def test_vectors_mixed_advantages_of_the_paper_group():
+    found = [segments(t.advantages, t) for t in assign_advantages(paper_group(), reward="outcome", alpha=0.1)]
+    assert found[0] == pytest.approx([1.2290, 1.1815, 1.1341, 1.0867, 1.0392], abs=1e-4)
+    assert found[1] == pytest.approx([-0.5829, -0.7094, -0.5196], abs=1e-4)
+    assert found[2] == pytest.approx([-0.6461, -0.6935, -0.7410, -0.6303, -0.5196], abs=1e-4)
+
+
+@pytest.mark.parametrize(("verdict", "sign"), [("+", 1), ("-", -1)])
+def test_vectors_step_count_pressure(verdict, sign):
+    group = [solution(verdict * k, 1.0) for k in (3, 6, 9)]
+    first = [a[PROMPT] for a in step_advantages(group)]
+    assert first == pytest.approx([sign * 6.18, 0, -sign * 6.18], abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "weights"), [(128, 1152, (2.5, 0.8333)), (256, 1024, (1.6667, 0.8333)), (640, 640, (1.0, 1.0))]
+)
+def test_vectors_class_weights(right, wrong, weights):
+    labels = [True] * right + [False] * wrong
+    found = ClassCounts().updated(labels, 0.8).weights(labels)
+    assert (found[0], found[-1]) == pytest.approx(weights, abs=1e-4)
+    assert len(set(found)) == len(set(weights)) and fmean(found) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_estimators_equal_their_formulas(seed):
+    """Each against tensors: GRPO's std is torch's default (n - 1), RLOO's baseline is averaged over the others one by one."""
+    draw = random.Random(seed)
+    groups = [draw.choice("abc") for _ in range(20)] + ["a", "b", "c"] * 2
+    rewards = [draw.random() for _ in groups]
+    every = torch.tensor(rewards, dtype=torch.float64)
+    found = {name: outcome_advantages(rewards, groups, estimator=name) for name in ("grpo", "dr_grpo", "batch", "rloo")}
+    for i, group in enumerate(groups):
+        own = torch.tensor([r for r, g in zip(rewards, groups, strict=True) if g == group], dtype=torch.float64)
+        others = [rewards[j] for j in range(len(groups)) if groups[j] == group and j != i]
+        centred = rewards[i] - own.mean().item()
+        assert found["grpo"][i] == pytest.approx(centred / (own.std().item() + 1e-6))
+        assert found["dr_grpo"][i] == pytest.approx(centred)
+        assert found["batch"][i] == pytest.approx(centred / (every.std().item() + 1e-6))
+        assert found["rloo"][i] == pytest.approx(rewards[i] - fmean(others))
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("grpo", 0.8 / (1 + 1e-6)), ("dr_grpo", 0.8), ("rloo", 0.8)])
+def test_a_group_of_one_has_mean_0_and_std_1(estimator, expected):
+    assert outcome_advantages([0.8, 1.0, 0.0], ["alone", "g", "g"], estimator=estimator)[0] == expected
+
+
+def test_batch_of_equal_rewards_does_not_divide_a_group_of_one_by_epsilon():
+    assert outcome_advantages([1.0, 1.0], ["a", "b"], estimator="batch") == pytest.approx([1.0, 1.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.1, 1.8, 1 / 3])
+def test_equal_rewards_give_exactly_zero_and_not_rounding_noise(estimator, reward):
+    """The loop skips an update whose advantages are all 0.0; the mean of [0.1, 0.1, 0.1] is not 0.1 in floats."""
+    group = [solution("++-", reward), solution("+++", reward), solution("+", reward)]
+    found = assign_advantages(group, reward="outcome", estimator=estimator)
+    assert {a for t in found for a in t.advantages} == {0.0}
+    steps = assign_advantages([solution("+++", reward)] * 3, reward="outcome", estimator=estimator, alpha=0.5)
+    if estimator != "reinforce_pp":  # whose step returns differ along the tokens
+        assert {a for t in steps for a in t.advantages} == {0.0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_order_of_trajectories_does_not_matter(estimator, seed):
+    batch = random_batch(seed)
+    order = random.Random(seed).sample(range(len(batch)), len(batch))
+    straight = assign_advantages(batch, reward="outcome", estimator=estimator, alpha=0.3)
+    shuffled = assign_advantages([batch[i] for i in order], reward="outcome", estimator=estimator, alpha=0.3)
+    for place, i in enumerate(order):
+        assert shuffled[place].advantages == pytest.approx(straight[i].advantages, abs=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo"])
+def test_groups_do_not_touch_each_other(estimator):
+    batch = random_batch(7)
+    whole = assign_advantages(batch, reward="outcome", estimator=estimator, alpha=0.3)
+    for group in {t.group for t in batch}:
+        alone = assign_advantages(
+            [t for t in batch if t.group == group], reward="outcome", estimator=estimator, alpha=0.3
+        )
+        if any(t.step_rewards for t in alone):  # without any step reward the batch is not mixed
+            assert [t.advantages for t in alone] == [t.advantages for t in whole if t.group == group]
+
+
+def test_step_sets_are_normalised_over_their_group_without_the_zeros_between_steps():
+    batch = random_batch(3)
+    found = step_advantages(batch)
+    for t, values in zip(batch, found, strict=True):
+        own = torch.tensor([r for u in batch if u.group == t.group for r in u.step_rewards], dtype=torch.float64)
+        for position, value in enumerate(values):
+            to_come = [
+                r for (_, end), r in zip(t.steps, t.step_rewards, strict=bool(t.step_rewards)) if end - 1 >= position
+            ]
+            z = [(r - own.mean().item()) / (own.std().item() + 1e-6) for r in to_come] if len(own) > 1 else to_come
+            assert value == pytest.approx(sum(z), abs=1e-5)
+
+
+def test_rloo_steps_leave_one_out_of_the_step_set_and_are_scaled_by_ten():
+    group = paper_group()
+    rewards = [r for t in group for r in t.step_rewards]
+    last = [rewards[3], rewards[5], rewards[9]]  # of each solution: its last step's segment holds that step alone
+    expected = [r - (sum(rewards) - r) / (len(rewards) - 1) for r in last]
+    for scale, found in (
+        (10.0, step_advantages(group, estimator="rloo")),
+        (1.0, step_advantages(group, estimator="rloo", rloo_scale=1.0)),
+    ):
+        assert [segments(a, t)[-2] for a, t in zip(found, group, strict=True)] == pytest.approx(
+            [scale * e for e in expected]
+        )
+
+
+def test_batch_steps_are_centred_by_group_and_divided_by_the_std_of_all_steps():
+    batch = [solution("+-", 1.0, group="a"), solution("+++", 1.0, group="b"), solution("+-+", 0.0, group="b")]
+    rewards = {g: [r for t in batch if t.group == g for r in t.step_rewards] for g in "ab"}
+    std = torch.tensor(rewards["a"] + rewards["b"], dtype=torch.float64).std().item() + 1e-6
+    found = [segments(a, t)[-2] for a, t in zip(step_advantages(batch, estimator="batch"), batch, strict=True)]
+    assert found == pytest.approx([(t.step_rewards[-1] - fmean(rewards[t.group])) / std for t in batch])
+
+
+def test_reinforce_pp_step_returns_run_over_tokens_not_over_the_verification_axis():
+    """The released code's time loop had the length of the wrong axis (1): its step returns stayed 0 and the step term vanished."""
+    group = paper_group()
+    raw = []
+    for t in group:
+        at = dict(zip([end - 1 for _, end in t.steps], t.step_rewards, strict=True))
+        raw.append(
+            [sum(at.get(later, 0.0) for later in range(position, len(t.tokens))) for position in range(len(t.tokens))]
+        )
+    valid = torch.tensor([r for row, t in zip(raw, group, strict=True) for r in row[PROMPT:]], dtype=torch.float64)
+    found = step_advantages(group, estimator="reinforce_pp")
+    for row, values in zip(raw, found, strict=True):
+        expected = (torch.tensor(row, dtype=torch.float64) - valid.mean()) / (valid.std() + 1e-6)
+        assert values[PROMPT:] == pytest.approx(expected[PROMPT:].tolist())
+    assert segments(raw[2], group[2]) == [0.0, -0.25, -0.5, -0.25, 0.0]
+    mixed, outcome = (
+        assign_advantages(group, reward="outcome", estimator="reinforce_pp", alpha=a) for a in (0.5, None)
+    )
+    assert [t.advantages for t in mixed] != [[0.5 * a for a in t.advantages] for t in outcome]
+
+
+def test_reinforce_pp_outcomes_are_whitened_over_tokens_so_that_long_answers_count_more():
+    group = [solution("++++", 1.0), solution("+", 0.0), solution("+-", 0.0, group="other")]
+    found = assign_advantages(group, reward="outcome", estimator="reinforce_pp")
+    valid = torch.tensor([t.rewards["outcome"] for t in group for on in t.trainable if on], dtype=torch.float64)
+    for t in found:
+        expected = (t.rewards["outcome"] - valid.mean().item()) / (valid.std().item() + 1e-6)
+        assert t.advantages == pytest.approx([0.0] * PROMPT + [expected] * (len(t.tokens) - PROMPT))
+    whole = torch.tensor([a for t in found for a in t.advantages[PROMPT:]], dtype=torch.float64)
+    assert whole.mean().item() == pytest.approx(0.0, abs=1e-9) and whole.std().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_without_any_step_reward_the_outcome_keeps_its_whole_weight():
+    bare = [solution("", reward, num_steps=2) for reward in (1.0, 0.0, 0.0)]
+    assert [t.advantages for t in assign_advantages(bare, reward="outcome", alpha=0.4)] == [
+        t.advantages for t in assign_advantages(bare, reward="outcome")
+    ]
+    [one, *_] = assign_advantages([bare[0], solution("+-", 0.0), solution("+", 0.0)], reward="outcome", alpha=0.4)
+    assert one.advantages[PROMPT:] == pytest.approx([0.6 * 1.1547] * (2 * STEP + TAIL), abs=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_untrained_tokens_get_exactly_zero_inside_the_response_too(estimator):
+    holes = [
+        dataclasses.replace(t, trainable=[on and i % 3 != 0 for i, on in enumerate(t.trainable)]) for t in paper_group()
+    ]
+    for t in assign_advantages(holes, reward="outcome", estimator=estimator, alpha=0.3):
+        assert len(t.advantages) == len(t.tokens)
+        assert all((a == 0.0) != on for a, on in zip(t.advantages, t.trainable, strict=True))
+
+
+def test_only_advantages_change():
+    before = paper_group()
+    after = assign_advantages(before, reward="outcome", alpha=0.1)
+    assert before == paper_group() and [dataclasses.replace(t, advantages=[]) for t in after] == before
+
+
+def test_weights_multiply_a_trajectorys_advantages():
+    plain, weighted = (assign_advantages(paper_group(), reward="outcome", weights=w) for w in (None, [2.0, 0.5, 1.0]))
+    for t, u, w in zip(plain, weighted, (2.0, 0.5, 1.0), strict=True):
+        assert u.advantages == pytest.approx([w * a for a in t.advantages])
+    with pytest.raises(ValueError, match="2 weights for 3 trajectories"):
+        assign_advantages(paper_group(), reward="outcome", weights=[1.0, 1.0])
+
+
+def test_rewards_can_be_a_weighted_sum():
+    group = [t.with_rewards(format=f) for t, f in zip(paper_group(), (0.0, 0.5, 1.0), strict=True)]
+    found = assign_advantages(group, reward={"outcome": 1.0, "format": 0.8}, estimator="dr_grpo")
+    assert [t.advantages[-1] for t in found] == pytest.approx([1.0 - 2.2 / 3, 0.4 - 2.2 / 3, 0.8 - 2.2 / 3])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused_before_it_spoils_its_group(value):
+    with pytest.raises(ValueError, match=f"group 'bad'.*'outcome' is {value}"):
+        assign_advantages([*paper_group(), solution("+", value, group="bad")], reward="outcome")
+
+
+def test_a_missing_reward_names_what_there_is():
+    with pytest.raises(ValueError, match=r"group 'g' has no reward 'verifier'.*outcome"):
+        assign_advantages(paper_group(), reward="verifier")
+
+
+@pytest.mark.parametrize("end", [0, 40])
+def test_a_step_that_ends_outside_the_tokens_is_refused(end):
+    """An end of 0 would put the reward on the last token, by Python's negative index."""
+    t = dataclasses.replace(solution("+", 1.0), steps=[(0, end)])
+    with pytest.raises(ValueError, match=f"a step ends at {end}"):
+        step_advantages([t])
+
+
+@pytest.mark.parametrize("alpha", [-0.1, 1.5, float("nan")])
+def test_alpha_outside_0_to_1_is_refused(alpha):
+    with pytest.raises(ValueError, match="alpha"):
+        mix([[1.0]], [[1.0]], alpha)
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce_pp"])
+def test_an_estimator_without_one_number_per_trajectory_is_refused(name):
+    with pytest.raises(ValueError, match=name):
+        outcome_advantages([1.0], ["g"], estimator=name)
+
+
+def test_no_trajectories_have_no_advantages():
+    assert [assign_advantages([], reward="outcome", estimator=e, alpha=0.1) for e in ESTIMATORS] == [[]] * len(
+        ESTIMATORS
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "num_steps", "expected"),
+    [
+        ([True, False], 2, [0.5, -0.5]),
+        ([True], 2, []),
+        ([True, True, False], 2, []),
+        ([], 0, []),
+        ([False] * 4, 4, [-0.25] * 4),
+    ],
+)
+def test_the_count_gate_of_step_rewards(verdicts, num_steps, expected):
+    assert step_rewards(verdicts, num_steps) == expected
+
+
+def test_class_counts_move_by_the_decay_and_include_the_batch_at_hand():
+    first = ClassCounts().updated([True] * 30 + [False] * 10, 0.8)
+    second = first.updated([True] * 10 + [False] * 30, 0.8)
+    assert (first.right, first.wrong) == (30.0, 10.0) and (second.right, second.wrong) == pytest.approx((26.0, 14.0))
+    right, wrong = second.weights([True, False])
+    assert right / wrong == pytest.approx((14 / 26) ** 0.5, rel=1e-5) and right + wrong == pytest.approx(2.0)
+
+
+def test_class_counts_survive_a_checkpoint_as_plain_json():
+    counts = ClassCounts().updated([True, False, False], 0.8).updated([True], 0.8)
+    assert ClassCounts(**json.loads(json.dumps(dataclasses.asdict(counts)))) == counts
+    assert ClassCounts(**json.loads(json.dumps(dataclasses.asdict(ClassCounts())))) == ClassCounts()
+
+
+def test_an_absent_class_leaves_the_other_at_weight_1_and_comes_back_finite():
+    counts = ClassCounts().updated([False] * 40, 0.8)
+    assert counts.weights([False] * 40) == pytest.approx([1.0] * 40)
+    labels = [True] + [False] * 39
+    weights = counts.updated(labels, 0.8).weights(labels)
+    assert weights[0] / weights[1] == pytest.approx((39.8 / 0.2) ** 0.5, rel=1e-4) and fmean(weights) == pytest.approx(
+        1.0
+    )
+    assert counts.weights([True, False])[0] == pytest.approx(2.0, abs=1e-4)  # never counted: finite all the same
+
+
+def test_an_empty_batch_does_not_wipe_the_class_counts():
+    counts = ClassCounts().updated([True, False], 0.8)
+    assert (
+        counts.updated([], 0.8) == counts
+        and ClassCounts().updated([], 0.8) == ClassCounts()
+        and counts.weights([]) == []
+    )
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_a_decay_that_never_or_wrongly_moves_is_refused(decay):
+    with pytest.raises(ValueError, match="decay"):
+        ClassCounts().updated([True], decay)
+
+
+def test_weights_before_any_count_are_refused():
+    with pytest.raises(ValueError, match="updated"):
+        ClassCounts().weights([True])

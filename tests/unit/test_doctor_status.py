@@ -1,0 +1,321 @@
+"""`megatron-rl doctor`, `status`, `stop` and `logs` on real directories, servers' listings and processes; Slurm's commands are fakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+from rich.console import Console
+
+from megatron_rl.cluster import profile, slices
+from megatron_rl.cluster.job import Job
+from megatron_rl.cluster.profile import Profile
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.jobs import doctor, status, submit
+from megatron_rl.jobs.doctor import Check
+from megatron_rl.main import main
+from megatron_rl.run.checkpoint import Checkpoints, write_json
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metrics import Tracker
+from megatron_rl.session.servers import ENGINES
+
+TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
+JOB = Job(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
+IN_JOB = {"SLURM_JOB_ID": "17"}
+QWEN = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "num_hidden_layers": 28, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def tango(directory: Path, *overrides: str) -> TrainConfig:
+    return config_files.load(TrainConfig, [TANGO], [f"run.dir={directory}", "run.name=a", *overrides])
+
+
+def examine(
+    config: TrainConfig | None, site: Profile | None = None, quick: bool = False, **words: str
+) -> dict[str, Check]:
+    return {check.what: check for check in doctor.examine(config, site, quick=quick, environment=words)}
+
+
+@pytest.fixture
+def gpus(tmp_path, monkeypatch):
+    """An nvidia-smi that lists so many GPUs of 80 GiB, or fails."""
+    place = tmp_path / "driver"
+    place.mkdir()
+    monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+
+    def shows(count: int, status: int = 0, mib: int = 81920) -> None:
+        line = f'case "$*" in *nounits*) line={mib};; *) line="A100, 81920 MiB, 550.1, 0";; esac'
+        (place / "nvidia-smi").write_text(
+            f'#!/bin/bash\n{line}\nfor i in $(seq {count}); do echo "$line"; done\nexit {status}\n'
+        )
+        (place / "nvidia-smi").chmod(0o755)
+
+    return shows
+
+
+def test_a_healthy_host_has_nothing_wrong(tmp_path):
+    found = examine(tango(tmp_path), profile.read("cpu"))
+    assert {
+        "Python",
+        "torch",
+        "megatron-core",
+        "transformers",
+        "profile host",
+        "run directory",
+        "space there",
+    } <= found.keys()
+    assert [check for check in found.values() if check.verdict == "wrong"] == []
+    assert not [*tmp_path.iterdir()], "it leaves nothing behind"
+
+
+def test_gpus_are_counted_against_what_the_job_was_given(gpus):
+    site = profile.read("a100")
+    gpus(8)
+    assert examine(None, site, **IN_JOB)["GPUs"] == Check("GPUs", "8 x A100, 81920 MiB, 550.1, 0")
+    gpus(7)
+    lost = examine(None, site, **IN_JOB)["GPUs"]
+    assert lost.verdict == "wrong" and "8 here" in lost.cure
+    assert examine(None, site, **IN_JOB, SLURM_GPUS_ON_NODE="8")["GPUs"].verdict == "wrong"
+    assert examine(None, site)["GPUs"].verdict == "ok", "a login node may have fewer"
+    gpus(1)
+    assert examine(None, site, **IN_JOB, SLURM_GPUS_ON_NODE="1")["GPUs"].verdict == "ok"
+    gpus(0, status=9)
+    assert "drain" in examine(None, site, **IN_JOB)["GPUs"].cure
+
+
+def test_without_a_driver_only_a_job_that_wants_gpus_is_wrong(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert examine(None, profile.read("a100"), **IN_JOB)["GPUs"].verdict == "wrong"
+    assert examine(None, profile.read("a100"))["GPUs"].verdict == "note"
+    assert examine(None, profile.read("cpu"), **IN_JOB)["GPUs"].verdict == "note"
+    assert examine(None, None)["Slurm"].verdict == "note"
+
+
+def test_an_interface_that_is_not_there_is_wrong_within_a_job():
+    site = replace(profile.read("cpu"), host="ib7")
+    assert examine(None, site, **IN_JOB)["profile host"].verdict == "wrong"
+    assert examine(None, site)["profile host"].verdict == "note"
+    assert examine(None, GLOO_SOCKET_IFNAME="ib7,eth0", **IN_JOB)["GLOO_SOCKET_IFNAME"].verdict == "wrong"
+    alone = examine(None, GLOO_SOCKET_IFNAME="lo", **IN_JOB)["GLOO_SOCKET_IFNAME"]
+    assert alone.verdict == "note" and "other nodes do not reach this" in alone.cure
+
+
+def test_a_run_directory_that_cannot_be_written_is_wrong(tmp_path):
+    (tmp_path / "file").touch()
+    found = examine(tango(tmp_path / "file"))["run directory"]
+    assert found.verdict == "wrong" and "run.dir" in found.cure
+
+
+def test_two_nodes_look_at_one_run_directory_at_a_time(tmp_path):
+    """Their probes took each other's place on a host of one name."""
+    code = "import sys; from pathlib import Path; from megatron_rl.jobs.doctor import _files\n"
+    code += "print([c for _ in range(60) for c in _files(Path(sys.argv[1]), True) if c.verdict == 'wrong'])"
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    both = [subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=60)[0] for process in both] == ["[]\n", "[]\n"]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_interpreter_of_the_engines_is_tried(tmp_path):
+    def found(python: str) -> Check:
+        return examine(tango(tmp_path, "engine.kind=vllm", f"engine.python={python}"))["engine.python"]
+
+    assert "there is no vllm" not in found(sys.executable).found
+    assert found("/nowhere/python").verdict == "wrong"
+    bare = tmp_path / "python"
+    bare.write_text("#!/bin/bash\nexit 1\n")
+    bare.chmod(0o755)
+    assert found(str(bare)).found == f"{bare} has no vllm"
+    bare.write_text("#!/bin/bash\necho 0.32.1\n")
+    assert found(str(bare)) == Check("engine.python", f"{bare}: vllm 0.32.1")
+
+
+def test_a_relative_engine_python_counts_from_the_checkout():
+    site = profile.read("a100")
+    servers = tango(Path("runs"), "engine.kind=vllm").engine
+    assert submit.engine_python(servers, site.engine_python) == str(ROOT / ".venv-vllm/bin/python")
+    assert submit.engine_python(replace(servers, python="python3"), "x/y") == "python3"
+
+
+def test_a_model_that_does_not_fit_is_wrong(tmp_path, gpus):
+    (tmp_path / "model").mkdir()
+    write_json(tmp_path / "model/config.json", QWEN)
+    gpus(8, mib=20480)
+    models = [f"roles.{role}.model.path={tmp_path}/model" for role in ("generator", "verifier")]
+    alone = examine(tango(tmp_path, *models), replace(profile.read("a100"), ranks_per_node=1))
+    assert alone["model of generator"].found == "7.62 B parameters (qwen2)"
+    assert alone["memory"].verdict == "wrong" and "on each GPU here" in alone["memory"].found and alone["memory"].cure
+    gpus(8)
+    assert examine(tango(tmp_path, *models, "job.nodes=4"), profile.read("a100"))["memory"].verdict != "wrong"
+    assert examine(tango(tmp_path))["memory"].verdict == "note", "the model is not here"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [('{"model_type": "gpt2"}', "'gpt2' is not supported"), ("half", "Expecting value")]
+)
+def test_a_model_that_cannot_be_read_is_one_line_of_the_table(tmp_path, text, said):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(text)
+    found = examine(tango(tmp_path, f"roles.generator.model.path={tmp_path}/model"), profile.read("cpu"))
+    assert found["model of generator"].verdict == "wrong" and said in found["model of generator"].found
+    assert "memory" not in found and "run directory" in found
+
+
+def test_doctor_prints_what_is_wrong_last_and_says_so_by_its_status(tmp_path, capsys, monkeypatch):
+    assert main(["doctor", "--profile=cpu", "--quick"]) == 0
+    assert "checks passed" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    assert main(["doctor", "--quick"]) == 1
+    said = capsys.readouterr().out
+    assert "n7" in said and "ib7 is neither an address nor an interface" in said and "transformers" not in said
+
+
+# ---- status, stop, logs
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """Two turns of four, one of them saved, by job 17."""
+    directory = tmp_path / "a"
+    (directory / "jobs").mkdir(parents=True)
+    (directory / "logs").mkdir()
+    RunDirectory(directory).config.write_text("seed: 1\n")
+    (directory / "jobs" / submit.SUBMITTED).write_text(
+        json.dumps({"script": "train.sbatch", "job": "17", "time": 0.0}) + '\n{"scr'
+    )
+    slices.begin(directory, JOB, "n[1-2]", 3)
+    with Tracker(RunDirectory(directory).metrics) as tracker:
+        for turn in range(2):
+            tracker.log(
+                turn, "generator", {"loss": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}, turn=turn
+            )
+        tracker.log(2, "eval", {"accuracy": 0.25}, turn=1)
+    checkpoints = Checkpoints(RunDirectory(directory).checkpoints)
+    (checkpoints.begin(1) / "weights").write_text("w")
+    checkpoints.commit(1)
+    RunDirectory(directory).update_summary({"planned": 4})
+    return directory
+
+
+RUNNING = "echo '17_0|a-train|RUNNING|n[1-2]|0:50:00|None|2026-01-01T00:00:00'"
+
+
+def shown(directory: Path, **options: float) -> str:
+    console = Console(record=True, width=200, file=open(os.devnull, "w"))  # noqa: SIM115
+    status.show(status.read(directory, **options), console)
+    return console.export_text()
+
+
+def test_a_running_run_is_shown_with_its_job_rate_and_last_figures(run, fake_slurm):
+    answers, asked = fake_slurm
+    answers(squeue=RUNNING)
+    said = shown(run)
+    assert "running; 2 of 4 turns, 1 saved; 3.0 s a turn, 0 min to go" in said
+    assert "0:50:00" in said and "it runs, or has just ended" in said
+    assert "generator at turn 1: loss 0.5, staleness 1" in said and "eval at turn 1: accuracy 0.25" in said
+    assert any("--jobs=17 " in line for line in asked())
+
+
+def test_a_run_whose_jobs_are_gone_ended_without_a_word(run, fake_slurm):
+    answers, _ = fake_slurm
+    for body in ("true", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"):
+        answers(squeue=body)
+        said = shown(run)
+        assert status.NOTHING in said and "ended without a word" in said
+    RunDirectory(run).update_summary({"finished": True})
+    assert "finished; 2 of 4" in shown(run)
+
+
+def test_a_busy_slurmctld_hides_the_jobs_alone(run, fake_slurm):
+    answers, _ = fake_slurm
+    answers(squeue="echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1")
+    said = shown(run)
+    assert "what its jobs do is not known" in said and "Socket timed out" in said
+    assert "1 saved" in said and "it runs, or has just ended" in said
+
+
+def test_engines_that_beat_live_and_others_are_silent(run, fake_slurm):
+    roster = Roster(run / ENGINES)
+    alive = Listing(
+        role="generator", replica=0, url="http://h:1", incarnation="aaaaaaaaaa", log="", node="n1", job="18_0"
+    )
+    roster.write(replace(alive, replica=1, incarnation="bbbbbbbbbb"))
+    with Announcement(roster, alive, lambda: True, beat_s=0.02):
+        found = dict((listing.name, lives) for listing, lives in status.read(run, look_s=0.5).engines)
+    assert found == {"generator-0": True, "generator-1": False}
+    assert "silent" in shown(run, look_s=0.0)
+
+
+def test_stop_leaves_running_jobs_to_leave_and_survives_jobs_that_slurm_forgot(run, fake_slurm, capsys):
+    answers, asked = fake_slurm
+    answers(squeue=RUNNING, scancel="echo 'Invalid job id specified' >&2; exit 1")
+    assert main(["stop", str(run)]) == 0
+    assert (run / "stop").exists() and not [line for line in asked() if line.startswith("scancel")]
+    answers(squeue=RUNNING.replace("RUNNING", "PENDING"))
+    assert main(["stop", str(run)]) == 0 and asked()[-1] == "scancel --state=PENDING 17"
+    assert main(["stop", str(run), "--now"]) == 0 and asked()[-1] == "scancel 17"
+    assert "checkpoint has 1 turns" in capsys.readouterr().out
+
+
+def test_a_sweep_is_stopped_and_shown_run_by_run(run, fake_slurm, capsys):
+    answers, _ = fake_slurm
+    sweep = run.parent
+    (run / "jobs" / submit.SUBMITTED).unlink()
+    run.rename(sweep / "000")
+    write_json(sweep / "sweep.json", [{"run": f"{n:03d}", "changes": {"run.seed": n}} for n in range(2)])
+    (sweep / "jobs").mkdir()
+    (sweep / "jobs" / submit.SUBMITTED).write_text('{"script": "sweep.sbatch", "job": "17", "time": 0}\n')
+    answers(squeue=RUNNING)
+    assert main(["status", str(sweep)]) == 0
+    said = capsys.readouterr().out
+    assert "running" in said and "2 of 4" in said and "not begun" in said and "run.seed=1" in said
+    assert main(["stop", str(sweep)]) == 0
+    assert [(sweep / name / "stop").exists() for name in ("000", "001")] == [True, True]
+    assert submit.runs_of(sweep) == [sweep / "000", sweep / "001"]
+
+
+def test_logs_are_ends_of_the_files_asked_for(run, capsys):
+    (run / "logs/train-17_0.out").write_text("one\ntwo\nthree\n")
+    (run / "logs/engine_generator_0.log").write_bytes(b"caf\xe9\n")
+    assert main(["logs", str(run), "--of", "train", "--lines", "2"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["two", "three"]
+    assert main(["logs", str(run), "--of", "train", "--lines", "0"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert main(["logs", str(run)]) == 0 and "caf\ufffd" in capsys.readouterr().out
+    assert main(["logs", str(run / "none")]) == 2 and "no run directory" in capsys.readouterr().err
+
+
+def test_following_ends_with_the_run(run, monkeypatch):
+    monkeypatch.setattr(status, "FOLLOW_S", 0.01)
+    log, found = run / "logs/train.out", list[str]()
+    log.write_text("before\n")
+    thread = threading.Thread(target=lambda: found.extend(status.follow(run, "train")))
+    thread.start()
+    deadline = time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < deadline:
+        with log.open("a") as file:
+            file.write("after\n")
+        RunDirectory(run).update_summary({"finished": True})
+        thread.join(0.05)
+    assert not thread.is_alive() and set(found) <= {"train: after"}
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="no run directory"):
+        status.read(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no run directory"):
+        status.stop(tmp_path / "none", now=False)

@@ -1,0 +1,279 @@
+"""The embedded engine against transformers, and what must not change with batching, ranks or a broken weight stream."""
+
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import LLAMA31_ROPE, make_model
+from toys import characters
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.types import Stop
+from megatron_rl.weights import hf
+
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32, "num_key_value_heads": 1}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama3.1": ("llama", LLAMA31_ROPE),
+    "mistral": ("mistral", {}),
+}
+GREEDY = Sampling(max_tokens=40, temperature=0.0)
+ONCE = Sampling(max_tokens=24)
+
+
+def prompts_of(lengths, vocab=96, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(n)] for n in lengths]
+
+
+PROMPTS = prompts_of([3, 50, 1, 17, 17, 8, 30, 5])
+
+
+def loaded(directory, **settings):
+    engine = EmbeddedEngine(directory, **settings)
+    engine.load_pretrained()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A Qwen2 model that ends a sequence at token 7, 3 % of the time."""
+    return make_model(tmp_path_factory.mktemp("model"), "qwen2", eos_token_id=7)
+
+
+@pytest.fixture(scope="module")
+def engine(directory):
+    return loaded(directory, max_batch=4)
+
+
+def tokens_of(completions):
+    return [c.tokens for row in completions for c in row]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_and_logprobs_equal_transformers(tmp_path, name):
+    family, overrides = MODELS[name]
+    make_model(tmp_path, family, **overrides)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    engine = loaded(tmp_path, max_batch=3)
+    width = max(map(len, PROMPTS))
+    padded = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
+    seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
+    wanted = reference.generate(padded, attention_mask=seen, do_sample=False, max_new_tokens=GREEDY.max_tokens)[
+        :, width:
+    ].tolist()
+    for prompt, tokens, (completion,) in zip(PROMPTS, wanted, engine.generate(PROMPTS, GREEDY), strict=True):
+        assert completion.tokens == tokens
+        assert completion.stop is Stop.LENGTH
+        assert_model_logprobs(reference, engine, prompt, completion)
+    for prompt, (completion,) in zip(PROMPTS, engine.generate(PROMPTS, ONCE), strict=True):
+        assert_model_logprobs(reference, engine, prompt, completion)
+        assert completion.logprobs == completion.model_logprobs
+
+
+def assert_model_logprobs(reference, engine, prompt, completion):
+    sequence = prompt + completion.tokens
+    with torch.no_grad():
+        logprobs = reference(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1)
+    wanted = logprobs.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(completion.model_logprobs), wanted[len(prompt) - 1 :], atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.tensor(engine.score([sequence])[0]), torch.cat([torch.zeros(1), wanted]), atol=2e-5, rtol=0
+    )
+
+
+def test_bfloat16_stays_near_float32(directory, engine):
+    half = loaded(directory, dtype=torch.bfloat16)
+    exact, rounded = (torch.tensor(e.score([PROMPTS[1]])[0]) for e in (engine, half))
+    assert 0 < (exact - rounded).abs().max() < 0.1
+    assert len(half.generate(PROMPTS, ONCE)) == len(PROMPTS)
+
+
+def test_result_does_not_depend_on_max_batch_or_company(directory):
+    sampling = Sampling(max_tokens=60, n=3, seed=4)
+    one, few, all_at_once = (loaded(directory, max_batch=n).generate(PROMPTS, sampling) for n in (1, 5, 256))
+    assert tokens_of(one) == tokens_of(few) == tokens_of(all_at_once)
+    lengths = [len(t) for t in tokens_of(one)]
+    assert len(set(lengths)) > 5 and max(lengths) == 60, (
+        "rows must leave at different times for this test to mean something"
+    )
+    for a, b in zip(one, all_at_once, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert x.stop is y.stop
+            torch.testing.assert_close(torch.tensor(x.logprobs), torch.tensor(y.logprobs), atol=2e-5, rtol=0)
+    rows = [(PROMPTS[i], i, j) for i, j in ((6, 2), (0, 0), (6, 1))]  # a rank's share, in its own order
+    shared = loaded(directory, max_batch=2).generate_rows(rows, sampling)
+    assert [c.tokens for c in shared] == [one[6][2].tokens, one[0][0].tokens, one[6][1].tokens]
+
+
+def test_seeds_samples_and_prompt_places_draw_differently(engine):
+    prompts = [PROMPTS[0]] * 2
+    first = tokens_of(engine.generate(prompts, Sampling(max_tokens=20, n=2, seed=0)))
+    again = tokens_of(engine.generate(prompts, Sampling(max_tokens=20, n=2, seed=0)))
+    other = tokens_of(engine.generate(prompts, Sampling(max_tokens=20, n=2, seed=1)))
+    assert first == again
+    assert len({tuple(t) for t in first + other}) == 8
+
+
+def test_first_tokens_follow_the_model(engine, directory):
+    """Chi-square of the engine's own first draws against transformers' softmax."""
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    prompt, count = PROMPTS[3], 4000
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[0, -1] / 0.5
+    drawn = loaded(directory).generate([prompt], Sampling(max_tokens=1, n=count, temperature=0.5))[0]
+    expected = logits.softmax(-1).double() * count
+    likely = expected > 5
+    counts = torch.bincount(torch.tensor([c.tokens[0] for c in drawn]), minlength=96).double()
+    merged = (
+        torch.cat([expected[likely], expected[~likely].sum()[None]]),
+        torch.cat([counts[likely], counts[~likely].sum()[None]]),
+    )
+    freedom = int(likely.sum())
+    assert ((merged[1] - merged[0]) ** 2 / merged[0]).sum() < freedom + 4 * (2 * freedom) ** 0.5
+    wanted = logits.log_softmax(-1)[[c.tokens[0] for c in drawn]]
+    torch.testing.assert_close(torch.tensor([c.logprobs[0] for c in drawn]), wanted, atol=2e-5, rtol=0)
+
+
+def test_eos_and_stop_tokens_end_a_row_and_are_kept(engine):
+    free = engine.generate(PROMPTS, Sampling(max_tokens=60))
+    ended = [row[0] for row in free if row[0].stop is Stop.EOS]
+    assert ended and all(c.tokens.index(7) == len(c.tokens) - 1 for c in ended)
+    assert all(7 not in row[0].tokens and len(row[0].tokens) == 60 for row in free if row[0].stop is Stop.LENGTH)
+    longest = max((row[0].tokens for row in free), key=len)
+    stop = longest[len(longest) // 2]
+    place = free.index(next(row for row in free if row[0].tokens == longest))
+    cut = engine.generate(PROMPTS, Sampling(max_tokens=60, stop_tokens=(stop,)))[place][0]
+    assert cut.tokens == longest[: longest.index(stop) + 1]
+    assert cut.stop is Stop.STOP
+
+
+def test_eos_comes_from_config_generation_config_and_tokenizer(tmp_path):
+    make_model(tmp_path, "llama", eos_token_id=[3, 4])
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": 5}))
+    rows = loaded(tmp_path, tokenizer=characters()).generate(PROMPTS, Sampling(max_tokens=100, n=8))
+    last = {c.tokens[-1] for row in rows for c in row if c.stop is Stop.EOS}
+    assert last == {0, 3, 4, 5}  # 0 is the tokenizer's
+    assert not any({0, 3, 4, 5} & set(c.tokens[:-1]) for row in rows for c in row)
+
+
+def test_stop_strings_end_with_the_token_that_completes_them(directory):
+    tokenizer = characters()
+    engine = loaded(directory, max_batch=3, tokenizer=tokenizer)
+    free = [row[0] for row in engine.generate(PROMPTS, Sampling(max_tokens=80))]
+    text = tokenizer.decode(free[1].tokens)
+    assert len(text) > 45
+    for stop_string in (text[5:8], text[3:43]):  # the second is longer than any fixed window of a few tokens
+        stopped = [
+            row[0] for row in engine.generate(PROMPTS, Sampling(max_tokens=80, stop_strings=(stop_string, "\n\n\n\n")))
+        ]
+        end = text.index(stop_string) + len(stop_string)
+        assert stopped[1].tokens == free[1].tokens[:end]
+        assert stopped[1].stop is Stop.STOP
+        assert stopped[0].tokens == free[0].tokens
+    with pytest.raises(ValueError, match="stop_strings .* need a tokenizer: give one"):
+        loaded(directory).generate(PROMPTS, Sampling(max_tokens=8, stop_strings=("x",)))
+
+
+def test_the_context_limit_ends_a_row(tmp_path):
+    make_model(tmp_path, "qwen2", max_position_embeddings=24)
+    engine = loaded(tmp_path, max_batch=2)
+    prompts = prompts_of([20, 24, 30, 23, 4])
+    out = [row[0] for row in engine.generate(prompts, Sampling(max_tokens=10))]
+    assert [len(c.tokens) for c in out] == [4, 0, 0, 1, 10]
+    assert all(c.stop is Stop.LENGTH for c in out)
+    assert engine.generate(prompts[1:2], GREEDY)[0][0].tokens == []
+    assert engine.generate([], GREEDY) == []
+
+
+def test_load_takes_the_stream_and_sets_the_version(tmp_path, directory, engine):
+    other = make_model(tmp_path, "qwen2", seed=1)
+    changed = EmbeddedEngine(directory)
+    changed.load(hf.read_tensors(directory), version=0)
+    assert changed.score(PROMPTS) == engine.score(PROMPTS)
+    weights = dict(hf.read_tensors(other))
+    changed.load(weights.items(), version=3)
+    for tensor in weights.values():
+        tensor.zero_()  # the trainer goes on changing its own
+    assert changed.version == 3
+    assert changed.score(PROMPTS) == loaded(other).score(PROMPTS) != engine.score(PROMPTS)
+
+
+def test_load_reads_sharded_directories(tmp_path, directory, engine):
+    shards = tmp_path / "sharded"
+    shards.mkdir()
+    (shards / "config.json").write_text((directory / "config.json").read_text())
+    weights = load_file(directory / "model.safetensors")
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name in files if files[name] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert loaded(shards).score(PROMPTS) == engine.score(PROMPTS)
+
+
+def test_a_tied_model_takes_a_stream_with_and_without_the_head(tmp_path):
+    make_model(tmp_path, "qwen2", tie_word_embeddings=True)
+    weights = dict(hf.read_tensors(tmp_path))
+    weights.pop("lm_head.weight", None)
+    without, with_head = EmbeddedEngine(tmp_path), EmbeddedEngine(tmp_path)
+    without.load(weights.items(), version=0)
+    with_head.load({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}.items(), version=0)
+    assert without.score(PROMPTS) == with_head.score(PROMPTS)
+
+
+def test_a_bad_stream_changes_nothing(directory):
+    engine = loaded(directory)
+    before, good = engine.score(PROMPTS), {name: 2 * t for name, t in hf.read_tensors(directory)}
+    down = "model.layers.2.mlp.down_proj.weight"
+    bad = {
+        f"1 tensors are missing, the first is {down}": {n: t for n, t in good.items() if n != down}.items(),
+        "unknown tensor 'model.layers.4.mlp.down_proj.weight'": {
+            **good,
+            "model.layers.4.mlp.down_proj.weight": good[down],
+        }.items(),
+        rf"{down} has shape \(128, 64\), the model needs \(64, 128\)": {**good, down: good[down].T}.items(),
+        f"{down} came twice": [*good.items(), (down, good[down])],
+    }
+    for message, stream in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.load(stream, version=1)
+        assert engine.version == 0
+    assert engine.score(PROMPTS) == before
+
+
+def test_misuse_is_refused_with_the_cure(directory, engine):
+    empty = EmbeddedEngine(directory)
+    assert empty.version == -1
+    for call in (lambda: empty.generate(PROMPTS, ONCE), lambda: empty.score(PROMPTS)):
+        with pytest.raises(RuntimeError, match="no whole weights: call load"):
+            call()
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
+        engine.generate([[1], []], ONCE)
+    with pytest.raises(ValueError, match="prompt 0 holds token 96, the model's vocabulary has 96"):
+        engine.generate([[1, 96]], ONCE)
+    with pytest.raises(ValueError, match="temperature = -1"):
+        engine.generate([[1]], Sampling(max_tokens=1, temperature=-1.0))
+    with pytest.raises(ValueError, match="max_batch = 0"):
+        EmbeddedEngine(directory, max_batch=0)
+
+
+def test_a_model_with_experts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="embedded engine runs dense models only, this mixtral has 4 experts"):
+        EmbeddedEngine(make_model(tmp_path, "mixtral"))
+
+
+def test_weights_that_are_not_finite_are_reported(directory):
+    engine = EmbeddedEngine(directory)
+    engine.load(
+        ((n, t * torch.nan if n == "model.norm.weight" else t) for n, t in hf.read_tensors(directory)), version=0
+    )
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate(PROMPTS, GREEDY)

@@ -1,0 +1,413 @@
+"""The pool over fake servers that listen on real sockets: dispatch, servers that fail in every way, waiting, and the roster."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from fake_fleet import ADDRESS, ROLE, TOKEN, Asked, Fleet, expected, fleet_in, until
+from fake_vllm import GENERATE, JOIN, FakeVllm, logprob_of
+
+from megatron_rl.config.schema import ConfigError, Vllm
+from megatron_rl.engines.base import EngineError, Sampling
+from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.engines.server import RequestRefused, ServerLost
+from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.types import Stop
+
+SAMPLING = Sampling(max_tokens=6, n=2, seed=3)
+PROMPTS = [[i + 1, 7, 9] for i in range(12)]
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with fleet_in(tmp_path) as made:
+        yield made
+
+
+def right(groups, prompts=PROMPTS, sampling=SAMPLING) -> bool:
+    return [[c.tokens for c in group] for group in groups] == [expected(p, sampling, i) for i, p in enumerate(prompts)]
+
+
+def test_every_prompt_is_answered_n_times_in_order(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    groups = fleet.serving(2).generate(PROMPTS, SAMPLING)
+    assert right(groups) and sum(f.count(GENERATE) for f in fakes) == len(PROMPTS)
+    for completion in (c for group in groups for c in group):
+        assert completion.stop is Stop.LENGTH and completion.versions == [(0, 1)]
+        assert completion.logprobs == completion.model_logprobs == [logprob_of(t) for t in completion.tokens]
+    assert fleet.pool.generate([], SAMPLING) == []
+
+
+def test_greedy_answers_and_full_contexts(fleet: Fleet):
+    fleet.start()
+    pool = fleet.serving(replicas=1)
+    [[a, b, c], [full, _, _]] = pool.generate([[5], [5] * 200], Sampling(max_tokens=4, n=3, temperature=0.0, top_p=0.5))
+    assert (
+        a.tokens == b.tokens == c.tokens
+        and a.logprobs == [0.0] * 4
+        and a.model_logprobs == [logprob_of(t) for t in a.tokens]
+    )
+    assert full.tokens == [] and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
+
+
+def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
+    fleet.start()
+    groups = fleet.serving(replicas=1).generate(PROMPTS, replace(SAMPLING, logprobs=False))
+    assert right(groups)
+    for completion in (c for group in groups for c in group):
+        assert completion.model_logprobs is None and len(completion.logprobs) == len(completion.tokens)
+        assert all(math.isnan(p) for p in completion.logprobs)
+
+
+def test_requests_go_to_the_least_loaded(fleet: Fleet):
+    fakes = [fleet.start(0, stall_after=1), fleet.start(1, stall_after=1)]
+    asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
+    until("half of the requests at each", lambda: [f.running for f in fakes] == [6, 6])
+    assert [m.load for m in fleet.pool._living()] == [12, 12]
+    for fake in fakes:
+        fake.release()
+    assert right(asked.result()) and [m.load for m in fleet.pool._living()] == [0, 0]
+
+
+def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(fleet: Fleet):
+    """Requests for all replicas at once went to the one that was left."""
+    fake = fleet.start(0, stall_after=1)
+    asked = Asked(fleet.serving(1, replicas=4, max_sequences=7), PROMPTS, SAMPLING)
+    until("a full server", lambda: fake.running == 3)
+    fake.release()
+    assert right(asked.result()) and fake.most_running == 3
+
+
+def test_a_replica_killed_in_the_middle_of_a_batch_costs_no_answer(fleet: Fleet):
+    fleet.start(0)
+    process = fleet.start_process(1, "--stall-after=2")
+    asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
+    victim = fleet.pool._members[1]
+    until("work on it", lambda: victim.requests >= 4)
+    process.kill()
+    start = time.monotonic()
+    assert right(asked.result()) and fleet.pool.failures >= 4
+    assert time.monotonic() - start < 10 and victim not in fleet.pool._living()
+
+
+def test_a_replica_that_stands_still_is_dropped_with_the_requests_it_holds(fleet: Fleet):
+    """They waited for their deadline, however long ago the server was known to be lost."""
+    fleet.start(0)
+    process = fleet.start_process(1, "--stall-after=2")
+    asked = Asked(fleet.serving(2, lost_after_s=3.0, request_timeout_s=600.0), PROMPTS, SAMPLING)
+    victim = fleet.pool._members[1]
+    until("work on it", lambda: victim.requests >= 4)
+    process.send_signal(signal.SIGSTOP)
+    fleet.beats[1].clear()
+    assert right(asked.result()) and "no sign of life for 3 s" in (victim.lost or "")
+
+
+def test_a_request_that_hangs_is_sent_elsewhere_after_its_deadline(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2, request_timeout_s=0.5)
+    fakes[0].fail(GENERATE, *["hang"] * 3)
+    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1])
+    assert [f.count(GENERATE) for f in fakes] == [1, 1] and pool.failures == 1
+    assert len(pool._living()) == 2, "it says that it is well"
+
+
+def test_a_failed_request_is_not_sent_to_the_same_server_while_there_is_another(fleet: Fleet):
+    """The broken server was the least loaded one, so that it got all attempts."""
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2)
+    fakes[0].fail(GENERATE, *["error"] * 99)
+    assert right(pool.generate(PROMPTS, SAMPLING))
+    assert fakes[1].count(GENERATE) == len(PROMPTS)
+
+
+def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_last_words(fleet: Fleet):
+    fake = fleet.start()
+    pool = fleet.serving(replicas=1, attempts=3)
+    fake.fail(GENERATE, "error", "garbage", "few")
+    with pytest.raises(
+        EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not JSON.*; .*sent 1 completions, not 2;"
+    ) as info:
+        pool.generate(PROMPTS[:1], SAMPLING)
+    assert "the last words of 0" in str(info.value) and fake.count(GENERATE) == 3
+    fake.fail(GENERATE, "error", "shape")
+    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1]), "two failures are borne"
+
+
+@pytest.mark.parametrize("kind", ["error", "garbage", "shape", "few", "nan", "redirect", "hang"])
+def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind):
+    """KeyError, UnicodeDecodeError and TypeError ended the run; log-probs that are not numbers were trained on."""
+    fake = fleet.start()
+    server = VllmServer(fake.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)
+    fake.fail(GENERATE, kind)
+    with pytest.raises(ServerLost):
+        server.generate([1, 2], SAMPLING, seed=1, timeout_s=0.4)
+    for path, ask in (
+        ("/weight_info", server.version),
+        ("/v1/models", VllmServer(fake.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)._room),
+    ):
+        if kind in ("garbage", "shape"):
+            fake.fail(path, kind)
+            with pytest.raises(ServerLost):
+                ask()
+
+
+def test_a_refused_request_is_not_tried_again(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2)
+    for fake in fakes:
+        fake.fail(GENERATE, "refuse")
+    with pytest.raises(RequestRefused, match="400: .*no such token id"):
+        pool.generate(PROMPTS[:1], SAMPLING)
+    assert sum(f.count(GENERATE) for f in fakes) == 1 and len(pool._living()) == 2
+
+
+def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
+    fake = fleet.start()
+    pool = fleet.serving(replicas=1)
+    fake.token = "another" * 5
+    for ask in (
+        lambda: pool.generate(PROMPTS[:1], SAMPLING),
+        lambda: fleet.refit(2),
+        lambda: pool.begin_refit(2, ("there", 2, "s"), wait_s=1),
+    ):
+        with pytest.raises(ConfigError, match="refuses the job's token") as info:
+            ask()
+        assert TOKEN not in str(info.value) and fake.token not in str(info.value)
+
+
+def test_a_dead_listing_whose_port_another_run_has_is_never_asked(fleet: Fleet):
+    """The other run's refusal of the token ended this run."""
+    other = FakeVllm("the other run's token")
+    fleet.announce(other.url, 1, beats=False)
+    fleet.start(0)
+    fleet.serving(1)
+    assert right(fleet.pool.generate(PROMPTS, SAMPLING)) and other.seen == []
+    other.close()
+
+
+def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
+    fleet.start()
+    pool = fleet.serving(replicas=1, wait_s=12.0, lost_after_s=2.0)
+    refreshes = fleet.refreshes()
+    fleet.beats[0].clear()
+    fleet.living(0)
+
+    def come_back() -> None:
+        until("a line in the log", lambda: "waiting for a generator engine" in caplog.text)
+        fleet.beats[0].set()
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    with caplog.at_level(logging.WARNING):
+        assert right(pool.generate(PROMPTS, SAMPLING))
+    thread.join()
+    assert refreshes == [[0]] and "generator-0: no sign of life for 2 s" in caplog.text
+
+
+def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
+    """Requests of a call that had failed still waited for a server, and were sent when one came."""
+    pool = fleet.open(replicas=1, wait_s=0.5)
+    for ask in (lambda: pool.generate(PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+        with pytest.raises(
+            EngineError, match=r"no generator engine for 0.5 s \(engine.wait_s\): no generator engine is in"
+        ):
+            ask()
+    fake = fleet.start()
+    fleet.living(1)
+    fleet.refit(1)
+    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1]) and fake.count(GENERATE) == 1
+
+
+def test_waiting_ends_at_once_when_no_server_will_come(fleet: Fleet):
+    pool = fleet.open(replicas=1)
+    pool.hopeless = lambda: "all have ended"
+    for ask in (lambda: pool.generate(PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+        with pytest.raises(EngineError, match="all have ended"):
+            ask()
+
+
+def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
+    fake = fleet.start(stall_after=0)
+    fake.passing = PROMPTS[1:2]
+    pool = fleet.serving(replicas=1, max_sequences=4)
+    stream = pool.stream(PROMPTS, SAMPLING)
+    until("a request in the place of the one that is answered", lambda: fake.count(GENERATE) == 3)
+    i, group = next(stream)
+    assert i == 1 and [c.tokens for c in group] == expected(PROMPTS[1], SAMPLING, 1)
+    stream.close()
+    fake.release()
+    assert right(pool.generate([[88]], SAMPLING), [[88]]) and fake.count(GENERATE) == 4
+
+
+def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
+    """It waited for their deadlines."""
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2, request_timeout_s=600.0, max_sequences=4)
+    for fake in fakes:
+        fake.fail(GENERATE, *["hang"] * 9)
+    asked = Asked(pool, PROMPTS, SAMPLING)
+    until("requests that hang", lambda: all(f.count(GENERATE) == 2 for f in fakes))
+    start = time.monotonic()
+    pool.close()
+    with pytest.raises(EngineError, match="the pool of generator engines was closed"):
+        asked.result()
+    assert time.monotonic() - start < 10
+    with pytest.raises(EngineError, match="was closed"):
+        pool.generate(PROMPTS, SAMPLING)
+    assert not [t for t in threading.enumerate() if t.name.startswith(("requests-", "refits-", "roster-"))]
+
+
+def test_close_does_not_wait_for_a_refit_under_way(fleet: Fleet):
+    fake = fleet.start()
+    pool = fleet.serving(replicas=1)
+    fake.fail("/update_weights", "hang")
+    pool.begin_refit(2, ADDRESS, wait_s=600.0)
+    until("an update that hangs", lambda: fake.count("/update_weights") == 2)
+    start = time.monotonic()
+    pool.close()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_pool_whose_watcher_died_says_so(fleet: Fleet):
+    """It worked on with what it knew, and waited for ever for what it could not see."""
+
+    def connector(listing: Listing):
+        raise LookupError("a bug")
+
+    fleet.start()
+    pool = fleet.open(connector=connector)
+    until("its death", lambda: not pool._watcher.is_alive())
+    with pytest.raises(EngineError, match="nobody looks at"):
+        pool.generate(PROMPTS, SAMPLING)
+
+
+def test_a_server_that_cannot_join_does_not_stop_the_others(fleet: Fleet):
+    """A refresh of it waited `engine.wait_s` for it, and then ended the run, while another served."""
+    fakes = [fleet.start(0), fleet.start(1)]
+    fakes[1].fail(JOIN, *["refuse"] * 99)
+    pool = fleet.open()
+    fleet.living(2)
+    assert fleet.refit(1) == 1
+    pool._members[1].troubled = -1e9  # long ago
+    refreshes = fleet.refreshes()
+    for _ in range(3):
+        assert right(pool.generate(PROMPTS, SAMPLING))
+    assert refreshes == [[1]], "it is tried again after a while, not all the time"
+    assert fakes[1].count(JOIN) == 2 and fakes[1].count(GENERATE) == 0
+    assert "it cannot join the trainer" in (pool._members[1].trouble or "")
+
+
+def test_a_first_refit_says_once_why_it_waits(fleet: Fleet, caplog):
+    """The run waited half an hour for a server that was there, and did not say what was wrong with it."""
+    fake = fleet.start()
+    fake.fail(JOIN, *["refuse"] * 999)
+    pool = fleet.open(replicas=1, wait_s=2.0)
+    with pytest.raises(
+        EngineError, match=r"no generator engine for 2 s .*: generator-0: it cannot join the trainer: .* answered 400"
+    ):
+        pool.begin_refit(1, ADDRESS, wait_s=5.0)
+    assert caplog.text.count("generator-0 cannot join the trainer") == 1 and fake.count(JOIN) > 1
+
+
+def listing(replica: int = 0, incarnation: str = "a", **other) -> Listing:
+    return Listing(
+        **{"role": ROLE, "replica": replica, "url": "http://x", "incarnation": incarnation, "log": ""} | other
+    )
+
+
+def test_files_that_are_no_listings_are_left_out(tmp_path):
+    roster = Roster(tmp_path / "r")
+    assert roster.read(ROLE) == []
+    for each in (listing(2), listing(0), listing(1, role=ROLE + "-x")):
+        roster.write(each)
+    whole = (tmp_path / "r/generator-0.json").read_text()
+    (tmp_path / "r/generator-3.json").write_text(whole[: len(whole) // 2])
+    (tmp_path / "r/generator-4.json").write_text(
+        whole.replace(': 0, "url"', ': "four", "url"')
+    )  # sorting it ended the watcher
+    (tmp_path / "r/generator-5.json").write_text("[]")
+    (tmp_path / "r/generator-6.json").write_text(whole.replace('"url"', '"address"'))
+    assert [each.replica for each in roster.read(ROLE)] == [0, 2]
+
+
+def test_a_listing_that_cannot_be_read_is_no_reason_to_drop_its_server(fleet: Fleet):
+    """One failed read, and the server was out until its next refit."""
+    fake, pool = FakeVllm(TOKEN), fleet.open(replicas=1, lost_after_s=600.0)
+    own = fleet.announce(fake.url, beats=False)
+    until("a look at it", lambda: pool._members)
+    fleet.roster.write(replace(own, beat=1))
+    fleet.living(1)
+    fleet.refit(1)
+    file = fleet.roster.directory / "generator-0.json"
+    file.write_text(file.read_text()[:20])
+    pool._look(fleet.roster.read(ROLE), time.monotonic())
+    assert right(pool.generate(PROMPTS, SAMPLING))
+    file.unlink()
+    until("its loss", lambda: not pool._living())
+    assert pool._members[0].lost == "it left the roster"
+    fake.close()
+
+
+def test_slow_looks_are_not_taken_for_silence(fleet: Fleet):
+    """While the watcher asked a lost server whether it was ready, the others grew too old."""
+    fleet.start()
+    pool = fleet.serving(replicas=1, lost_after_s=5.0)
+    pool._closing.set()
+    pool._watcher.join()  # the test looks in its place
+    member = pool._members[0]
+    member.seen = read = time.monotonic() - 60
+    pool._look([replace(member.listing, beat=member.listing.beat + 1)], read)
+    pool._look([member.listing], read)
+    assert member.lost is None and member.seen == read
+
+
+def test_a_listing_is_removed_by_its_own_incarnation_alone(tmp_path):
+    roster, path = Roster(tmp_path), tmp_path / "generator-0.json"
+    first, second = listing(incarnation="first"), listing(incarnation="second")
+    roster.write(first)
+    roster.write(second)
+    roster.remove(first)
+    assert roster.read(ROLE) == [second]
+    path.write_text("[1]")
+    roster.remove(second)
+    assert path.exists()
+    roster.write(second)
+    roster.remove(second)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_drafts_of_two_hosts_do_not_meet(tmp_path):
+    """They were told apart by process ids, which are the same in two containers."""
+    roster, draft = Roster(tmp_path), tmp_path / f".generator-0.{os.getpid()}"
+    draft.write_text("half of")
+    roster.write(listing())
+    assert draft.read_text() == "half of" and roster.read(ROLE) == [listing()]
+
+
+def test_beats_go_on_after_a_disk_was_full(tmp_path, caplog):
+    """The thread that beats ended, and with it a server that lived."""
+    roster, own = Roster(tmp_path / "r"), listing()
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_text("no directory")
+
+    def is_now(what: str) -> None:  # in one step: a beat between two would make the directory anew
+        (tmp_path / "link").symlink_to(tmp_path / what)
+        (tmp_path / "link").replace(tmp_path / "r")
+
+    is_now("directory")
+    with Announcement(roster, own, lambda: True, beat_s=0.01):
+        until("a beat", lambda: roster.read(ROLE)[0].beat > 0)
+        is_now("file")
+        until("a failure", lambda: "cannot renew its listing" in caplog.text)
+        is_now("directory")
+        last = roster.read(ROLE)[0].beat
+        until("another beat", lambda: roster.read(ROLE)[0].beat > last)
+    assert roster.read(ROLE) == [] and asdict(own)["beat"] == 0

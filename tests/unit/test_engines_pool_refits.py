@@ -1,0 +1,421 @@
+"""Refits of a pool's servers: who serves what when, what becomes of requests under way, and servers that fail or come back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from fake_fleet import ADDRESS, Asked, Fleet, expected, fleet_in, seed_of, until
+from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token_at
+
+from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.engines.pool import _joined, _spans, seed_after
+from megatron_rl.refit.base import RefitError
+from megatron_rl.session.fleet import PoolRefit
+from megatron_rl.training.rollouts import sample
+from megatron_rl.types import Prompt, Stop
+from megatron_rl.world import OneProcess
+
+SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
+PROMPTS = [[i + 1, 4] for i in range(6)]
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with fleet_in(tmp_path) as made:
+        yield made
+
+
+def right(groups) -> bool:
+    return [[c.tokens for c in group] for group in groups] == [expected(p, SAMPLING, i) for i, p in enumerate(PROMPTS)]
+
+
+def continued(prompt: list[int], index: int, sample: int, cut: int) -> list[int]:
+    """Tokens that were cut short after `cut`, and continued as a prompt of their own."""
+    seed = seed_of(SAMPLING, index) + sample
+    begun = [token_at(prompt, seed, place) for place in range(cut)]
+    return begun + [
+        token_at(prompt + begun, seed_after(seed, cut), place) for place in range(SAMPLING.max_tokens - cut)
+    ]
+
+
+def under_way(fleet: Fleet, fake: FakeVllm, **settings) -> Asked:
+    """PROMPTS, each with three tokens written by version 1."""
+    fake.stall_after = 3
+    asked = Asked(fleet.serving(**{"replicas": 1} | settings), PROMPTS, SAMPLING)
+    until("requests under way", lambda: fake.running == len(PROMPTS))
+    return asked
+
+
+def test_a_refit_goes_through_its_steps_in_order(fleet: Fleet):
+    fake = fleet.start()
+    pool = fleet.open(replicas=1)
+    assert pool.version == -1
+    assert pool.begin_refit(4, ADDRESS, wait_s=3.0) == [0] and pool.version == 4
+    assert pool.end_refit() == 1
+    first = [path for path in fake.seen if path != "/v1/models"]
+    assert first == [
+        JOIN, PAUSE, "/start_weight_update", UPDATE, "/finish_weight_update", "/reset_prefix_cache", "/weight_info", "/resume",
+    ]  # fmt: skip
+    assert fake.joined == {"host": "127.0.0.1", "port": 1, "secret": "s3", "replica": 0} and fake.version == "4"
+    fleet.refit(5)
+    assert fake.count(JOIN) == 1, "it has its seat"
+    pool.begin_refit(6, ("127.0.0.1", 2, "s3"), wait_s=3.0)
+    assert pool.end_refit() == 1 and fake.joined == {"host": "127.0.0.1", "port": 2, "secret": "s3", "replica": 0}, (
+        "another trainer, another board"
+    )
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(fleet: Fleet, replicas):
+    fakes = [fleet.start(i, stall_after=3) for i in range(replicas)]
+    pool = fleet.serving(replicas, replicas=replicas)
+    asked = Asked(pool, PROMPTS, SAMPLING)
+    until("requests under way", lambda: sum(f.running for f in fakes) == len(PROMPTS))
+    assert fleet.refit(2) == replicas
+    for fake in fakes:
+        fake.release()
+    for i, group in enumerate(asked.result()):
+        for j, c in enumerate(group):
+            assert c.tokens == continued(PROMPTS[i], i, j, 3) and c.stop is Stop.LENGTH
+            assert c.versions == [(0, 1), (3, 2)] and c.logprobs == c.model_logprobs == [
+                logprob_of(t) for t in c.tokens
+            ]
+    assert pool.failures == 0
+
+
+@pytest.mark.parametrize("partial", ["continue", "restart"])
+def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(fleet: Fleet, partial):
+    fake = fleet.start()
+    fake.experts = True
+    asked = under_way(fleet, fake, partial=partial)
+    fleet.refit(2)
+    fake.release()
+    for prompt, group in zip(PROMPTS, asked.result(), strict=True):
+        for c in group:
+            assert c.experts.tolist() == [[[token]] for token in (prompt + c.tokens)[:-1]]
+    trajectories = sample(fleet.pool, [Prompt(id="a", tokens=PROMPTS[0])], SAMPLING)
+    assert all(t.experts.flatten().tolist() == t.tokens[:-1] for t in trajectories)
+
+
+def test_what_a_refit_aborts_may_begin_anew(fleet: Fleet):
+    fake = fleet.start()
+    asked = under_way(fleet, fake, partial="restart")
+    fleet.refit(2)
+    fake.release()
+    groups = asked.result()
+    assert right(groups) and {(tuple(c.versions), len(c.logprobs)) for g in groups for c in g} == {(((0, 2),), 8)}
+
+
+def test_several_refits_cut_one_completion(fleet: Fleet):
+    fake = fleet.start()
+    asked = under_way(fleet, fake)
+    fleet.refit(2)
+    until("all samples under way again", lambda: fake.running == 2 * len(PROMPTS))
+    fleet.refit(3)
+    fake.release()
+    assert {tuple(c.versions) for g in asked.result() for c in g} == {((0, 1), (3, 2), (6, 3))}
+
+
+def test_the_rest_of_a_prompts_samples_are_written_at_the_same_time(fleet: Fleet):
+    """They were written one after the other: n times as slow."""
+    fake = fleet.start(stall_after=3)
+    asked = Asked(fleet.serving(replicas=1), PROMPTS[:1], replace(SAMPLING, n=5))
+    until("the request", lambda: fake.running == 1)
+    fleet.refit(2)
+    until("all of its samples", lambda: fake.running == 5)
+    fake.release()
+    assert len(asked.result()[0]) == 5
+
+
+def test_a_completion_cut_before_its_first_token_has_one_version(fleet: Fleet):
+    """It had two that began at token 0, and counted as stale."""
+    fake = fleet.start(stall_after=0)
+    asked = Asked(fleet.serving(replicas=1), PROMPTS, SAMPLING)
+    until("requests under way", lambda: fake.running == len(PROMPTS))
+    fleet.refit(2)
+    fake.release()
+    groups = asked.result()
+    assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 2),)}
+
+
+def test_requests_are_kept_over_a_refit(fleet: Fleet):
+    fake = fleet.start()
+    asked = under_way(fleet, fake, pause="keep")
+    fleet.refit(2)
+    fake.release()
+    groups = asked.result()
+    assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 1), (3, 2))}
+    assert fake.count(GENERATE) == len(PROMPTS)
+
+
+def test_a_refit_begins_when_the_requests_it_waits_for_have_ended(fleet: Fleet):
+    """The trainer was told to begin while servers waited for requests, and left them out as silent."""
+    fake = fleet.start()
+    asked = under_way(fleet, fake, pause="wait")
+
+    def release() -> None:
+        until("the pause", lambda: fake.count(PAUSE) == 2)
+        fake.release()
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    fleet.pool.begin_refit(2, ADDRESS, wait_s=5.0)
+    assert fake.running == 0 and fake.count(PAUSE) == 2
+    thread.join()
+    assert fleet.pool.end_refit() == 1
+    groups = asked.result()
+    assert right(groups) and {tuple(c.versions) for g in groups for c in g} == {((0, 1),)}
+
+
+def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
+    """Without a word from the server the date was that of the pool when the answer came: a refit later, say."""
+
+    class Silent:
+        url = "http://silent"
+
+        def __init__(self) -> None:
+            self.asked, self.go, self.weights = threading.Event(), threading.Event(), -1
+
+        def ready(self) -> bool:
+            return True
+
+        def generate(self, prompt, sampling, *, seed, timeout_s) -> list[Completion]:
+            self.asked.set()
+            assert self.go.wait(30)
+            return [Completion(tokens=[1], logprobs=[0.0], stop=Stop.EOS)] * sampling.n
+
+        def join(self, host, port, secret, replica) -> None: ...
+
+        def pause(self) -> None: ...
+
+        def update(self, version, wait_s) -> None:
+            self.weights = version
+
+        def resume(self) -> None: ...
+
+        def version(self) -> int:
+            return self.weights
+
+        def hang_up(self) -> None: ...
+
+        def close(self) -> None:
+            self.go.set()
+
+    server = Silent()
+    fleet.announce("http://silent")
+    asked = Asked(fleet.serving(replicas=1, connector=lambda listing: server), PROMPTS[:1], SAMPLING)
+    assert server.asked.wait(30)
+    fleet.refit(2)
+    server.go.set()
+    assert [c.versions for c in asked.result()[0]] == [[(0, 1)], [(0, 1)]]
+
+
+def test_a_server_that_ends_requests_without_a_refit_is_failing(fleet: Fleet):
+    """Its requests were sent again without end."""
+    fake = fleet.start(stall_after=2)
+    pool = fleet.serving(replicas=1)
+    asked = Asked(pool, PROMPTS[:1], SAMPLING)
+    for attempt in range(3):
+        until("the request", lambda: fake.count(GENERATE) == attempt + 1 and fake.running == 1)  # noqa: B023
+        fake.abort()
+    with pytest.raises(EngineError, match="failed 3 times: .*ended a request early, though no refit had begun"):
+        asked.result()
+
+
+def test_a_server_with_other_weights_than_it_should_have_is_failing(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2, version=3)
+    fakes[0].version = "default"
+    groups = pool.generate(PROMPTS, SAMPLING)
+    assert right(groups) and pool.failures > 0 and {tuple(c.versions) for g in groups for c in g} == {((0, 3),)}
+    fakes[1].version = "2"
+    with pytest.raises(EngineError, match=r"answered with version (-1|2) of the weights, not 3"):
+        pool.generate(PROMPTS, SAMPLING)
+
+
+def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2)
+    fakes[1].fail(UPDATE, "error")
+    assert fleet.refit(2) == 1
+    before = fakes[1].count(GENERATE)
+    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) == before
+    assert "it is out until it takes version 2" in (pool._members[1].trouble or "") and len(pool._living()) == 2
+    assert fleet.refit(3) == 2 and fakes[1].count(JOIN) == 2, "it joins anew"
+    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) > before
+
+
+def test_a_server_that_updates_to_something_else_is_out(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2)
+    fakes[0].fail("/weight_info", "shape")
+    assert fleet.refit(2) == 1
+    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[0].count(GENERATE) == 0
+
+
+def test_requests_kept_by_a_server_that_fails_its_refit_are_answered_elsewhere(fleet: Fleet):
+    """It stays paused: they waited for their deadline."""
+    fakes = [fleet.start(0, stall_after=3), fleet.start(1, stall_after=3)]
+    pool = fleet.serving(2, pause="keep", request_timeout_s=600.0)
+    asked = Asked(pool, PROMPTS, SAMPLING)
+    until("requests at both", lambda: [f.running for f in fakes] == [3, 3])
+    fakes[1].fail(UPDATE, "error")
+    assert fleet.refit(2) == 1
+    fakes[0].release()
+    assert right(asked.result())
+
+
+def test_a_replica_started_anew_serves_nothing_before_its_refit(fleet: Fleet):
+    first, other = fleet.start(0), fleet.start(1)
+    pool = fleet.serving(2)
+    fleet.beats[0].clear()
+    first.close()
+    second = fleet.start(0)
+    until("its return", lambda: pool._members[0].server.url == second.url and len(pool._living()) == 2)
+    assert right(pool.generate(PROMPTS, SAMPLING))
+    assert second.seen == [] and other.count(GENERATE) >= len(PROMPTS)
+    refreshes = fleet.refreshes()
+    assert right(pool.generate(PROMPTS, SAMPLING))
+    assert refreshes == [[0]] and second.version == "1" and other.count(UPDATE) == 1, "the others are left alone"
+    assert right(pool.generate(PROMPTS * 2, SAMPLING)[:6]) and second.count(GENERATE) > 0 and refreshes == [[0]]
+
+
+def test_a_replica_that_was_silent_is_stale_until_a_refit(fleet: Fleet):
+    fake = fleet.start()
+    pool = fleet.serving(replicas=1, lost_after_s=2.0)
+    fleet.beats[0].clear()
+    fleet.living(0)
+    assert pool._members[0].version is None and pool._members[0].lost == "no sign of life for 2 s"
+    fleet.beats[0].set()
+    fleet.living(1)
+    assert pool._members[0].version is None and pool._serving() == []
+    refreshes = fleet.refreshes()
+    assert right(pool.generate(PROMPTS, SAMPLING)) and set(map(tuple, refreshes)) == {(0,)} and fake.count(JOIN) >= 2
+
+
+def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(fleet: Fleet):
+    """They are collective: another thread's, or one in the middle of a refit, waits for ranks that are elsewhere."""
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.open()
+    fleet.living(2)
+    fakes[1].fail(UPDATE, "error")
+    fleet.refit(1)
+    pool._members[1].troubled = -1e9  # long ago
+    refreshes = fleet.refreshes()
+    assert right(Asked(pool, PROMPTS, SAMPLING).result()) and refreshes == []
+    pool.begin_refit(1, ADDRESS, [0], wait_s=5.0)
+    until("the update", lambda: pool._serving())
+    assert right(pool.generate(PROMPTS, SAMPLING)) and refreshes == []
+    pool.end_refit()
+    assert right(pool.generate(PROMPTS, SAMPLING)) and refreshes == [[1]]
+
+
+def test_refits_and_requests_from_two_threads(fleet: Fleet):
+    fakes = [fleet.start(0), fleet.start(1)]
+    pool = fleet.serving(2)
+    for version in range(2, 12):
+        asked = Asked(pool, PROMPTS * 4, SAMPLING)
+        until("a request", lambda: any(f.running for f in fakes) or not asked._thread.is_alive())  # noqa: B023
+        assert fleet.refit(version) == 2
+        groups = asked.result()
+        assert all(len(c.tokens) == 8 and c.versions[-1][1] in (version - 1, version) for g in groups for c in g)
+    assert all(m.load == m.requests == 0 for m in pool._living())
+
+
+def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
+    """A run that was asked to leave lost its rollouts when all servers took weights; a long refit was said to be a wait, and ended it."""
+    fake = fleet.start()
+    asked = under_way(fleet, fake, wait_s=0.5)
+    fleet.pool.hopeless = lambda: "asked to leave"
+    fake.fail(UPDATE, "hang")
+    fleet.pool.begin_refit(2, ADDRESS, wait_s=60.0)
+    until("an update that takes long", lambda: fake.count(UPDATE) == 2)
+    with pytest.raises(AssertionError, match="no answer"):
+        asked.result(timeout_s=1.0)
+    fleet.pool._members[0].server.hang_up()
+    assert fleet.pool.end_refit() == 0
+    with pytest.raises(EngineError, match="asked to leave"):
+        asked.result()
+
+
+def test_a_first_refit_waits_for_a_first_server(fleet: Fleet):
+    pool = fleet.open()
+    timer = threading.Timer(0.2, fleet.start)
+    timer.start()
+    assert pool.begin_refit(1, ADDRESS, wait_s=5.0) == [0] and pool.end_refit() == 1
+    assert pool.begin_refit(1, ADDRESS, [1], wait_s=5.0) == [], "there is no such server now"
+    assert pool.end_refit() == 0 and right(pool.generate(PROMPTS, SAMPLING))
+    timer.join()
+
+
+def test_spans_of_versions():
+    assert _spans([(0, 3)], 0) == [(0, 3)]
+    assert _spans([(0, 3), (5, 4)], 5) == [(0, 3)]
+    assert _spans([(0, 3), (0, 4), (2, 4), (5, 5)], 9) == [(0, 4), (5, 5)]
+    assert _spans([(0, 3), (2, 4), (2, 3)], 9) == [(0, 3)]
+    begun = Completion(
+        tokens=[1, 2], logprobs=[-1.0, -2.0], stop=Stop.ABORTED, model_logprobs=[-1.0, -2.0], versions=[(0, 1), (1, 2)]
+    )
+    more = Completion(tokens=[3], logprobs=[-3.0], stop=Stop.EOS, model_logprobs=None, versions=[(0, 2)])
+    both = _joined(begun, more)
+    assert (both.tokens, both.logprobs, both.stop, both.model_logprobs) == (
+        [1, 2, 3],
+        [-1.0, -2.0, -3.0],
+        Stop.EOS,
+        None,
+    )
+    assert both.versions == [(0, 1), (1, 2)]
+
+
+class Side:
+    """The trainer's side of a refit, which fails as often as it is told to."""
+
+    address = ADDRESS
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures, self.calls = failures, []
+
+    def __call__(self, version: int, replicas: list[int]) -> dict[str, float]:
+        self.calls.append((version, list(replicas)))
+        if len(self.calls) <= self.failures:
+            raise RefitError("no engine answered")
+        return {"refit/seconds": 0.5}
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.lines = []
+
+    def refitted(self, figures) -> None:
+        self.lines.append(figures)
+
+
+def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(fleet: Fleet):
+    fakes = [fleet.start(0)]
+    pool, side, driver = fleet.open(), Side(), Driver()
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    refit(7)
+    fakes.append(fleet.start(1))
+    fleet.living(2)
+    assert right(pool.generate(PROMPTS, SAMPLING)) and side.calls == [(7, [0]), (7, [1])]
+    assert driver.lines == [{"role": "generator", "version": 7, "refit/seconds": 0.5}] * 2
+    fakes[1].fail(UPDATE, "error", "error")
+    refit(8)
+    assert fakes[1].version == "7" and driver.lines[2]["version"] == 8
+    pool._members[1].troubled = -1e9  # long ago
+    assert right(pool.generate(PROMPTS, SAMPLING)) and len(side.calls) == 4
+    assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
+
+
+def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(fleet: Fleet):
+    fake = fleet.start()
+    pool, side, driver = fleet.open(replicas=1), Side(failures=1), Driver()
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    fake.fail(UPDATE, "error")
+    refit(1)
+    assert len(side.calls) == 2 and len(driver.lines) == 1 and fake.version == "1"
+    fake.fail(UPDATE, *["error"] * 3)
+    with pytest.raises(EngineError, match="3 refits to version 2 reached no engine"):
+        refit(2)

@@ -1,0 +1,124 @@
+"""Every benchmark reads rows of the form its data set has, locally and through `datasets`; what is missing is said."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import ConfigError, PromptSet
+from megatron_rl.data.problems import DataError
+from megatron_rl.evaluation.benchmarks import benchmark, benchmarks, read_benchmark, source_of
+from megatron_rl.text import read_template
+
+CODE = {"code": "def f(x):\n    return x", "input": "1", "output": "1", "id": "s0"}
+STEPS = {
+    "id": "gsm8k-0",
+    "generator": "x",
+    "problem": "P",
+    "steps": ["a", "b"],
+    "final_answer_correct": False,
+    "label": 1,
+}
+ROWS = {  # one row of each set's form, with the question's end and the answer that are read from it
+    "math500": ({"problem": "P", "solution": "s", "answer": "\\frac{1}{2}", "unique_id": "x"}, "P", "\\frac{1}{2}"),
+    "aime24": ({"ID": "2024-I-1", "Problem": "P", "Solution": "s", "Answer": 204}, "P", "204"),
+    "aime25": ({"id": "0", "problem": "P", "answer": "070"}, "P", "070"),
+    "aime26": ({"problem_idx": 1, "problem": "P", "answer": 7}, "P", "7"),
+    "amc23": ({"id": 0, "question": "P", "answer": 27.0}, "P", "27"),
+    "minerva_math": ({"problem": "P", "solution": "so \\boxed{4.5e-33} \\mathrm{~g}"}, "P", "4.5 \\times 10^{-33}"),
+    "olympiadbench": ({"question": "P", "context": None, "final_answer": ["$69$,$84$"]}, "P", "69,84"),
+    "gsm8k": ({"question": "P", "answer": "1+1\n#### 1,234"}, "P", "1234"),
+    "svamp": ({"Body": "Tom has 3.", "Question": "P", "Answer": "145.0"}, "Tom has 3. P", "145"),
+    "boardgameqa": ({"example": "P", "label": "disproved", "theory": "t"}, "Answer with one of these three words.", "disproved"),
+    "cruxeval": (CODE, "What does f(1) return? Answer with a Python literal.", "1"),
+    "cruxeval_input": (CODE, "without the function's name.", "1"),
+    "strategyqa": ({"question": "P?", "answer": True, "facts": ["F."]}, 'Facts:\nF.\n\nQuestion: P? Answer with "yes" or "no".', "yes"),
+    "tablebench": (
+        {"qtype": "FactChecking", "table": '{"columns": ["a", "b"], "data": [[1, 2]]}', "question": "P", "answer": "2"},
+        "Table:\na | b\n1 | 2\n\nQuestion: P\nGive the answer alone, as short as possible.",
+        "2",
+    ),
+} | {f"processbench_{name}": (STEPS, "P", "1") for name in ("gsm8k", "math", "olympiadbench", "omnimath")}  # fmt: skip
+
+
+def test_every_benchmark_has_a_row_here():
+    assert set(ROWS) == set(benchmarks())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_becomes_a_question_and_an_answer(name, tmp_path):
+    row, question, answer = ROWS[name]
+    found = benchmark(name)
+    (tmp_path / f"{found.folder or name}.jsonl").write_text(json.dumps(row) + "\n")
+    [problem] = read_benchmark(found, source_of(found, str(tmp_path)))
+    assert problem.values["question"].endswith(question) and problem.values["answer"] == answer
+    assert "{question}" in read_template(found.template)
+    if not found.judged:
+        plugins.find(found.grader)
+        right = f"<answer>\\boxed{{{answer}}}</answer>"
+        assert plugins.find(found.grader)(right, problem.values) == 1.0
+
+
+def test_a_benchmark_is_read_through_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list([ROWS["gsm8k"][0]])}).save_to_disk(tmp_path / "gsm8k")
+    found = benchmark("gsm8k")
+    [problem] = read_benchmark(found, source_of(found, str(tmp_path)))
+    assert problem.values["answer"] == "1234"
+
+
+def test_without_a_folder_a_benchmark_is_on_the_hub():
+    assert source_of(benchmark("gsm8k"), None) == PromptSet(path="openai/gsm8k", subset="main", split="test")
+    assert source_of(benchmark("processbench_math"), None).split == "math"
+
+
+def test_what_is_missing_is_said(tmp_path):
+    with pytest.raises(ConfigError, match="has no gsm8k: give one of .*gsm8k.jsonl"):
+        source_of(benchmark("gsm8k"), str(tmp_path))
+    with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
+        benchmark("gsm9k")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("gsm8k", {"answer": "no mark"}, "there is no answer"),
+        ("math500", {"problem": ""}, "no text under question or problem"),
+        ("boardgameqa", {"label": "maybe"}, "not one of proved"),
+        ("tablebench", {"table": "{"}, "the table is not JSON"),
+        ("tablebench", {"qtype": "Visualization"}, "none of the 1 rows"),
+        ("processbench_math", {"label": 2}, "label is 2: give the first wrong step, 0 to 1"),
+        ("processbench_math", {"steps": []}, "steps is"),
+        ("processbench_math", {"step_labels": [True]}, "1 step_labels for 2 steps"),
+    ],
+)
+def test_bad_rows_are_named(name, change, why, tmp_path):
+    found = benchmark(name)
+    (tmp_path / f"{found.folder or name}.jsonl").write_text(json.dumps(ROWS[name][0] | change) + "\n")
+    with pytest.raises(DataError, match=why):
+        read_benchmark(found, source_of(found, str(tmp_path)))
+
+
+def test_gold_step_labels_give_the_first_error(tmp_path):
+    row = {name: value for name, value in STEPS.items() if name != "label"} | {"step_labels": [True, False]}
+    (tmp_path / "processbench.jsonl").write_text(json.dumps(row) + "\n")
+    found = benchmark("processbench_gsm8k")
+    [problem] = read_benchmark(found, source_of(found, str(tmp_path)))
+    assert problem.values["label"] == 1 and problem.values["correct"] is False
+
+
+@pytest.mark.skipif(
+    "MEGATRON_RL_DATA" not in os.environ,
+    reason="set MEGATRON_RL_DATA to a folder with gsm8k/, amc23/, ... to read real sets",
+)
+def test_real_sets_have_their_sizes():
+    base = Path(os.environ["MEGATRON_RL_DATA"])
+    sizes = {"aime24": 30, "amc23": 40, "gsm8k": 1319, "minerva_math": 272, "olympiadbench": 675, "svamp": 1000}
+    there = {name: size for name, size in sizes.items() if (base / name).exists()}
+    assert {
+        name: len(read_benchmark(benchmark(name), source_of(benchmark(name), str(base)))) for name in there
+    } == there

@@ -1,0 +1,98 @@
+"""Evaluations by servers: DirectEngine's retries and draws, servers that an evaluation starts or finds. The servers are fakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from fake_vllm import GENERATE, FakeVllm
+from tiny_models import make_model
+from toys import EOS, characters
+
+from megatron_rl.commands import evaluate
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, EvalConfig, Vllm
+from megatron_rl.engines.base import EngineError, Sampling
+from megatron_rl.engines.direct import DirectEngine
+from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.session.launch import Place
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def fakes():
+    made = [FakeVllm("secret") for _ in range(2)]
+    yield made
+    for fake in made:
+        fake.close()
+
+
+def direct(fakes, **settings):
+    config = Vllm(replicas=len(fakes), attempts=2, **settings)
+    return DirectEngine(
+        [VllmServer(fake.url, "secret", config, ends=frozenset({EOS}), refit_timeout_s=5.0) for fake in fakes], config
+    )
+
+
+def test_draws_are_functions_of_the_seed_and_the_indices(fakes):
+    engine = direct(fakes)
+    sampling = Sampling(max_tokens=5, n=2, seed=7)
+    both = engine.generate([[1, 2], [3, 4]], sampling)
+    assert engine.generate_rows([([3, 4], 1, 1)], sampling)[0].tokens == both[1][1].tokens != both[1][0].tokens
+    engine.close()
+
+
+def test_a_request_that_a_server_fails_goes_to_the_other(fakes):
+    fakes[0].fail(GENERATE, "error")
+    engine = direct(fakes)
+    assert len(engine.generate_rows([([1, 2], 0, 0)], Sampling(max_tokens=3))[0].tokens) == 3
+    assert fakes[0].count(GENERATE) == 1 and fakes[1].count(GENERATE) == 1
+    fakes[0].fail(GENERATE, "error", "error")
+    fakes[1].fail(GENERATE, "error", "error")
+    with pytest.raises(EngineError, match="failed 2 times"):
+        engine.generate_rows([([1, 2], 0, 0)], Sampling(max_tokens=3))
+    engine.close()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    model = make_model(tmp_path / "model", num_hidden_layers=1, vocab_size=97, eos_token_id=EOS)
+    characters().save_pretrained(model)
+    (tmp_path / "amc23.jsonl").write_text(
+        "".join(json.dumps({"question": f"q{i}", "answer": i + 1}) + "\n" for i in range(3))
+    )
+    (tmp_path / "t.txt").write_text("{question}\n")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/helpers/fake_vllm.py "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    return [
+        f"model.path={model}", "benchmarks=[amc23]", f"data_dir={tmp_path}", f"template={tmp_path}/t.txt", "sampling.max_tokens=8",
+        f"output={tmp_path}/out/x.json", "engine.kind=vllm", "reward.workers=1", "reward.timeout_s=120",
+    ]  # fmt: skip
+
+
+def evaluated(tmp_path, *words):
+    config = config_files.load(EvalConfig, [], words)
+    assert evaluate.run(config, Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
+    return [json.loads(line)["response"] for line in (tmp_path / "out/x.jsonl").read_text().splitlines()]
+
+
+def test_an_evaluation_starts_its_servers_and_ends_them(settings, tmp_path):
+    responses = evaluated(tmp_path, *settings, f"engine.python={tmp_path}/python")
+    assert len(responses) == 3 and all(responses)
+    assert (tmp_path / "out/logs/engine_model_0.log").exists()
+
+
+def test_an_evaluation_finds_servers_that_run(settings, tmp_path, fakes):
+    (tmp_path / "token").write_text("secret")
+    words = [
+        *settings,
+        f"engine.urls={{model: ['{fakes[0].url}']}}",
+        f"engine.token_file={tmp_path}/token",
+        "engine.start=false",
+    ]
+    assert len(evaluated(tmp_path, *words)) == 3 and fakes[0].count(GENERATE) == 3
+    with pytest.raises(ConfigError, match="engine.urls: generator, model: give servers for each of model"):
+        evaluated(tmp_path, *settings, f"engine.urls={{generator: ['{fakes[0].url}']}}", "n=1", "seed=1")

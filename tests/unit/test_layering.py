@@ -1,0 +1,169 @@
+"""Who may import whom: a lower layer never imports a higher one, heavy libraries stay behind their adapter, role names in recipes."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megatron_rl"
+LAYERS = [
+    ["types", "config"],
+    [
+        *("algorithms", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
+        *("evaluation.estimators", "evaluation.confusion"),
+    ],
+    ["training.rollouts", "training.batching", "training.turns", "data", "run.metrics", "world"],
+    ["training", "evaluation", "run"],
+    ["recipes", "megatron", "engines", "refit", "cluster"],
+    ["session", "conversion", "jobs"],
+    ["main", "commands", "errors"],
+]
+SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of layer 4: never each other
+WORKERS = (
+    "megatron_rl.engines.vllm_worker",
+    "megatron_rl.engines.sglang_worker",
+)  # inside an engine: where it and a refit meet
+CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may import it
+    "megatron.core": ("megatron_rl.megatron",),
+    "transformer_engine": ("megatron_rl.megatron",),
+    "apex": ("megatron_rl.megatron",),
+    "vllm": ("megatron_rl.engines.vllm_worker", "megatron_rl.engines.vllm_tandem", "megatron_rl.engines.vllm_route"),
+    "sglang": ("megatron_rl.engines.sglang_worker",),
+    "nemo_run": (),  # tools/ only
+    "omegaconf": (),  # changes what math-verify accepts
+    "hydra": (),
+    "ray": (),
+}
+ROLE_NAMES = {"generator", "verifier"}
+ROLE_NAME_HOMES = (
+    *("megatron_rl.recipes", "megatron_rl.rewards.last_letter"),
+    *(
+        "megatron_rl.evaluation.text_scores",
+        "megatron_rl.session.eval_servers",
+    ),  # settings of `eval` that are called so
+)
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path):
+    parts = ["megatron_rl", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source):
+    """Every module a source may load, those imported inside functions too; `from a import b` counts as a and a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def under(module, package):
+    return module == package or module.startswith(package + ".")
+
+
+def layer(module):
+    """Number of the layer; the longest matching name decides (engines.base is lower than engines). None outside the package."""
+    names = [(name, i) for i, layer in enumerate(LAYERS) for name in layer if under(module, f"megatron_rl.{name}")]
+    return max(names, key=lambda found: len(found[0]))[1] if names else None
+
+
+def faults(module, source):
+    """What a source does that its layer may not, one line each."""
+    own, out = layer(module), []
+    for name in imports(source):
+        target = layer(name)
+        if target is not None and own is not None and target > own:
+            out.append(f"{module} (layer {own}) imports {name} (layer {target})")
+        if own == target == 4:
+            here, there = (
+                next((p for p in SIDE_BY_SIDE if under(m, f"megatron_rl.{p}")), None) for m in (module, name)
+            )
+            if here != there and not (module in WORKERS and there == "refit"):
+                out.append(f"{module} imports {name}: adapters and recipes never import each other")
+        for library, homes in CONFINED.items():
+            if under(name, library) and not any(under(module, home) for home in homes):
+                out.append(f"{module} imports {name}, which belongs to {', '.join(homes) or 'tools'}")
+    return out
+
+
+def named_roles(source):
+    return [
+        n.value
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value in ROLE_NAMES
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_a_module_imports_only_what_its_layer_may(path):
+    assert not faults(module_of(path), path.read_text())
+
+
+def test_every_module_has_a_layer():
+    without = [module_of(p) for p in FILES if layer(module_of(p)) is None and p.name != "__init__.py"]
+    assert not without, f"give a layer in tests/unit/test_layering.py to {without}"
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("megatron_rl.types", "from megatron_rl.training import rollouts"),
+        ("megatron_rl.training.loop", "def f():\n    from megatron_rl.recipes.tango import Tango"),
+        ("megatron_rl.recipes.tango", "import megatron_rl.engines.embedded"),
+        ("megatron_rl.engines.embedded", "from megatron_rl.megatron.policy import MegatronPolicy"),
+        ("megatron_rl.training.rollouts", "from megatron.core import parallel_state"),
+        ("megatron_rl.engines.embedded", "import vllm"),
+        ("megatron_rl.engines.vllm", "import sglang.srt"),
+        ("megatron_rl.session.launch", "import nemo_run"),
+    ],
+)
+def test_the_rules_catch_what_they_forbid(module, source):
+    assert faults(module, source)
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("megatron_rl.recipes.tango", "from megatron_rl.engines.base import Sampling"),
+        ("megatron_rl.megatron.policy", "from megatron.core import mpu"),
+        ("megatron_rl.engines.vllm_server", "import torch"),
+        (
+            "megatron_rl.commands.train",
+            "from megatron_rl.recipes.tango import Tango\nfrom megatron_rl.megatron.policy import MegatronPolicy",
+        ),
+    ],
+)
+def test_the_rules_allow_what_they_should(module, source):
+    assert not faults(module, source)
+
+
+def test_role_names_stand_in_recipes_alone():
+    elsewhere = {module_of(p): names for p in FILES if (names := named_roles(p.read_text()))}
+    assert not {m: names for m, names in elsewhere.items() if not any(under(m, home) for home in ROLE_NAME_HOMES)}
+    assert elsewhere, "the recipes name their roles"
+
+
+def test_reading_a_config_loads_neither_torch_nor_megatron():
+    code = "import sys, megatron_rl.config.schema, megatron_rl.config.checks, megatron_rl.main; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    loaded = ast.literal_eval(done.stdout)
+    assert not {"torch", "megatron", "transformers", "vllm", "sglang"} & set(loaded) and "pydantic" in loaded
+
+
+def test_one_file_imports_nemo_run():
+    files = [*PACKAGE.parent.glob("tools/**/*.py"), *PACKAGE.parent.glob("examples/**/*.py")]
+    assert [path.name for path in files if any(under(name, "nemo_run") for name in imports(path.read_text()))] == [
+        "launch.py"
+    ]
+
+
+def test_importing_the_package_loads_nothing():
+    for path in FILES:
+        if path.name == "__init__.py":
+            assert not list(imports(path.read_text())), f"{path} imports: a package stays empty but for its docstring"

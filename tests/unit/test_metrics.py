@@ -1,0 +1,236 @@
+"""metrics.jsonl, its sinks and the console."""
+
+import io
+import json
+import logging
+import math
+import struct
+
+import pytest
+
+from megatron_rl.config.schema import Sinks
+from megatron_rl.run.console import RunConsole, headline, line
+from megatron_rl.run.metrics import Row, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
+
+
+class Recorder:
+    """A sink that keeps what it gets."""
+
+    name = "recorder"
+
+    def __init__(self):
+        self.rows = []
+        self.events = []
+
+    def open(self):
+        self.events.append("open")
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def close(self):
+        self.events.append("close")
+
+
+class Broken(Recorder):
+    name = "broken"
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.calls = 0
+
+    def open(self):
+        if self.where == "open":
+            self.calls += 1
+            raise ConnectionError("no network")
+
+    def log(self, row):
+        self.calls += 1
+        raise RuntimeError("disk full")
+
+
+def test_times_are_held_apart_and_order_does_not_matter(tmp_path):
+    files = []
+    for seconds, names in ((1.0, ("b", "a")), (2.0, ("a", "b"))):
+        tracker = Tracker(tmp_path / str(seconds) / "metrics.jsonl")
+        tracker.log(3, "generator", {**{name: 0.1 for name in names}, "seconds/rollout": seconds}, turn=7)
+        raw = json.loads(tracker.path.read_text())
+        assert raw.pop("time") == {"rollout": seconds}
+        files.append(json.dumps(raw))
+    assert files[0] == files[1]
+    assert json.loads(files[0]) == {"turn": 7, "step": 3, "scope": "generator", "metrics": {"a": 0.1, "b": 0.1}}
+
+
+def test_floats_come_back_bit_for_bit(tmp_path):
+    values = {"third": 1 / 3, "tiny": 5e-324, "minus_zero": -0.0, "large": 1.7976931348623157e308, "count": 12}
+    Tracker(tmp_path / "metrics.jsonl").log(0, "generator", values, turn=0)
+    (row,) = read_metrics(tmp_path)
+    for name, value in values.items():
+        assert struct.pack("d", row.metrics[name]) == struct.pack("d", value)
+
+
+def test_values_that_are_not_finite_are_strings_and_told_once(tmp_path, caplog):
+    tracker = Tracker(tmp_path / "metrics.jsonl")
+    with caplog.at_level(logging.WARNING):
+        for turn in range(3):
+            tracker.log(0, "verifier", {"loss": math.nan, "grad_norm": math.inf, "low": -math.inf}, turn=turn)
+    assert len(caplog.records) == 3  # one per metric
+    raw = json.loads(tracker.path.read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert raw["metrics"] == {"grad_norm": "inf", "loss": "nan", "low": "-inf"}
+    row = read_metrics(tmp_path)[2]
+    assert math.isnan(row.metrics["loss"]) and row.metrics["grad_norm"] == math.inf
+
+
+def test_a_value_that_is_no_number_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match="'reward/x' is 'high'"):
+        Tracker(tmp_path / "metrics.jsonl").log(0, "generator", {"reward/x": "high"}, turn=0)
+
+
+def test_resume_drops_later_turns_and_a_half_written_line(tmp_path):
+    tracker = Tracker(tmp_path / "metrics.jsonl")
+    for turn in range(5):
+        tracker.log(turn, "generator", {"loss": turn}, turn=turn)
+    whole = tracker.path.read_bytes().splitlines(keepends=True)
+    tracker.path.write_bytes(b"".join(whole) + b'{"turn": 2, "step"')
+    assert [row.turn for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    assert tracker.truncate(3) == 3
+    assert tracker.path.read_bytes() == b"".join(whole[:3])
+    tracker.log(3, "generator", {"loss": 3}, turn=3)
+    assert tracker.path.read_bytes() == b"".join(whole[:4])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_last_line_without_its_newline_is_not_kept(tmp_path):
+    tracker = Tracker(tmp_path / "metrics.jsonl")
+    tracker.log(0, "generator", {"loss": 1}, turn=0)
+    tracker.path.write_bytes(tracker.path.read_bytes().rstrip(b"\n"))
+    assert tracker.truncate(9) == 1
+    assert tracker.path.read_bytes() == b""
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        'nonsense\n{"turn": 0, "step": 0, "scope": "a", "time": {}, "metrics": {}}\n'
+    )
+    with pytest.raises(ValueError, match="metrics.jsonl:1"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize(("where", "calls"), [("open", 1), ("log", 3)])
+def test_a_broken_sink_is_counted_told_once_and_stops_nothing(tmp_path, caplog, where, calls):
+    broken, good = Broken(where), Recorder()
+    with caplog.at_level(logging.WARNING), Tracker(tmp_path / "metrics.jsonl", [broken, good]) as tracker:
+        for turn in range(3):
+            tracker.log(turn, "generator", {"loss": 1.0}, turn=turn)
+    assert tracker.failures == {"broken": 3, "recorder": 0}
+    assert broken.calls == calls  # what could not be opened is not tried again
+    assert len(caplog.records) == 1 and "broken" in caplog.text
+    assert [row.turn for row in good.rows] == [0, 1, 2]
+    assert good.events == ["open", "close"]
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_tensorboard_holds_every_scalar_of_the_resumed_run_once(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, last in ((0, 4), (2, 4)):  # killed after turn 3, resumed at 2
+        with Tracker(tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tb", first_turn=first)]) as tracker:
+            tracker.truncate(first)
+            for turn in range(first, last):
+                tracker.log(turn, "generator", {"loss": turn + first / 100, "seconds/train": 1.0}, turn=turn)
+            assert tracker.failures == {"tensorboard": 0}
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"generator/loss", "generator/seconds/train"}
+    assert [(e.step, round(e.value, 2)) for e in events.Scalars("generator/loss")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.02),
+        (3, 3.02),
+    ]
+
+
+def test_wandb_writes_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with Tracker(tmp_path / "metrics.jsonl", [WandB("project", "name", tmp_path / "wandb")]) as tracker:
+        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
+        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
+    assert tracker.failures == {"wandb": 0}
+    assert list(tmp_path.glob("wandb/**/*.wandb"))
+
+
+def test_the_config_chooses_the_sinks(tmp_path):
+    assert configured_sinks(Sinks(), "demo", tmp_path) == []
+    assert [sink.name for sink in configured_sinks(Sinks(tensorboard=True, wandb_project="p"), "demo", tmp_path)] == [
+        "tensorboard",
+        "wandb",
+    ]
+
+
+def test_stopwatch_adds_up_by_name_and_starts_again():
+    watch = Stopwatch()
+    with watch("rollout"), watch("reward"):
+        pass
+    watch.add("rollout", 10.0)
+    taken = watch.take()
+    assert set(taken) == {"seconds/rollout", "seconds/reward"}
+    assert 10.0 <= taken["seconds/rollout"] < 11.0
+    assert watch.take() == {}
+
+
+def test_stopwatch_counts_what_raised():
+    watch = Stopwatch()
+    with pytest.raises(KeyError), watch("train"):
+        raise KeyError
+    assert "seconds/train" in watch.take()
+
+
+def row(turn=11, scope="generator", metrics=None, time=None):
+    return Row(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
+
+
+def test_plain_lines_when_no_terminal(tmp_path):
+    stream = io.StringIO()
+    with RunConsole(tmp_path / "logs/driver.log", 40, stream=stream) as console:
+        console.log(
+            row(metrics={"reward/outcome": 0.5, "loss": -0.0123, "alpha": 0.1}, time={"rollout": 2.0, "train": 1.5})
+        )
+        console.log(row(scope="eval", metrics={"generator/accuracy_sampled": 0.25}))
+        logging.getLogger("megatron_rl.rewards").warning("3 of 9 gradings timed out")
+    expected = [
+        "turn 12/40  generator  reward 0.500  loss -0.012  3.5 s",
+        "step 4  eval  generator/accuracy_sampled 0.250",
+    ]
+    expected.append("warning: 3 of 9 gradings timed out")
+    assert stream.getvalue().splitlines() == expected
+    logged = (tmp_path / "logs/driver.log").read_text().splitlines()
+    assert [text.split(" ", 2)[2] for text in logged] == expected
+    assert logging.getLogger("megatron_rl").handlers == []
+
+
+def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
+        for turn, reward in enumerate((0.0, 1.0)):
+            console.log(row(turn, metrics={"reward": reward}))
+        console.log(row(2, scope="verifier", metrics={"reward": 0.75, "length": 33.0}))
+    last = stream.getvalue().rsplit("role", 1)[1]
+    assert "generator" in last and "1.000" in last and "0.100" in last  # last and smoothed reward
+    assert "verifier" in last and "33.0" in last
+    assert "3/40" in last
+    assert len((tmp_path / "driver.log").read_text().splitlines()) == 3
+
+
+def test_the_headline_takes_the_best_known_name():
+    assert headline({"reward/a": 1.0, "reward/outcome": 2.0}) == {"reward": 2.0}
+    assert headline({"reward/b": 1.0, "reward/a": 2.0}) == {"reward": 2.0}
+    assert headline({"generator/accuracy": 1.0}) == {"generator/accuracy": 1.0}
+    assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12  generator  kl 1.0e-05"

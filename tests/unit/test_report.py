@@ -1,0 +1,298 @@
+"""The report draws what a run has, whole or in part, and nothing that a model wrote becomes markup."""
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megatron_rl.config.schema import Run
+from megatron_rl.run import report_figures as figures
+from megatron_rl.run.directory import open_run
+from megatron_rl.run.metrics import Row, Tracker, read_metrics
+from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
+from megatron_rl.types import Stop, Trajectory
+
+CONFIG = """
+run: {name: demo, seed: 7}
+recipe: {target: "megatron_rl.recipes.tango:Tango", args: {alpha_start: 0.3}}
+roles:
+  generator: {model: {path: models/<tiny>}, optimizer: {lr: 1.5e-4}, layout: {tp: 2}}
+  verifier: {model: {path: models/tiny}, optimizer: {lr: 1.0e-4}}
+"""
+WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "<script>alert(1)</script>", "<answer>"]
+VOID = {"meta", "br", "link", "img"}
+
+
+class Page(HTMLParser):
+    """Text and tags of a page; `problems` names what is not nested."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.text, self.tags, self.open, self.problems, self.links = [], [], [], [], []
+        self.feed(text)
+        self.problems += self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(f"</{tag}>")
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def classes(self, name):
+        return [
+            dict(attributes).get("class")
+            for tag, attributes in self.tags
+            if name in (attributes.get("class") or "").split()
+        ]
+
+
+def decode(sequences):
+    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
+
+
+def solution(draw, good):
+    tokens = [0, 1, 2, 3, 4, 2, 6, 4, 5, 7]
+    verdicts = [1, 1 if good else -1]
+    return Trajectory(
+        group="problem <1>",
+        tokens=tokens,
+        trainable=[False] + [True] * 9,
+        logprobs=[0.0] + [-0.5] * 9,
+        version=3,
+        stop=Stop.EOS,
+        payload={
+            "question": "last letters of <b>x</b>?",
+            "answer": "ab",
+            "correct": good,
+            "verdicts": verdicts,
+            "review": "ok </pre>",
+        },
+        steps=[(2, 5), (5, 8)],
+        step_rewards=[v / 2 for v in verdicts],
+        rewards={"outcome": float(good)},
+        advantages=[0.0] + [draw.gauss(0, 1) for _ in range(9)],
+    )
+
+
+def make_run(tmp_path, turns=24, rollouts=True, verifier=True):
+    """A run as the loop would leave it; returns its directory."""
+    draw = random.Random(0)
+    directory = open_run(Run(dir=str(tmp_path), name="demo <run>"), CONFIG)
+    tracker = Tracker(directory.metrics)
+    for turn in range(turns):
+        share = (turn + 1) / turns
+        role = "verifier" if verifier and turn % 4 == 3 else "generator"
+        metrics = {
+            "loss": draw.gauss(0, 0.01),
+            "kl_ref": 0.01 * share,
+            "entropy": 1 - 0.5 * share,
+            "length": 90 + 40 * draw.random(),
+        }
+        metrics |= {
+            "reward/outcome": share * 0.8,
+            "reward/format": 0.9,
+            "engine_gap": 1e-4,
+            "clip_frac": 0.0,
+            "seconds/rollout": 2.0,
+        }
+        metrics |= {"seconds/train": 1.5, "seconds/refit": 0.1}
+        if role == "verifier":
+            metrics |= {
+                f"confusion/{cell}": value
+                for cell, value in zip(("tp", "fp", "tn", "fn"), (10 * share, 3, 12, 4), strict=True)
+            }
+        tracker.log(turn, role, metrics, turn=turn)
+        if turn % 6 == 0:
+            tracker.log(
+                turn,
+                "eval",
+                {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4},
+                turn=turn,
+            )
+        if rollouts:
+            directory.write_rollouts(turn, role, [solution(draw, draw.random() < share) for _ in range(12)], decode)
+    directory.update_summary(
+        {
+            "generator_accuracy_start": 0.125,
+            "generator_accuracy_end": 0.75,
+            "seconds": {"train": 36.0},
+            "updates": turns,
+        }
+    )
+    return directory.path
+
+
+def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
+    path = write_report(make_run(tmp_path))
+    assert path.name == "report.html"
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.problems == []
+    assert all(link.startswith("#") for link in page.links), page.links
+    assert "url(http" not in path.read_text() and "@import" not in path.read_text()
+    text = " ".join(page.text)
+    for heading in (
+        "Before and after",
+        "Held-out evaluation",
+        "Training curves",
+        "Verdicts against the truth",
+        "Where the time went",
+    ):
+        assert heading in text
+    for shown in (
+        "generator accuracy",
+        "0.125",
+        "0.75",
+        "+0.625",
+        "engine_gap",
+        "generator: reward",
+        "18 generator updates",
+        "1.5e-4",
+    ):
+        assert shown in text, shown
+
+
+def test_what_models_wrote_stays_text(tmp_path):
+    page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert "b" in {tag for tag, _ in page.tags}  # our own bold; theirs is text:
+    text = "".join(page.text)
+    assert (
+        "<script>alert(1)</script>" in text
+        and "last letters of <b>x</b>?" in text
+        and "ok </pre>" in text
+        and "demo <run>" in text
+    )
+
+
+def test_steps_carry_the_colour_of_their_verdict_and_their_advantage(tmp_path):
+    text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
+    page = Page(text)
+    right, wrong = page.classes("right").count("step right"), page.classes("wrong").count("step wrong")
+    assert right > wrong > 0
+    assert "✓ correct  A " in text and "✗ incorrect  A " in text
+    for label in ("early generator", "late generator", "early verifier", "late verifier"):
+        assert label in text
+
+
+def test_verdicts_that_do_not_match_the_steps_colour_nothing(tmp_path):
+    directory = open_run(Run(dir=str(tmp_path), name="r"), CONFIG)
+    good = solution(random.Random(0), True)
+    payload = {**good.payload, "verdicts": [1, -1, 1]}
+    changed = Trajectory(
+        group="g",
+        tokens=good.tokens,
+        trainable=good.trainable,
+        logprobs=good.logprobs,
+        version=0,
+        stop=Stop.LENGTH,
+        payload=payload,
+        steps=good.steps,
+    )
+    directory.write_rollouts(0, "generator", [changed], decode)
+    text = write_report(directory.path).read_text(encoding="utf-8")
+    assert "step unread" in text and 'class="step right"' not in text
+    assert "3 verdicts for 2 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("turns", "rollouts", "verifier"),
+    [(1, True, True), (1, False, False), (24, False, True), (24, True, False), (0, False, False)],
+)
+def test_a_run_with_parts_missing_still_reports(tmp_path, turns, rollouts, verifier):
+    run = make_run(tmp_path, turns, rollouts, verifier)
+    page = Page(write_report(run).read_text(encoding="utf-8"))
+    assert page.problems == []
+    text = " ".join(page.text)
+    assert ("Sample rollouts" in text) == rollouts
+    assert ("Verdicts against the truth" in text) == (verifier and turns > 3)
+    assert write_figure(run, run / "curves.png").stat().st_size > 1000
+
+
+def test_sft_and_values_that_are_not_finite(tmp_path):
+    directory = open_run(Run(dir=str(tmp_path), name="sft"), "model: {path: m}\n")
+    tracker = Tracker(directory.metrics)
+    for step in range(20):
+        tracker.log(
+            step,
+            "sft",
+            {"loss": math.nan if step == 3 else 5 / (step + 1), "lr": 1e-3, "seconds/train": 0.1},
+            turn=step,
+        )
+    page = Page(write_report(directory.path).read_text(encoding="utf-8"))
+    assert page.problems == []
+    assert "20 sft updates" in " ".join(page.text)
+    assert figures.charts(read_metrics(directory.path))[0].lines["sft"][0] == [*range(3), *range(4, 20)]
+
+
+def test_the_report_is_a_function_of_the_run(tmp_path):
+    run = make_run(tmp_path)
+    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+
+
+def test_a_directory_without_a_run_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is not a run directory"):
+        write_report(tmp_path)
+
+
+def test_pairs_and_confusion_sums():
+    summary = {
+        "a_start": 1,
+        "a_end": 2.5,
+        "b_start": 1,
+        "eval": {"f1_start": 0.1, "f1_end": 0.2},
+        "name_start": "x",
+        "name_end": "y",
+    }
+    assert pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
+    counts = {"confusion/tp": 1.0, "confusion/fp": 2.0, "confusion/tn": 3.0, "confusion/fn": 4.0}
+    rows = [
+        Row(turn=0, step=0, scope="verifier", time={}, metrics=metrics) for metrics in (counts, {"loss": 1.0}, counts)
+    ]
+    assert confusion(rows) == {"tp": 2.0, "fp": 4.0, "tn": 6.0, "fn": 8.0}
+    assert confusion(rows[1:2]) == {}
+
+
+def test_split_steps():
+    assert split_steps("xaaybz", ["aa", "b"]) == [(None, "x"), (0, "aa"), (None, "y"), (1, "b"), (None, "z")]
+    assert split_steps("aa", ["a", "a"]) == [(0, "a"), (1, "a")]
+    assert split_steps("abc", ["?", "b"]) == [(0, "?"), (None, "a"), (1, "b"), (None, "c")]
+    assert split_steps("abc", []) == [(None, "abc")]
+
+
+def test_smoothing_shifts_nothing():
+    line = [3.0 * x + 1 for x in range(60)]
+    assert figures.smooth(line) == pytest.approx(line)
+    spike = figures.smooth([0.0] * 30 + [1.0] + [0.0] * 29)
+    assert max(spike) == spike[30] < 0.2
+    assert figures.smooth([]) == []
+
+
+def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path):
+    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
+    names = (
+        "seconds",
+        "floor_seconds",
+        "ratio_to_floor",
+        "gigabytes",
+        "local_gigabytes",
+        "checked_slices",
+        "failed_engines",
+    )
+    lines = [{"role": "generator", "version": v, **{f"refit/{name}": float(v) for name in names}} for v in (1, 2, 3)]
+    run.refits.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "gen')
+    text = " ".join(Page(write_report(run.path).read_text()).text)
+    assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text)

@@ -1,0 +1,259 @@
+"""Weights: the rectangles of every family and layout, what is read, and what is refused because it would be another model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numbered import numbered
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.weights.rectangles import Rect, Shard, megatron, megatron_names
+from megatron_rl.weights.sizes import FAMILIES, Sizes
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True is not supported"),
+        ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+        (
+            "mistral",
+            {"sliding_window": 511},
+            "sliding_window = 511 is not supported, attention here is full: set it to null",
+        ),
+        ("mixtral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported, only True is"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        ("qwen2", {"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+    ],
+)
+def test_weights_of_an_unsupported_architecture_are_refused(tmp_path, family, change, says):
+    make_model(tmp_path, family)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=says):
+        hf.read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize("window", [None, 512, 4096])
+def test_a_window_that_no_sequence_leaves_is_harmless(tmp_path, window):
+    assert (
+        hf.read_architecture(make_model(tmp_path, "mistral", sliding_window=window)).family == "mistral"
+    )  # context of 512
+
+
+@pytest.mark.parametrize("family", hf.ACTOR_FAMILIES)
+def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
+    make_model(tmp_path, family)
+    arch = hf.read_architecture(tmp_path)
+    rectangles.check_complete(hf.tensor_files(tmp_path), arch)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(64)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ValueError, match=r"1 tensors have no place .* model.layers.0.self_attn.o_proj.bias"):
+        rectangles.check_complete(hf.tensor_files(tmp_path), arch)
+
+
+def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
+    make_model(tmp_path, "qwen2")
+    tensors = hf.Tensors(tmp_path)
+    for name, wanted in load_file(tmp_path / "model.safetensors").items():
+        rows, columns = wanted.shape[0], wanted.shape[1] if wanted.dim() > 1 else 1
+        rect = Rect(name, rows // 3, columns // 3, rows - rows // 3, columns - columns // 3, 0, 0)
+        assert torch.equal(tensors.read(rect), copies.from_tensor(wanted, rect))
+    with pytest.raises(ConfigError, match="no tensor 'lm_head.bias'"):
+        tensors.read(Rect("lm_head.bias", 0, 0, 1, 1, 0, 0))
+    with pytest.raises(ConfigError, match="too small for what config.json says"):
+        tensors.read(Rect("model.norm.weight", 0, 0, 65, 1, 0, 0))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A trainer's layout; layers per pipeline stage, in order (stages may be uneven, and more than ranks under VPP)."""
+
+    tp: int
+    stages: tuple[int, ...]
+    ep: int
+    etp: int
+    fused: bool
+    vocab_multiple: int
+
+
+def ranks(sizes: Sizes, layout: Layout):
+    """Every distinct (names of its parameters, shard) of the layout."""
+    per_rank = sizes.experts // layout.ep
+    start = 0
+    for stage, count in enumerate(layout.stages):
+        for tp_rank in range(layout.tp):
+            for ep_rank in range(layout.ep):
+                for etp_rank in range(layout.etp):
+                    names = megatron_names(
+                        sizes,
+                        range(start, start + count),
+                        range(ep_rank * per_rank, (ep_rank + 1) * per_rank),
+                        first=stage == 0,
+                        last=stage == len(layout.stages) - 1,
+                        fused=layout.fused,
+                    )
+                    yield names, Shard(layout.tp, tp_rank, layout.etp, etp_rank)
+        start += count
+
+
+@st.composite
+def cases(draw):
+    """A family, tiny sizes that its layout divides, and the layout."""
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    heads = max(kv_heads, tp) * draw(st.sampled_from([1, 2]))
+    moe = FAMILIES[family].experts is not None
+    ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if moe else (1, 1)
+    stages = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
+    head_dim = 4 * draw(st.sampled_from([1, 2]))
+    assume((heads + 2 * kv_heads) * head_dim % tp == 0)
+    sizes = Sizes(
+        family=family,
+        num_layers=sum(stages),
+        hidden=8 * draw(st.integers(1, 2)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=4 * draw(st.integers(1, 3)),
+        vocab=draw(st.integers(5, 40)),
+        tied=draw(st.booleans()),
+        experts=4 * moe,
+        expert_ffn=4 * draw(st.integers(1, 2)) * moe,
+        shared_ffn=8 if FAMILIES[family].shared else 0,
+    )
+    return sizes, Layout(tp, stages, ep, etp, draw(st.booleans()), draw(st.sampled_from([1, 8])))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases())
+def test_weights_make_a_round_trip_through_every_layout_and_every_element_is_held_once(case):
+    """Hugging Face -> every rank's parameters -> Hugging Face, bit for bit; what is not covered is zero padding of the vocabulary."""
+    sizes, layout = case
+    whole = numbered(sizes)
+    held: list[Rect] = []
+    back = {name: torch.full_like(tensor, -1) for name, tensor in whole.items()}
+    for names, shard in ranks(sizes, layout):
+        for name in names:
+            shape, rects = megatron(sizes, name, shard, vocab_multiple=layout.vocab_multiple)
+            one_dimensional = all(whole[r.tensor].dim() == 1 for r in rects) and shape[1] == 1
+            parameter = torch.full(shape[:1] if one_dimensional else shape, -7.0, dtype=torch.float64)
+            copies.fill(parameter, rects, lambda rect: copies.from_tensor(whole[rect.tensor], rect))
+            assert int((parameter == -7).sum()) == 0
+            assert rectangles.padding(shape, rects) == 0 or "embedding" in name or "output_layer" in name
+            for rect in rects:
+                copies.from_tensor(back[rect.tensor], rect).copy_(copies.local(parameter, rect))
+            held += rects
+    assert all(torch.equal(back[name], tensor) for name, tensor in whole.items())
+    rectangles.check_coverage(sizes, held)
+    with pytest.raises(ValueError):
+        rectangles.check_coverage(sizes, held + [Rect("model.norm.weight", 1, 0, 2, 1, 0, 0)])
+    lost = held[-1]
+    with pytest.raises(ValueError, match="nobody holds|its ranks hold"):
+        rectangles.check_coverage(sizes, [r for r in held if r[:5] != lost[:5]])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(cases(), st.booleans())
+def test_weights_of_engine_ranks_cover_the_model_and_fit_their_parameters(case, expert_parallel):
+    sizes, layout = case
+    tp = layout.tp
+    assume(
+        sizes.heads % tp == 0
+        and (sizes.kv_heads % tp == 0 or tp % sizes.kv_heads == 0)
+        and (sizes.experts or tp) % tp == 0
+    )
+    held = []
+    for rank in range(tp):
+        for name, (shape, rects) in rectangles.engine(sizes, tp, rank, expert_parallel=expert_parallel).items():
+            parameter = torch.zeros(shape)
+            for rect in rects:
+                copies.local(parameter, rect).add_(1)
+                assert copies.local(parameter, rect).shape == (rect.rows, rect.columns)
+            assert int((parameter == 1).sum()) == sum(r.elements for r in rects)
+            assert int((parameter == 0).sum()) == 0 or name in ("model.embed_tokens.weight", "lm_head.weight")
+            held += rects
+    rectangles.check_coverage(sizes, held)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows"), [(151936, 4, 37984), (32000, 8, 4000), (96, 2, 64), (65, 8, 16), (130, 3, 64)]
+)
+def test_weights_of_an_engine_rank_have_the_rows_of_the_vocabulary_that_engines_give_it(vocab, tp, rows):
+    """Padded to 64 in all, as vLLM and SGLang do; four ranks of Qwen2.5 once got 38016 rows here, which no engine has."""
+    sizes = Sizes(
+        family="llama", num_layers=1, hidden=8, heads=24, kv_heads=24, head_dim=4, ffn=24, vocab=vocab, tied=True
+    )
+    assert rectangles.engine(sizes, tp, 0)["model.embed_tokens.weight"][0] == (rows, 8)
+
+
+def test_weights_of_unknown_names_raise():
+    sizes = Sizes(family="llama", num_layers=1, hidden=8, heads=2, kv_heads=2, head_dim=4, ffn=8, vocab=9, tied=False)
+    for name in (
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.0.self_attention.linear_qkv.bias",
+        "position_embeddings.weight",
+    ):
+        with pytest.raises(KeyError, match="no Hugging Face tensor is known"):
+            megatron(sizes, name)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ({"model_type": "qwen2_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+        ({"model_type": "mixtral"}, "'num_experts' is missing"),
+        ({}, "model_type None is not supported"),
+    ],
+)
+def test_weights_of_a_config_that_is_not_understood_are_refused(config, says):
+    with pytest.raises(ConfigError, match=says):
+        Sizes.read(config)
+
+
+TINY = {
+    **{
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 60,
+    },
+    **{"intermediate_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
+    **{"num_experts": 4, "num_local_experts": 4, "sliding_window": None},
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
+    """The table against model directories that it did not make: every family, from the config.json in them."""
+    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    sizes = Sizes.read(json.loads((tmp_path / "config.json").read_text()))
+    written = load_file(tmp_path / "model.safetensors")
+    found = {name: (t.shape[0], t.shape[1] if t.dim() > 1 else 1) for name, t in written.items()}
+    assert found == rectangles.hf_shapes(sizes)
+    in_memory = copies.by_expert(model.state_dict(), sizes)
+    assert all(torch.equal(in_memory[name], tensor) for name, tensor in written.items())
