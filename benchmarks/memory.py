@@ -26,7 +26,7 @@ from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.config.schema import Layout as OneRank
-from megatron_rl.config.schema import Loss, Model, Role
+from megatron_rl.config.schema import LossConfig, Model, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 
@@ -71,7 +71,7 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
         Qwen2ForCausalLM(Qwen2Config(vocab_size=8192, **sizes)).save_pretrained(folder)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         policy = MegatronPolicy(
-            Role(model=Model(path=str(Path(folder))), loss=Loss(kl_coef=0.0)), parallel.create(OneRank())
+            RoleConfig(model=Model(path=str(Path(folder))), loss=LossConfig(kl_coef=0.0)), parallel.create(OneRank())
         )
     held, start = offload.gradient_bytes(policy.chunks), time.monotonic()
     policy.sleep()

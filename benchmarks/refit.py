@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Part, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -138,7 +138,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     for transport in WAYS:
         for tensor in engine.tensors.values():
             tensor.zero_()
-        settings = Refit(transport=transport, bucket_mib=args.bucket_mib, verify="off")
+        settings = RefitConfig(transport=transport, bucket_mib=args.bucket_mib, verify="off")
         side = TrainerSide(
             topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine
         )
@@ -284,7 +284,7 @@ def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Name
     masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
     figures: dict[str, float] = {}
     for delta in (False, True):
-        settings = Refit(transport="tcp", bucket_mib=args.bucket_mib, verify="off", delta=delta)
+        settings = RefitConfig(transport="tcp", bucket_mib=args.bucket_mib, verify="off", delta=delta)
         side = TrainerSide(topology, settings, parameters, group=dist.group.WORLD, endpoint=engine)
         side(0)
         for name, master in masters.items():

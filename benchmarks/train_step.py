@@ -29,7 +29,7 @@ from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.algorithms.losses import CompletionLoss
-from megatron_rl.config.schema import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.types import Batch, Stop, Trajectory, pack
@@ -116,8 +116,8 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
 
 
 def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int, layout: Layout = ALONE) -> Callable[[], None]:
-    role = Role(
-        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=Loss(kl_coef=0.0), packed=packed,
+    role = RoleConfig(
+        model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0), packed=packed,
         micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
     policy, loss = MegatronPolicy(role, parallel.create(layout)), CompletionLoss()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Loss
+from megatron_rl.config.schema import LossConfig
 from megatron_rl.types import Batch
 
 
 class PolicyLoss:
     """Clipped policy gradient with KL to a frozen reference and an entropy bonus (PPO, arXiv 1707.06347; GRPO's per-token form)."""
 
-    def __init__(self, config: Loss) -> None:
+    def __init__(self, config: LossConfig) -> None:
         self.config = config
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import plugins
-from megatron_rl.config.schema import Debug, Role, TrainConfig
+from megatron_rl.config.schema import Debug, RoleConfig, TrainConfig
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.directory import RunDirectory, RunError
@@ -76,7 +76,7 @@ def run(config: TrainConfig, place: Place, *, updates: int) -> int:
 def still(config: TrainConfig) -> TrainConfig:
     """The config at learning rate 0, every role drawing from its whole distribution at temperature 1."""
 
-    def role(settings: Role) -> Role:
+    def role(settings: RoleConfig) -> RoleConfig:
         optimizer = replace(settings.optimizer, lr=0.0, min_lr=0.0)
         return replace(
             settings,

@@ -37,11 +37,11 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         raise ConfigError(
             f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last"
         )
-    role = configs.Role(
+    role = configs.RoleConfig(
         model=config.model,
         layout=config.layout,
         optimizer=config.optimizer,
-        loss=configs.Loss(kl_coef=0.0),
+        loss=configs.LossConfig(kl_coef=0.0),
         micro_batch_tokens=config.micro_batch_tokens,
     )
     policy = MegatronPolicy(

@@ -13,7 +13,7 @@ from megatron_rl.config.schema import (
     Embedded,
     Layout,
     PromptSet,
-    Role,
+    RoleConfig,
     Servers,
     SftConfig,
     Sglang,
@@ -194,7 +194,7 @@ def _experts(layout: Layout) -> str:
     )
 
 
-def explain_role(name: str, role: Role, *, prompts: int, group_size: int, ranks: int) -> str:
+def explain_role(name: str, role: RoleConfig, *, prompts: int, group_size: int, ranks: int) -> str:
     """P prompts x G samples = S; S / B optimizer steps; the most tokens of an update; ranks."""
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
@@ -207,7 +207,7 @@ def explain_role(name: str, role: Role, *, prompts: int, group_size: int, ranks:
     )
 
 
-def _role_problems(name: str, role: Role) -> list[str]:
+def _role_problems(name: str, role: RoleConfig) -> list[str]:
     problems = []
     if role.samples_per_optimizer_step is not None and role.samples_per_optimizer_step < 1:
         problems.append(

@@ -141,7 +141,7 @@ class Optimizer:
 
 
 @config
-class Loss:
+class LossConfig:
     """Clipped policy gradient + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
     clip_low: NonNegativeFloat = 0.2
@@ -168,7 +168,7 @@ class SamplingConfig:
 
 
 @config
-class Tandem:
+class TandemConfig:
     """A frozen junior writes the role's rollouts along with it; the role, the senior, is trained on its own tokens (docs/tandem.md)."""
 
     junior: str | None = (
@@ -206,15 +206,15 @@ class PromptSet:
 
 
 @config
-class Role:
+class RoleConfig:
     """One trained model. Batch sizes count samples (trajectories), everywhere."""
 
     model: Model
     layout: Layout = field(default_factory=Layout)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    loss: Loss = field(default_factory=Loss)
+    loss: LossConfig = field(default_factory=LossConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    tandem: Tandem | None = None  # of its training rollouts; it is evaluated alone
+    tandem: TandemConfig | None = None  # of its training rollouts; it is evaluated alone
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # sequences end to end, no padding compute; false: one row per sequence, padded
     micro_batch_tokens: PositiveInt = 8192  # tokens per micro-batch and context parallel rank
@@ -343,7 +343,7 @@ class Launch:
 
 
 @config
-class Refit:
+class RefitConfig:
     """How the trainer's weights reach the engines after an update."""
 
     transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = (
@@ -373,7 +373,7 @@ class Rollouts:
 
 
 @config
-class Job:
+class JobConfig:
     """The run on a Slurm cluster, for `megatron-rl submit`; what is the site's own stands in its profile. null: as the profile has it."""
 
     nodes: PositiveInt = 1  # of the trainer
@@ -409,7 +409,7 @@ class Sinks:
 class TrainConfig:
     """Reinforcement learning: `megatron-rl train`."""
 
-    roles: dict[str, Role]
+    roles: dict[str, RoleConfig]
     recipe: Use
     data: PromptSet
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -417,12 +417,12 @@ class TrainConfig:
     reward: Reward = field(default_factory=Reward)
     run: Run = field(default_factory=Run)
     launch: Launch = field(default_factory=Launch)
-    refit: Refit = field(default_factory=Refit)
+    refit: RefitConfig = field(default_factory=RefitConfig)
     rollouts: Rollouts = field(default_factory=Rollouts)
     gate: Gate = field(default_factory=Gate)
     debug: Debug = field(default_factory=Debug)
     sinks: Sinks = field(default_factory=Sinks)
-    job: Job = field(default_factory=Job)
+    job: JobConfig = field(default_factory=JobConfig)
 
 
 @config
@@ -455,7 +455,7 @@ class SftConfig:
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))
     launch: Launch = field(default_factory=Launch)
     sinks: Sinks = field(default_factory=Sinks)
-    job: Job = field(default_factory=Job)
+    job: JobConfig = field(default_factory=JobConfig)
 
 
 @config

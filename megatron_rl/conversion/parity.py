@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.schema import Layout, Model, Role
+from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron import parallel, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -57,7 +57,7 @@ def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
 def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:
     """[POSITIONS, vocabulary] of the actor."""
     groups = parallel.create(Layout())
-    policy = MegatronPolicy(Role(model=Model(path=str(model))), groups, trainable=False)
+    policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
     policy.load(checkpoint)
     own = Trajectory(
         group="0", tokens=tokens.tolist(), trainable=[False] + [True] * (POSITIONS - 1), logprobs=[0.0] * POSITIONS, version=0,

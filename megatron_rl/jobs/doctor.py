@@ -24,7 +24,7 @@ from megatron_rl.cluster import slurm
 from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import checks as config_checks
-from megatron_rl.config.schema import ConfigError, Model, Role, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Model, RoleConfig, Servers, TrainConfig
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.session.launch import run_directory
@@ -318,7 +318,7 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
 def _roles(config: Any) -> list[tuple[str, Any]]:
     if isinstance(config, TrainConfig):
         return [*config.roles.items()]
-    return [("the model", Role(model=config.model, layout=config.layout))] if hasattr(config, "layout") else []
+    return [("the model", RoleConfig(model=config.model, layout=config.layout))] if hasattr(config, "layout") else []
 
 
 def _sizes(model: Model) -> Sizes | None:

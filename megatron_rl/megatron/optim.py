@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import Role
+from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import platform
 
 platform.install()
@@ -35,7 +35,7 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
     return wrapped
 
 
-def build(role: Role, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
+def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     """The optimizer (Adam, sharded over data-parallel ranks; norms and biases do not decay) and its schedule."""
     settings = role.optimizer
     optimizer = get_megatron_optimizer(
@@ -115,7 +115,7 @@ def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
                     group[name] = saved[0][name]
 
 
-def apply_settings(role: Role, optimizer: Any) -> None:
+def apply_settings(role: RoleConfig, optimizer: Any) -> None:
     """Puts the role's rates, betas and epsilon back over what a checkpoint brought; weight decay is the schedule's to set."""
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps

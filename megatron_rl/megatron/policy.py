@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.schema import ConfigError, Role
+from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.megatron import export, offload, optim, platform, replay, step
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.attention import Context, RotaryTable
@@ -45,7 +45,7 @@ class MegatronPolicy:
     """
 
     def __init__(
-        self, role: Role, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False
+        self, role: RoleConfig, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)

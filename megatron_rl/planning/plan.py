@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, Role, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import Batch, Engine
 from megatron_rl.planning.hardware import Cluster
@@ -264,7 +264,7 @@ def _frozen(role: RolePlan) -> RolePlan:
     return replace(role, training=held, host=0.0)
 
 
-def _micro(role: Role) -> Micro:
+def _micro(role: RoleConfig) -> Micro:
     return Micro(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
 
 
@@ -340,12 +340,12 @@ def _rollout(config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, en
     return replace(alone, seconds=writers * alone.seconds)
 
 
-def _writers(role: Role) -> int:
+def _writers(role: RoleConfig) -> int:
     """Models in an engine of the role; a tandem's junior is taken for one of the senior's size."""
     return 1 if role.tandem is None else 2
 
 
-def _training(role: Role, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
+def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
     """Seconds of what an update is made of, beside rollouts and refit."""
     numbers, stage = Numbers.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
     steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))

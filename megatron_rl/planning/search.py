@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config import checks as config_checks
-from megatron_rl.config.schema import ConfigError, Embedded, Layout, Role, Servers, TrainConfig, Vllm
+from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig, Vllm
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
@@ -76,7 +76,7 @@ def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     return lines
 
 
-def layouts(role: Role, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
+def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
     """That divide the model and the ranks. tp stays within a node."""
     sizes = shape.sizes
     tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and not (sizes.heads % tp or sizes.kv_heads % tp)]
@@ -122,10 +122,10 @@ def _with(
     """The best layouts of the roles with one choice of engines: each role's own, fastest first, then combinations that fit together."""
     ranks = plans.trainer_gpus(config, cluster)
     limit = max(4, int(PAIRS ** (1 / len(config.roles))))
-    choices: dict[str, list[Role]] = {}
+    choices: dict[str, list[RoleConfig]] = {}
     for name, role in config.roles.items():
         turns = [turn for turn in work if turn.role == name]
-        fitting: list[tuple[float, float, Role]] = []  # seconds, bytes
+        fitting: list[tuple[float, float, RoleConfig]] = []  # seconds, bytes
         for layout, recompute in itertools.product(
             layouts(role, models[name], ranks, cluster.per_node), ("none", "full")
         ):
@@ -244,7 +244,7 @@ def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     return lines
 
 
-def _smaller(role: Role, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
+def _smaller(role: RoleConfig, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
     """(words, changed fields) that lower what a role needs, the mildest first."""
     if not role.sleep:
         yield "sleep=true", {"sleep": True}

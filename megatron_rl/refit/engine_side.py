@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, Parameters, RefitError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
@@ -44,7 +44,7 @@ class EngineSide:
     def __init__(self, board: Board, rank: int, endpoint: Endpoint, device: torch.device) -> None:
         """Raises TransportError when the trainer does not answer."""
         setup = board.get("setup", SETUP_TIMEOUT_S)
-        self.topology, self._settings = Topology.from_json(setup["topology"]), Refit(**setup["settings"])
+        self.topology, self._settings = Topology.from_json(setup["topology"]), RefitConfig(**setup["settings"])
         if not 0 <= rank < self.topology.engines.world:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._board, self._rank, self._endpoint, self._device = board, rank, endpoint, device

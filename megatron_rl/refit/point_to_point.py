@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
@@ -31,7 +31,7 @@ class PointToPoint:
     does, with its buffer, until the group's own time-out. The next refit that leaves somebody out makes a new group.
     """
 
-    def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: Refit) -> None:
+    def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
         """Collective over the members: all come within `message_timeout_s`, or TransportError."""
         self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s

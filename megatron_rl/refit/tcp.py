@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import LOOK_S, Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
@@ -45,7 +45,7 @@ class Tcp:
 
     takes_pieces = streams = True
 
-    def __init__(self, board: Board, rank: int, settings: Refit) -> None:
+    def __init__(self, board: Board, rank: int, settings: RefitConfig) -> None:
         """Raises TransportError when the board is gone, or there is no port."""
         self._board, self._rank, self._timeout_s = board, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False

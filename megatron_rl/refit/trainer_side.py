@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
@@ -54,7 +54,7 @@ class TrainerSide:
     """
 
     def __init__(
-        self, topology: Topology, settings: Refit, parameters: Mapping[str, Tensor], *, group: Any, endpoint: Endpoint | None = None,
+        self, topology: Topology, settings: RefitConfig, parameters: Mapping[str, Tensor], *, group: Any, endpoint: Endpoint | None = None,
         host: str = "127.0.0.1",
     ) -> None:  # fmt: skip
         """`parameters`: this rank's, by names with global layer and expert numbers. `group`: gloo, of all trainer ranks. `host`: name or

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_rl.config.schema import ConfigError, Refit
+from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.base import Transport
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint
@@ -64,7 +64,7 @@ class Seating:
 class Wiring:
     """The transports of one process among the members. Raises TransportError when not all of them come in time."""
 
-    def __init__(self, board: Board, seating: Seating, here: Seat, settings: Refit) -> None:
+    def __init__(self, board: Board, seating: Seating, here: Seat, settings: RefitConfig) -> None:
         self._seating, self._here, self._settings = seating, here, settings
         members = seating.members
         self._numbers = {seat: i for i, seat in enumerate(members)}
@@ -98,7 +98,7 @@ class Wiring:
         return "cuda_ipc" if trainer.place == engine.place else "nccl"
 
 
-def _medium(kind: str, settings: Refit) -> SharedMemory | Disk | CudaIpc:
+def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:
     if kind == "shared_memory":
         return SharedMemory()
     if kind == "cuda_ipc":

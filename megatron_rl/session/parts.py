@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import Role, TrainConfig
+from megatron_rl.config.schema import RoleConfig, TrainConfig
 from megatron_rl.data.problems import PromptReader, read_problems
 from megatron_rl.engines.base import Engine, Tandem
 from megatron_rl.megatron import parallel
@@ -75,7 +75,7 @@ def players(
     )
 
 
-def tandem_of(role: Role) -> Tandem | None:
+def tandem_of(role: RoleConfig) -> Tandem | None:
     """The engine's terms for a role's tandem."""
     if role.tandem is None:
         return None

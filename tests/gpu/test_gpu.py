@@ -24,12 +24,12 @@ def one_rank():
 
 
 def test_the_actor_matches_transformers_and_learns_on_cuda(one_rank, tmp_path):
-    from megatron_rl.config.schema import Layout, Model, Optimizer, Role
+    from megatron_rl.config.schema import Layout, Model, Optimizer, RoleConfig
     from megatron_rl.megatron import parallel
     from megatron_rl.megatron.policy import MegatronPolicy
 
     path = make_model(tmp_path / "model", "qwen2", vocab_size=97)
-    role = Role(model=Model(path=str(path)), optimizer=Optimizer(lr=1e-3), micro_batch_tokens=60)
+    role = RoleConfig(model=Model(path=str(path)), optimizer=Optimizer(lr=1e-3), micro_batch_tokens=60)
     policy, batch, loss = MegatronPolicy(role, parallel.create(Layout())), make_batch(97), WeightedLogprobs()
     expected, expected_loss, *_ = reference(str(path), batch)
     assert (policy.logprobs(batch) - expected).abs().max() < 1e-3

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, make_batch
 
-from megatron_rl.config.schema import ConfigError, Layout, Loss, Model, Optimizer, Role
+from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
@@ -21,8 +21,8 @@ SCHEDULED = Optimizer(lr=1e-3, warmup_steps=3, decay="cosine", decay_steps=20, m
 
 
 def make(path: str, layout: Layout, optimizer: Optimizer = SCHEDULED, **settings) -> MegatronPolicy:
-    role = Role(
-        model=Model(path=path), layout=layout, optimizer=optimizer, loss=Loss(kl_coef=0.0), micro_batch_tokens=40
+    role = RoleConfig(
+        model=Model(path=path), layout=layout, optimizer=optimizer, loss=LossConfig(kl_coef=0.0), micro_batch_tokens=40
     )
     return MegatronPolicy(role, parallel.create(layout), **settings)
 

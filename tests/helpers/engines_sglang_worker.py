@@ -21,7 +21,7 @@ import urllib3
 from engines_worker import ROLE, Directory, Scenario, wait_for
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import Refit, TrainConfig
+from megatron_rl.config.schema import RefitConfig, TrainConfig
 from megatron_rl.engines.sglang import SglangServer
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -79,7 +79,7 @@ def another_model(server: SglangServer) -> dict[str, Any]:
     )
     topology = Topology(sizes=sizes, trainer=TrainerLayout(), engines=EngineLayout(tp=2), dtype="float32")
     board, address = Board.host("127.0.0.1")
-    board.put("setup", {"topology": topology.to_json(), "settings": asdict(Refit())})
+    board.put("setup", {"topology": topology.to_json(), "settings": asdict(RefitConfig())})
     return outcome(server.join, *address, 0)
 
 

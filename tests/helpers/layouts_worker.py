@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import Layout, Loss, Model, Optimizer, Role
+from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optim, parallel, replay, step
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -147,7 +147,7 @@ def make_loss(name: str, batch: Batch):
         return WeightedLogprobs(), batch
     g = torch.Generator().manual_seed(5)
     old, reference_logprobs = (-4.5 + 0.3 * torch.randn(len(batch.tokens), generator=g) for _ in range(2))
-    settings = Loss(kl_coef=0.05, entropy_coef=0.02, aggregation="sequence_mean", tis_cap=2.0)
+    settings = LossConfig(kl_coef=0.05, entropy_coef=0.02, aggregation="sequence_mean", tis_cap=2.0)
     return PolicyLoss(settings), replace(
         batch, old_logprobs=old, engine_logprobs=old - 0.1, reference_logprobs=reference_logprobs
     )
@@ -155,11 +155,11 @@ def make_loss(name: str, batch: Batch):
 
 def make_policy(path: str, case: dict) -> MegatronPolicy:
     layout = Layout(**case["layout"])
-    role = Role(
+    role = RoleConfig(
         model=Model(path=path, dtype=case.get("dtype", "float32"), **case.get("model_settings", {})),
         layout=layout,
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, clip_grad=1.0, **case.get("optimizer", {})),
-        loss=Loss(kl_coef=0.001),
+        loss=LossConfig(kl_coef=0.001),
         packed=case["packed"],
         micro_batch_tokens=case.get("budget", 60),
         router_replay=case.get("replay", False),

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs
 
-from megatron_rl.config.schema import Layout, Loss, Model, Role
+from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
 from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -86,8 +86,8 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     """-> {found: bytes by part, expected: bytes by part} of this rank."""
     layout, dtype, recompute = Layout(**case["layout"]), case.get("dtype", "float32"), case.get("recompute", "none")
     modules = tuple(case.get("modules", ("core_attn",)))
-    role = Role(
-        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout, loss=Loss(kl_coef=0.0),
+    role = RoleConfig(
+        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout, loss=LossConfig(kl_coef=0.0),
         micro_batch_tokens=case["micro"],
     )  # fmt: skip
     policy = MegatronPolicy(role, parallel.create(layout))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numbered import numbered
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit import exchange
 from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
@@ -154,7 +154,7 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     parameters = shards(topology, rank, whole_model(topology.sizes, 0))
     inside = case.get("inside", True)
     engine = Engine(topology, rank, case.get("spoiled")) if inside else None
-    side = TrainerSide(topology, Refit(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
+    side = TrainerSide(topology, RefitConfig(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
     answers: list[Any] = []
     if not inside and rank == 0:
         (out.parent / "board.json.part").write_text(json.dumps(side.address))
@@ -192,12 +192,15 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     """A real trained model's ranks bring engines in the same ranks to its weights, before and after an update."""
     from actor_worker import WeightedLogprobs, make_batch  # here: the other workers start without Megatron
 
-    from megatron_rl.config.schema import Layout, Loss, Model, Role
+    from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
     from megatron_rl.megatron import parallel
     from megatron_rl.megatron.policy import MegatronPolicy
 
-    role = Role(
-        model=Model(path=case["path"]), layout=Layout(**case["layout"]), loss=Loss(kl_coef=0.0), micro_batch_tokens=64
+    role = RoleConfig(
+        model=Model(path=case["path"]),
+        layout=Layout(**case["layout"]),
+        loss=LossConfig(kl_coef=0.0),
+        micro_batch_tokens=64,
     )
     policy = MegatronPolicy(role, parallel.create(role.layout))
     engines = (
@@ -210,7 +213,7 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     for tensor in engine.tensors.values():  # padding is zero
         tensor.zero_()
     side = TrainerSide(
-        topology, Refit(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine
+        topology, RefitConfig(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine
     )
     equal, figures = [], dict[str, float]()
     for version in range(2):
@@ -285,8 +288,8 @@ def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
     rank = int(os.environ["RANK"])
     board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0), b"a secret")
     if kind == "tcp":
-        return rank, board, Tcp(board.under("tcp"), rank, Refit())
-    return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=Refit())
+        return rank, board, Tcp(board.under("tcp"), rank, RefitConfig())
+    return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())
 
 
 def wait_for(directory: Path, names: list[str] | None) -> None:

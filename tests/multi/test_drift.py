@@ -12,7 +12,7 @@ from toys import characters
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.commands.drift import Gap, Probes, judge, measure
-from megatron_rl.config.schema import Loss
+from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.fake import TableEngine, TablePolicy
 from megatron_rl.training.loop import Role
@@ -79,7 +79,7 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}}, samplings={"a": Sampling(max_tokens=20)},
         max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
-    role = Role(policy=policy, loss=PolicyLoss(Loss(kl_coef=0.0)), refit=refit)
+    role = Role(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
     probes = Probes(OneProcess(), players, {"a": role}, ("a",), ["text"] * 64)
     for version in range(6):
         probes.round("a", version)

@@ -11,7 +11,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config import schema as config
-from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, Tandem, TrainConfig
+from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.pool import GradePool
@@ -107,7 +107,7 @@ def test_published_runs_have_the_papers_numbers(name):
 def test_the_tandem_has_the_papers_numbers():
     config = load(TrainConfig, "tandem_qwen3_4b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
-    assert role.tandem == Tandem(junior=None, strategy="word", p=0.5, max_gap=32)
+    assert role.tandem == TandemConfig(junior=None, strategy="word", p=0.5, max_gap=32)
     assert (role.optimizer.lr, role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.entropy_coef) == (
         1e-6,
         0.2,

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from toys import EOS, characters, graded, streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import Gate, Loss
+from megatron_rl.config.schema import Gate, LossConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.fake import TableEngine, TablePolicy
 from megatron_rl.engines.spread import SpreadEngine, deal
@@ -78,7 +78,7 @@ def make(template, log, *, grade=right, policy=None, data=None, stop_after=None,
         grade=grade,
         seed=3,
     )
-    loss = Loss(kl_coef=0.0)
+    loss = LossConfig(kl_coef=0.0)
     role = loop.Role(
         policy=policy, loss=PolicyLoss(loss), refit=streaming(policy, players.engines["generator"]), **settings
     )

@@ -18,7 +18,7 @@ from tiny_models import make_model
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, Layout, Tandem, TrainConfig
+from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainConfig
 from megatron_rl.main import main
 from megatron_rl.planning import compute, memory, search, shapes
 from megatron_rl.planning import plan as plans
@@ -353,7 +353,7 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
 @pytest.mark.parametrize("engine", ["vllm", "embedded"])
 def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
     alone = load("engine={kind: vllm, replicas: 2}" if engine == "vllm" else "engine={kind: embedded}")
-    pair = replace(alone, roles=alone.roles | {"generator": replace(alone.roles["generator"], tandem=Tandem())})
+    pair = replace(alone, roles=alone.roles | {"generator": replace(alone.roles["generator"], tandem=TandemConfig())})
     cluster, (one, two) = parse_cluster("4x8xA100-80"), ([], [])
     for config, out in ((alone, one), (pair, two)):
         models = models_of(config)

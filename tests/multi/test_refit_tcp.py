@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import environment
 
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.slots import Slots
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def ends():
     board, _ = Board.host("127.0.0.1")
     with contextlib.ExitStack() as stack:
-        made = [Tcp(board.under("tcp"), rank, Refit(message_timeout_s=2.0)) for rank in (0, 1)]
+        made = [Tcp(board.under("tcp"), rank, RefitConfig(message_timeout_s=2.0)) for rank in (0, 1)]
         for end in made:
             stack.callback(end.close)
         yield *made, board
@@ -47,7 +47,7 @@ def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_with
     ]
     seating = Seating([trainer], {0: near, 1: far})
     with contextlib.ExitStack() as stack:
-        wirings = [Wiring(board, seating, seat, Refit()) for seat in seats]
+        wirings = [Wiring(board, seating, seat, RefitConfig()) for seat in seats]
         for wiring in wirings:
             stack.callback(wiring.close)
         assert wirings[0].kinds == ["shared_memory", "tcp"]
@@ -220,7 +220,7 @@ def test_refit_boards_count_what_others_write_as_nothing():
 
 LATE = """
 import sys, threading, torch
-from megatron_rl.config.schema import Refit
+from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint
@@ -230,7 +230,7 @@ hosted, address = Board.host("127.0.0.1")
 ends = {}
 def open_(rank):
     board = Board.join(address)  # one each: a client that waits lets no other thread through
-    ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=Refit()) if sys.argv[1] == "gloo" else Tcp(board, rank, Refit())
+    ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig()) if sys.argv[1] == "gloo" else Tcp(board, rank, RefitConfig())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
 [thread.join() for thread in opening]

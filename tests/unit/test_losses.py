@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.losses import CompletionLoss, PolicyLoss
-from megatron_rl.config.schema import Loss
+from megatron_rl.config.schema import LossConfig
 from megatron_rl.types import Batch
 
 LENGTHS = [5, 1, 9, 4, 6]
 CONFIGS = {
-    "plain": Loss(kl_coef=0.0),
-    "paper": Loss(kl_coef=0.001, entropy_coef=0.001),
-    "k1": Loss(kl_coef=0.5, kl="k1"),
-    "k2_sequence": Loss(kl_coef=0.5, kl="k2", aggregation="sequence_mean", entropy_coef=0.1),
-    "k3_clip_higher": Loss(kl_coef=0.5, kl="k3", clip_low=0.1, clip_high=0.4),
-    "tis_sequence": Loss(kl_coef=0.2, tis_cap=1.3, aggregation="sequence_mean"),
+    "plain": LossConfig(kl_coef=0.0),
+    "paper": LossConfig(kl_coef=0.001, entropy_coef=0.001),
+    "k1": LossConfig(kl_coef=0.5, kl="k1"),
+    "k2_sequence": LossConfig(kl_coef=0.5, kl="k2", aggregation="sequence_mean", entropy_coef=0.1),
+    "k3_clip_higher": LossConfig(kl_coef=0.5, kl="k3", clip_low=0.1, clip_high=0.4),
+    "tis_sequence": LossConfig(kl_coef=0.2, tis_cap=1.3, aggregation="sequence_mean"),
 }
 
 
@@ -117,7 +117,7 @@ def test_value_gradients_and_sums_equal_the_formulas_token_by_token(config, old)
 
 def test_at_ratio_1_the_gradient_is_minus_the_advantage():
     logprobs, entropy, batch = make(old=False)
-    total, sums = PolicyLoss(Loss(kl_coef=0.0))(logprobs, entropy, batch)
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.0))(logprobs, entropy, batch)
     total.backward()
     assert torch.equal(logprobs.grad, torch.where(batch.mask, -batch.advantages, 0.0))
     assert (sums["ratio"].item(), sums["clip_frac"].item()) == (float(batch.mask.sum()), 0.0)
@@ -147,7 +147,7 @@ def test_each_side_of_the_ratio_has_its_own_clip(ratio, advantage, value, gradie
         cu_seqlens=torch.tensor([0, 1]),
         old_logprobs=zero,
     )
-    total, sums = PolicyLoss(Loss(kl_coef=0.0, clip_low=0.2, clip_high=0.28))(logprobs, zero, batch)
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.0, clip_low=0.2, clip_high=0.28))(logprobs, zero, batch)
     total.backward()
     assert (total.item(), logprobs.grad.item(), sums["clip_frac"].item()) == pytest.approx((value, gradient, clipped))
 
@@ -179,7 +179,7 @@ def test_sums_and_gradients_do_not_depend_on_the_cut_into_micro_batches(config, 
 
 def test_sequence_mean_is_the_mean_of_the_sequences_own_means():
     logprobs, entropy, batch = make(5, old=False)
-    token, sequence = (PolicyLoss(Loss(kl_coef=0.0, aggregation=a)) for a in ("token_mean", "sequence_mean"))
+    token, sequence = (PolicyLoss(LossConfig(kl_coef=0.0, aggregation=a)) for a in ("token_mean", "sequence_mean"))
     cu = batch.cu_seqlens.tolist()
     own = [-batch.advantages[a:b][batch.mask[a:b]] for a, b in zip(cu, cu[1:], strict=False) if batch.mask[a:b].any()]
     assert len(own) == 3 and (sequence.denominator(batch), token.denominator(batch)) == (3.0, float(sum(map(len, own))))
@@ -240,14 +240,16 @@ def expected_sum(name, config, live, sampled_from, **logprobs):
 def test_engine_kl_is_the_kl_of_the_engine_that_sampled_to_the_trainer():
     """Tokens come from the engine: the k3 estimate is unbiased with the ratio trainer / engine, not with its inverse."""
     trainer, engine = two_models()
-    found = expected_sum("engine_kl", Loss(kl_coef=0.0), trainer, engine, engine_logprobs=engine, old_logprobs=trainer)
+    found = expected_sum(
+        "engine_kl", LossConfig(kl_coef=0.0), trainer, engine, engine_logprobs=engine, old_logprobs=trainer
+    )
     close(found, (engine.exp() * (engine - trainer)).sum())
 
 
 def test_kl_ref_is_the_kl_of_the_policy_to_its_reference_whatever_the_estimate_in_the_loss():
     policy, reference = two_models()
     for kind in ("k1", "k2", "k3"):
-        found = expected_sum("kl_ref", Loss(kl_coef=1.0, kl=kind), policy, policy, reference_logprobs=reference)
+        found = expected_sum("kl_ref", LossConfig(kl_coef=1.0, kl=kind), policy, policy, reference_logprobs=reference)
         close(found, (policy.exp() * (policy - reference)).sum())
 
 
@@ -262,7 +264,7 @@ def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engi
         totals = []
         for t in range(len(live)):
             batch = replace(one_token(t, engine_logprobs=engine, old_logprobs=trainer), advantages=gains[t : t + 1])
-            totals.append(PolicyLoss(Loss(kl_coef=0.0, tis_cap=cap))(live[t : t + 1], zero, batch)[0])
+            totals.append(PolicyLoss(LossConfig(kl_coef=0.0, tis_cap=cap))(live[t : t + 1], zero, batch)[0])
         [found[cap]] = torch.autograd.grad((engine.exp() * torch.stack(totals)).sum(), live)
     close(found[1e9], -trainer.exp() * gains)
     close(found[1.0], -torch.minimum(trainer, engine).exp() * gains)
@@ -271,7 +273,7 @@ def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engi
 def test_kl_without_reference_is_refused_with_the_cure():
     logprobs, entropy, batch = make()
     with pytest.raises(ValueError, match=r"kl_coef = 0.5.*reference"):
-        PolicyLoss(Loss(kl_coef=0.5))(logprobs, entropy, replace(batch, reference_logprobs=None))
+        PolicyLoss(LossConfig(kl_coef=0.5))(logprobs, entropy, replace(batch, reference_logprobs=None))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

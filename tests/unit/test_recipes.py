@@ -10,7 +10,7 @@ from toys import EOS, characters, graded, streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.plugins import build
-from megatron_rl.config.schema import ConfigError, Loss, Use
+from megatron_rl.config.schema import ConfigError, LossConfig, Use
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
@@ -465,7 +465,9 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(texts):
     for name in ("generator", "verifier"):
         policy = TablePolicy(vocabulary)
         refit = streaming(policy, with_players.engines[name])
-        roles[name] = loop.Role(policy=policy, loss=PolicyLoss(Loss(kl_coef=0.001)), refit=refit, needs_reference=True)
+        roles[name] = loop.Role(
+            policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)), refit=refit, needs_reference=True
+        )
     recipe = Tango(
         generator_updates=4,
         generator_turns=2,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.config.schema import ConfigError, Loss, Model, Role
+from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
 from megatron_rl.megatron.replay import Router, of_tokens
 from megatron_rl.training.rollouts import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.types import FREE, Stop, Trajectory, pack
@@ -98,7 +98,7 @@ def test_choices_of_another_model_are_refused(tmp_path):
         make_model(tmp_path / "moe", "qwen3_moe", vocab_size=31),
         make_model(tmp_path / "dense", "qwen2", vocab_size=31),
     )
-    role = Role(model=Model(path=str(moe)), loss=Loss(kl_coef=0.0), router_replay=True)
+    role = RoleConfig(model=Model(path=str(moe)), loss=LossConfig(kl_coef=0.0), router_replay=True)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         groups = parallel.create(role.layout)

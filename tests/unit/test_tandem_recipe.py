@@ -13,7 +13,7 @@ from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.checks import check
 from megatron_rl.config.files import load
-from megatron_rl.config.schema import ConfigError, Loss, TrainConfig
+from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling, Tandem
 from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
 from megatron_rl.recipes import tandem
@@ -117,7 +117,7 @@ def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recip
     played = recipe.play(turn("generator"), problems(2), replace(players, samplings={"generator": sampling}))
     without = recipe.play(turn("generator"), problems(2), players)
     assert trajectories_from_jsonl(trajectories_to_jsonl(played.trajectories)) == played.trajectories
-    batch, loss = pack(played.trajectories), PolicyLoss(Loss(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
+    batch, loss = pack(played.trajectories), PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
     assert torch.equal(batch.mask, pack(without.trajectories).mask) and played.metrics == without.metrics
     response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in played.trajectories])
     response[batch.cu_seqlens[1:] - 1] = False  # the last token predicts nothing
@@ -168,20 +168,20 @@ def test_gradients_are_zero_on_junior_tokens(recipe):
     full = replace(
         batch, old_logprobs=torch.randn(len(batch.tokens)), reference_logprobs=torch.randn(len(batch.tokens))
     )
-    total, sums = PolicyLoss(Loss(kl_coef=0.1, entropy_coef=0.1))(logprobs, entropy, full)
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.1, entropy_coef=0.1))(logprobs, entropy, full)
     total.backward()
     senior = batch.mask
     assert logprobs.grad is not None and entropy.grad is not None
     assert not logprobs.grad[~senior].any() and not entropy.grad[~senior].any() and logprobs.grad[senior].all()
     assert (
-        PolicyLoss(Loss(kl_coef=0.0)).denominator(batch)
+        PolicyLoss(LossConfig(kl_coef=0.0)).denominator(batch)
         == float(senior.sum())
         == sum(sum(t.trainable) for t in played.trajectories)
     )
 
     policy = TablePolicy(len(TOKENIZER))
     before = policy.table.detach().clone()
-    policy.update(batch, PolicyLoss(Loss(kl_coef=0.0)))
+    policy.update(batch, PolicyLoss(LossConfig(kl_coef=0.0)))
     previous = torch.cat([batch.tokens[:1], batch.tokens[:-1]])
     contexts = previous * policy.vocab + batch.tokens
     trained = set(contexts[senior].tolist())
