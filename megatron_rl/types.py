@@ -1,24 +1,25 @@
-"""The data that flows through a run. Every shape in the project is named here, once.
+"""The data that flows through a run: prompts, rollouts, episodes. Every shape in the project is named here, once.
 
-P prompts per step   G rollouts per prompt   T tokens of one trajectory   N packed tokens   S packed sequences
-K steps of one solution   V vocabulary
+P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout   K spans or marks of one rollout
+N packed positions   V vocabulary   L layers   k experts of one token
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-FREE = -1  # in place of an expert's number: whichever the router chooses
+FREE = -1  # stands in place of an expert's number where the router chooses by itself
+NO_VERSION = -1  # the version of a span that no engine wrote
+STEP = "step"  # the label of the marks of reasoning steps
 
 
 class Stop(enum.Enum):
-    """Why a sequence ended. Only `EOS` and `STOP` are finished answers."""
+    """Why a completion ended. Only `EOS` and `STOP` are finished answers."""
 
     EOS = "eos"
     STOP = "stop"
@@ -30,186 +31,199 @@ class Stop(enum.Enum):
         return self in (Stop.EOS, Stop.STOP)
 
 
+class Outcome(enum.Enum):
+    """How a grading or an episode ended. A time-out or an error is no score: it never becomes a reward of 0."""
+
+    SCORE = "score"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+class Author(enum.IntEnum):
+    """Who wrote the tokens of a span."""
+
+    POLICY = 0  # the role's own policy sampled them: they are trained on
+    PARTNER = 1  # another model wrote them: the junior of a tandem, or another seat
+    ENVIRONMENT = 2  # nobody sampled them: a prompt, a tool's output, a user's turn
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem. `payload` is whatever the reward and the templates need (question, answer, ...)."""
+    """One problem. `payload` holds what the reward and the templates need (question, answer, ...)."""
 
     id: str
-    tokens: list[int]  # [T_prompt]
+    tokens: Sequence[int] | np.ndarray  # [T_prompt]
     payload: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One sequence, prompt included. The token fields (tokens, trainable, logprobs, advantages) have one length T."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """Labelled ranges of tokens in one rollout, such as its reasoning steps, with a score each once they are judged."""
 
-    group: str  # trajectories of one group are compared with each other
-    tokens: list[int]  # [T]
-    trainable: list[bool]  # [T] True where the trained policy sampled the token
-    logprobs: list[float]  # [T] engine log p(token) under the sampling distribution; 0.0 where not trainable
-    version: int  # weight version that sampled it; the oldest where there were several
-    stop: Stop
-    payload: Mapping[str, Any] = field(default_factory=dict)
-    steps: list[tuple[int, int]] = field(default_factory=list)  # [K] [start, end) positions in `tokens` of each step
-    step_rewards: list[float] = field(default_factory=list)  # [K], or empty when the sample gets none
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    advantages: list[float] = field(default_factory=list)  # [T], or empty before credit is assigned
-    versions: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (position, version from there on), where there were several
-    start: int | None = None  # of a text that two models wrote: its first position, whoever wrote it
-    other_weight: float = 0.0  # in the loss, of the response's tokens that are not trainable: a junior's
-    experts: Tensor | None = field(
-        default=None, compare=False, repr=False
-    )  # [T - 1, layers, k] int16: the engine's for each token
+    ranges: np.ndarray  # [K, 2] int32, [start, end) positions in the rollout's tokens, in order
+    scores: np.ndarray | None = None  # [K] float64
 
     def __post_init__(self) -> None:
-        length = len(self.tokens)
-        for name, values in (("trainable", self.trainable), ("logprobs", self.logprobs)):
-            if len(values) != length:
-                raise ValueError(f"group {self.group!r}: {len(values)} {name} for {length} tokens; give one per token")
-        if self.advantages and len(self.advantages) != length:
-            raise ValueError(
-                f"group {self.group!r}: {len(self.advantages)} advantages for {length} tokens; give one per token"
-            )
-        if self.step_rewards and len(self.step_rewards) != len(self.steps):
-            raise ValueError(f"group {self.group!r}: {len(self.step_rewards)} step rewards for {len(self.steps)} steps")
+        object.__setattr__(self, "ranges", np.asarray(self.ranges, np.int32).reshape(-1, 2))
+        if self.scores is not None:
+            object.__setattr__(self, "scores", np.asarray(self.scores, np.float64))
+            if len(self.scores) != len(self.ranges):
+                raise ValueError(f"{len(self.scores)} scores for {len(self.ranges)} marks: give one per mark")
 
-    def with_rewards(self, **rewards: float) -> Trajectory:
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+
+NO_MARKS = Marks(np.empty((0, 2), np.int32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One sequence of one role, prompt included. `spans` say who wrote which tokens under which weight version; what is trainable, where the
+    response begins and how long it is are derived from them, here and nowhere else.
+
+    The constructor turns lists into arrays. It raises ValueError for arrays of different lengths and for spans with gaps.
+    """
+
+    role: str
+    group: str  # rollouts of one role and group are compared with each other
+    tokens: np.ndarray  # [T] int32
+    logprobs: (
+        np.ndarray
+    )  # [T] float32, log p(token) under the distribution its author sampled it from; 0 where nobody did
+    spans: np.ndarray  # [K, 4] int32: start, end, author, version; they cover [0, T) without gaps
+    stop: Stop = Stop.EOS
+    payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    marks: Mapping[str, Marks] = field(default_factory=dict)  # by label
+    advantages: float | np.ndarray | None = (
+        None  # one number for all trained tokens, or [T] float32; None before credit is assigned
+    )
+    partner_weight: float = 0.0  # weight in the loss of the tokens that a partner wrote
+    values: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # further [T] float32 that a loss asks for by name (teacher_logprobs)
+    experts: np.ndarray | None = None  # [T - 1, L, k] int16: the experts that the engine chose for each token
+
+    def __post_init__(self) -> None:
+        for name, kind in (("tokens", np.int32), ("logprobs", np.float32)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), kind))
+        object.__setattr__(self, "spans", np.asarray(self.spans, np.int32).reshape(-1, 4))
+        length = len(self.tokens)
+        if len(self.logprobs) != length:
+            raise ValueError(
+                f"group {self.group!r}: {len(self.logprobs)} logprobs for {length} tokens; give one per token"
+            )
+        _check_spans(self.spans, length, self.group)
+        if isinstance(self.advantages, (np.ndarray, Sequence)):
+            object.__setattr__(self, "advantages", np.asarray(self.advantages, np.float32))
+        for name, values in {"advantages": self.advantages, **self.values}.items():
+            if isinstance(values, np.ndarray) and len(values) != length:
+                raise ValueError(f"group {self.group!r}: {len(values)} {name} for {length} tokens; give one per token")
+
+    @property
+    def authors(self) -> np.ndarray:
+        """[T] int8: the author of every token."""
+        return np.repeat(self.spans[:, 2].astype(np.int8), self.spans[:, 1] - self.spans[:, 0])
+
+    @property
+    def trainable(self) -> np.ndarray:
+        """[T] bool: True where the role's policy sampled the token."""
+        return self.authors == Author.POLICY
+
+    @property
+    def written(self) -> np.ndarray:
+        """[T] bool: True where a model wrote the token, the policy or a partner; a prompt or a tool's output is False."""
+        return self.authors != Author.ENVIRONMENT
+
+    @property
+    def weights(self) -> np.ndarray:
+        """[T] float32: weight of each token in the loss. 1 where trainable, `partner_weight` where a partner wrote, else 0."""
+        return np.array([1.0, self.partner_weight, 0.0], np.float32)[self.authors]
+
+    @property
+    def start(self) -> int:
+        """Position of the first token that a model wrote; T when there is none."""
+        return int(self._written_spans()[0, 0]) if len(self._written_spans()) else len(self.tokens)
+
+    @property
+    def response(self) -> np.ndarray:
+        """[length] int32: the tokens that models wrote. What an environment said between them is left out."""
+        return np.concatenate([self.tokens[a:b] for a, b in self._written_spans()[:, :2]] or [self.tokens[:0]])
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that models wrote."""
+        spans = self._written_spans()
+        return int((spans[:, 1] - spans[:, 0]).sum())
+
+    @property
+    def num_trainable(self) -> int:
+        """Number of tokens that the role's policy sampled."""
+        spans = self.spans[self.spans[:, 2] == Author.POLICY]
+        return int((spans[:, 1] - spans[:, 0]).sum())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight versions of the policy that wrote this rollout, oldest first. Empty when it wrote nothing."""
+        return tuple(np.unique(self.spans[self.spans[:, 2] == Author.POLICY, 3]).tolist())
+
+    @property
+    def version(self) -> int:
+        """The oldest weight version that wrote a token; NO_VERSION when the policy wrote nothing."""
+        return min(self.versions, default=NO_VERSION)
+
+    def marks_of(self, label: str) -> Marks:
+        """The marks with this label; none when nothing was marked."""
+        return self.marks.get(label, NO_MARKS)
+
+    def positions(self, ranges: Sequence[tuple[int, int]] | np.ndarray) -> np.ndarray:
+        """Turns [start, end) ranges over `response` into ranges over `tokens`. [K, 2] -> [K, 2] int32."""
+        wanted = np.asarray(ranges, np.int32).reshape(-1, 2)
+        spans = self._written_spans()
+        if len(spans) == 0 or np.array_equal(spans[1:, 0], spans[:-1, 1]):  # one stretch of text
+            return wanted + np.int32(self.start)
+        place = np.flatnonzero(self.written)
+        return np.stack([place[wanted[:, 0]], place[wanted[:, 1] - 1] + 1], axis=1).astype(np.int32)
+
+    def with_rewards(self, **rewards: float) -> Rollout:
         return replace(self, rewards={**self.rewards, **rewards})
 
-    @property
-    def weights(self) -> list[float]:
-        """[T] of each token in the loss: 1 where trainable."""
-        if not self.other_weight:
-            return [float(on) for on in self.trainable]
-        first = self.prompt_length
-        return [1.0 if on else self.other_weight * (i >= first) for i, on in enumerate(self.trainable)]
-
-    @property
-    def prompt_length(self) -> int:
-        """Position of the first sampled token: `start`, else the first trainable one (T when there is none)."""
-        if self.start is not None:
-            return self.start
-        return self.trainable.index(True) if True in self.trainable else len(self.tokens)
-
-    @property
-    def response(self) -> list[int]:
-        """Everything from the first sampled token on."""
-        return self.tokens[self.prompt_length :]
+    def _written_spans(self) -> np.ndarray:
+        return self.spans[self.spans[:, 2] != Author.ENVIRONMENT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Trajectories packed end to end. Position i predicts token i + 1 of the same sequence.
+class Episode:
+    """The rollouts of all seats of one task, and how it ended. A seat whose reward could not be made has no rollout here."""
 
-    `old_logprobs` are the trainer's own at the start of the update (None: take the live ones, ratio 1);
-    `engine_logprobs` those of the engine that sampled; `reference_logprobs` the frozen reference's (None: no KL).
-    """
+    task: str
+    rollouts: Sequence[Rollout]
+    outcome: Outcome = Outcome.SCORE
+    detail: str = ""  # why there is no score
 
-    tokens: Tensor  # [N] int64
-    labels: Tensor  # [N] int64, the next token; meaningless where `mask` is False
-    mask: Tensor  # [N] bool, True where the label is trained
-    engine_logprobs: Tensor  # [N] float32
-    advantages: Tensor  # [N] float32
-    cu_seqlens: Tensor  # [S + 1] int64
-    old_logprobs: Tensor | None = None  # [N] float32
-    reference_logprobs: Tensor | None = None  # [N] float32
-    weights: Tensor | None = None  # [N] float32, of each label in the loss; None: 1 where `mask` is True, 0 elsewhere
-    experts: Tensor | None = (
-        None  # [N, layers, k] int16: the experts that the engine chose, FREE where that is not known
+
+def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:
+    """Turns (number of tokens, author, version) of one stretch after the other into spans [K, 4] int32; empty stretches are left out."""
+    kept = [part for part in parts if part[0] > 0]
+    ends = np.cumsum([count for count, _, _ in kept], dtype=np.int32)
+    starts = np.concatenate([np.zeros(1, np.int32), ends[:-1]])[: len(kept)]
+    authors, versions = (np.array([part[i] for part in kept], np.int32) for i in (1, 2))
+    return np.stack([starts, ends, authors, versions], axis=1).astype(np.int32)
+
+
+def _check_spans(spans: np.ndarray, length: int, group: str) -> None:
+    """Raises ValueError unless spans cover [0, length) in order and each has an author."""
+    if length == 0 and len(spans) == 0:
+        return
+    covers = (
+        len(spans) > 0 and spans[0, 0] == 0 and spans[-1, 1] == length and np.array_equal(spans[1:, 0], spans[:-1, 1])
     )
-
-    @property
-    def counted(self) -> Tensor:
-        """[N] bool, True where the label is in the loss: what is trained, and what else has a weight."""
-        return self.mask if self.weights is None else self.weights > 0
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens) - 1
-
-    @property
-    def lengths(self) -> Tensor:
-        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]  # [S]
-
-    def select(self, sequences: Sequence[int]) -> Batch:
-        """The batch of the named sequences, in the order given. [S] -> [len(sequences)]."""
-        cu = self.cu_seqlens.tolist()
-        index = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in sequences])
-        lengths = torch.tensor([0] + [cu[s + 1] - cu[s] for s in sequences])
-
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index]
-
-        return Batch(
-            tokens=self.tokens[index],
-            labels=self.labels[index],
-            mask=self.mask[index],
-            engine_logprobs=self.engine_logprobs[index],
-            advantages=self.advantages[index],
-            cu_seqlens=lengths.cumsum(0),
-            old_logprobs=pick(self.old_logprobs),
-            reference_logprobs=pick(self.reference_logprobs),
-            weights=pick(self.weights),
-            experts=pick(self.experts),
+    if not covers or (spans[:, 1] <= spans[:, 0]).any():
+        raise ValueError(
+            f"group {group!r}: spans {spans[:, :2].tolist()[:4]} ... do not cover the {length} tokens without gaps"
         )
-
-
-def pack(trajectories: Iterable[Trajectory]) -> Batch:
-    """Shift by one, mask and concatenate: the only place where a token becomes the label of the one before it.
-
-    Raises ValueError for no trajectories and for a trajectory without advantages.
-    """
-    trajectories = list(trajectories)
-    weighted = any(t.other_weight for t in trajectories)
-    tokens, labels, mask, logprobs, advantages, lengths, experts, weights = [], [], [], [], [], [0], [], []
-    for t in trajectories:
-        if len(t.advantages) != len(t.tokens):
-            raise ValueError(
-                f"group {t.group!r}: {len(t.advantages)} advantages for {len(t.tokens)} tokens; return one per token"
-            )
-        tokens += t.tokens
-        labels += [*t.tokens[1:], 0]
-        mask += [*t.trainable[1:], False]
-        logprobs += [*t.logprobs[1:], 0.0]
-        advantages += [*t.advantages[1:], 0.0]
-        lengths.append(len(t.tokens))
-        experts.append(t.experts)
-        weights += [*t.weights[1:], 0.0] if weighted else []
-    if not tokens:
-        raise ValueError("cannot pack an empty list of trajectories")
-    return Batch(
-        tokens=torch.tensor(tokens),
-        labels=torch.tensor(labels),
-        mask=torch.tensor(mask),
-        engine_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        cu_seqlens=torch.tensor(lengths).cumsum(0),
-        weights=torch.tensor(weights) if weighted else None,
-        experts=_joined(experts, lengths[1:]),
-    )
-
-
-def _joined(experts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
-    """Choices of sequences [T - 1, layers, k] -> [sum of T, layers, k]; None where nothing is known of any."""
-    known = next((one for one in experts if one is not None), None)
-    if known is None:
-        return None
-    out = torch.full((sum(lengths), *known.shape[1:]), FREE, dtype=torch.int16)
-    for one, part in zip(experts, out.split(list(lengths)), strict=True):
-        if one is not None:
-            part[: len(one)] = one
-    return out
-
-
-class BatchLoss(Protocol):
-    """A loss over packed positions: sums, never means."""
-
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] log-probs and entropies of the labels -> (the sum to differentiate, other sums by name)."""
-        ...
-
-    def denominator(self, batch: Batch) -> float:
-        """What the summed loss of the whole batch is divided by."""
-        ...
+    if ((spans[:, 2] < 0) | (spans[:, 2] > Author.ENVIRONMENT)).any():
+        raise ValueError(
+            f"group {group!r}: spans name the authors {np.unique(spans[:, 2]).tolist()}; an author is 0, 1 or 2"
+        )

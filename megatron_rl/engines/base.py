@@ -1,17 +1,18 @@
-"""What the loop and the recipes need from a rollout engine."""
+"""The protocol of rollout engines, the same for all: embedded, pools of servers, addresses of others, and those of tests."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from torch import Tensor
+import numpy as np
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.types import Stop
 
-Row = tuple[Sequence[int], int, int]  # prompt tokens, prompt index, sample index
+Tokens = Sequence[int] | np.ndarray  # [T] token ids
 
 
 class EngineError(RuntimeError):
@@ -19,20 +20,19 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tandem:
-    """The engine's junior writes along. Authors are drawn by a stream of each row's own, a function of (seed, i, j) too."""
+class TandemSampling:
+    """The engine's junior writes along. A stream of random numbers of each row's own, a function of (seed, key, j), draws the authors."""
 
     rule: Rule
-    seed: int | None = None  # of the authors, for a text that is gone on with; None: the row's own
-    junior_weight: float = 0.0  # of its tokens in the senior's loss: no engine's business
-    written: int = 0  # tokens at the end of the prompt that the two have written already
+    seed: int | None = None  # of the authors of a text that is continued; None: the row's own
+    written: int = 0  # number of tokens at the end of the prompt that the two models have written already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to draw completions. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
 
-    Row i, sample j of a call draws from its own random stream, a function of (seed, i, j) alone, so that a result does not
+    Sample j of the ask with key `key` draws from its own random stream, a function of (seed, key, j) alone, so that a result does not
     depend on batching. `stop_tokens` and end-of-sequence tokens are kept as the last token of the completion; a completion
     that meets a stop string ends with the token that completed it.
     """
@@ -47,56 +47,86 @@ class Sampling:
     n: int = 1
     seed: int = 0
     logprobs: bool = True  # False: nobody reads them; a server that spares itself the work leaves nan
-    tandem: Tandem | None = None  # None: the model alone
+    tandem: TandemSampling | None = None  # None: the model alone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One sampled answer; its lists have one length."""
+    """One sampled answer. The constructor turns lists into arrays."""
 
-    tokens: list[int]  # [T_completion]
-    logprobs: list[float]  # [T_completion] log p under the distribution sampled from (after temperature and truncation)
+    tokens: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, log p under the distribution sampled from (after temperature and truncation)
     stop: Stop
-    model_logprobs: list[float] | None = (
-        None  # [T_completion] log p of the model at temperature 1, where the engine tells
-    )
-    versions: list[tuple[int, int]] = field(
+    model_logprobs: np.ndarray | None = None  # [T] float32, log p of the model at temperature 1, where the engine tells
+    versions: Sequence[tuple[int, int]] = field(
         default_factory=list
     )  # (first token, weight version from there on); empty: the engine's
-    experts: Tensor | None = field(
-        default=None, compare=False, repr=False
-    )  # [prompt + T - 1, layers, k] int16, where the engine tells
-    authors: list[bool] | None = (
-        None  # [T_completion] of a tandem: whether the senior wrote it; log-probs are its author's
+    experts: np.ndarray | None = None  # [prompt + T - 1, L, k] int16, where the engine tells
+    authors: np.ndarray | None = (
+        None  # [T] bool, of a tandem: True where the senior wrote; log-probs are those of the author
     )
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("tokens", np.int32),
+            ("logprobs", np.float32),
+            ("model_logprobs", np.float32),
+            ("authors", np.bool_),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, np.asarray(value, kind))
+
+
+class Session(Protocol):
+    """Questions to one engine and their answers. It lives on the driver, and one thread reads its answers.
+
+    A completion's draw depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, calls off what is not done.
+    """
+
+    def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
+        """Asks for `sampling.n` completions of `tokens`; may be called at any time, also while answers are read, from any thread.
+
+        `key` is another one for every ask of the session. `after` is the key of an earlier turn of the same conversation: a pool
+        prefers the server that holds its prefix. Raises ValueError for a key that was used.
+        """
+        ...
+
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which more may be asked: `answers` waits for it to end. A thread that asks while another one reads is in it."""
+        ...
+
+    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields (key, its n completions), each when it is done, until nothing is outstanding and nobody is in `asking`. It may be
+        called again after more was asked."""
+        ...
+
+    def close(self) -> None:
+        """Calls off what is not done."""
+        ...
 
 
 class Engine(Protocol):
-    """A model that generates. `version` is that of the weights it holds, -1 before it has any."""
+    """A model that generates and scores, used on the driver. `version` is that of the weights it holds, -1 before it has any."""
 
     @property
     def version(self) -> int: ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """[P] prompts (token ids) -> [P][n] completions, in order. Called on the driver."""
+    def session(self) -> Session: ...
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """[S][T] -> [S] arrays [T] float32: log-probability of every token given those before it, at temperature 1; 0 for the first."""
+        ...
+
+    def tend(self) -> None:
+        """Looks after the engine's servers while the driver has nothing else to do; engines without servers do nothing."""
         ...
 
 
-class Asked(Protocol):
-    """Prompts that an engine works on. On the driver."""
-
-    def ask(self, index: int, prompt: Sequence[int]) -> None:
-        """One more. Its draws are functions of the seed and `index`, another one for every prompt."""
-        ...
-
-    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """(index, its n completions) of all that was asked, each when it is done. Waits here: the engine looks after its servers
-        meanwhile. What is not done when this is left early is called off."""
-        ...
-
-
-@runtime_checkable
-class Streaming(Protocol):
-    """An engine that takes prompts one by one and answers each when it is done."""
-
-    def begin(self, sampling: Sampling) -> Asked: ...
+def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
+    """Asks for completions of [P] prompts, with their places as keys, and waits for all. -> [P][n], in order."""
+    session = engine.session()
+    for place, tokens in enumerate(prompts):
+        session.ask(place, tokens, sampling)
+    found = dict(session.answers())
+    return [found[place] for place in range(len(prompts))]

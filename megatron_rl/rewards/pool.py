@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import os
 import pickle
@@ -20,17 +19,12 @@ from typing import Any
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import worker as worker_script
 from megatron_rl.rewards.worker import HEADER, frame
+from megatron_rl.types import Outcome
 
 CHUNK = 16  # gradings a worker holds at once
 START_TIMEOUT_S = 120.0  # importing the reward's module
 PIPE_BYTES = 1 << 16  # moved at once
 EXHAUSTED = "out of memory"  # after an answer that says so: nobody else is at fault
-
-
-class Outcome(enum.Enum):
-    SCORE = "score"
-    TIMEOUT = "timeout"
-    ERROR = "error"
 
 
 class RewardFailure(RuntimeError):

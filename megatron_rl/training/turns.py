@@ -1,4 +1,4 @@
-"""What the loop asks of a recipe: whose turn it is, what a turn's rollouts are, and what the recipe gets to play it with."""
+"""What a recipe is given to play a turn with: the turn, the source of prompts, and the table with engines and graders."""
 
 from __future__ import annotations
 
@@ -7,99 +7,122 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.engines.base import Engine, Sampling, Session
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.types import Prompt, Trajectory
+from megatron_rl.types import Prompt, Rollout
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]  # [B] responses and payloads -> [B]
+Schedule = Sequence[Sequence[tuple[str, ...]]]  # steps of the run -> turns of the step -> roles that the turn trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One update to come: `role` is trained on rollouts made for it."""
+    """One round of play and training to come: `roles` are trained, in this order, on rollouts made for it."""
 
     step: int  # loop step
     index: int  # place among the turns of that step
-    role: str
-    number: int  # turns of all roles before this one, over the run
-    update: int  # turns of this role before this one, over the run
+    roles: tuple[str, ...]
+    number: int  # turns before this one, over the run
+    updates: Mapping[str, int] = field(
+        default_factory=dict
+    )  # by role: turns of that role before this one, over the run
+
+    @property
+    def role(self) -> str:
+        """The first role that the turn trains; the only one of most recipes."""
+        return self.roles[0]
+
+    def update(self, role: str) -> int:
+        """Number of turns of `role` before this one."""
+        return self.updates.get(role, 0)
+
+
+class Source(Protocol):
+    """The problems of a turn. Its position is exact in checkpoints, however many prompts a turn takes."""
+
+    def take(self, count: int | None = None) -> list[Prompt]:
+        """The next `count` prompts; None: run.prompts_per_step of them."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Players:
+class Table:
     """Everything a recipe plays with, on the driver. The mappings have the role's name as key."""
 
     engines: Mapping[str, Engine]
     tokenizers: Mapping[str, Any]
-    samplings: Mapping[str, Sampling]  # `n` and `seed` are the recipe's to set
+    samplings: Mapping[str, Sampling]  # the recipe sets `n` and `seed`
     max_prompt_tokens: Mapping[str, int]
     grade: Grade
+    partner_weights: Mapping[str, float] = field(default_factory=dict)  # by role: Rollout.partner_weight of its tandem
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # of the run
-    max_failure_share: float = 1.0  # of gradings that may time out or raise, per call of `grade`
+    max_failure_share: float = 1.0  # of the gradings of one turn that may time out or raise
+    notes: dict[str, dict[str, float]] = field(default_factory=dict)  # by role: the turn's figures so far, see `note`
+
+    def session(self, role: str) -> Session:
+        """A new session with the role's engine."""
+        return self.engines[role].session()
+
+    def note(self, role: str, figures: Mapping[str, float]) -> None:
+        """Adds figures to the metrics line of `role` for this turn."""
+        self.notes.setdefault(role, {}).update(figures)
 
     def seed_for(self, *names: object) -> int:
-        """A seed in [0, 2^63) that is a function of the run's seed and `names` alone, so that a resumed run draws the same."""
+        """Returns a seed in [0, 2^63) that is a function of the run's seed and `names` alone, so that a resumed run draws the same."""
         digest = hashlib.blake2b("/".join(map(str, (self.seed, *names))).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What a turn trains on: trajectories with advantages, in groups; and what was measured while they were made."""
+    """What a turn trains on: rollouts with advantages by role, in the order of training; and figures by role."""
 
-    trajectories: list[Trajectory]
-    metrics: dict[str, float]
+    rollouts: Mapping[str, list[Rollout]]
+    metrics: Mapping[str, Mapping[str, float]]  # by role
 
 
-class Recipe(Protocol):
-    """A training method. `turns` is a pure function of the step; play and evaluate run on the driver alone."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a recipe says of one of its roles."""
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Every role it needs a model for, trained or not."""
-        ...
+    trained: bool = True
+    samples: int = 1  # of each problem, that an update of this role trains on
+    drawn: Mapping[str, int] = field(
+        default_factory=dict
+    )  # samples per problem that each role draws in a turn of this one; for plans
 
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """The roles that are updated."""
-        ...
 
-    @property
-    def prompt_role(self) -> str:
-        """The role whose tokenizer and prompt length hold for the data set's prompts."""
-        ...
+class Recipe:
+    """A training method. A subclass is a dataclass whose fields are the recipe's arguments in the config.
 
-    @property
-    def group_sizes(self) -> Mapping[str, int]:
-        """G of each trained role: samples per prompt."""
-        ...
+    `play` and `evaluate` run on the driver alone. The other members are pure functions of the arguments.
+    """
 
-    def num_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
+    def roles(self) -> Mapping[str, Part]:
+        """Every role that the method needs a model for. The first one's tokenizer and prompt length hold for the data set's prompts."""
+        raise NotImplementedError
 
-    def turns(self, step: int) -> list[str]:
-        """The roles trained at `step`, in order."""
-        ...
+    def schedule(self) -> Schedule:
+        """All steps of the run with their turns."""
+        raise NotImplementedError
 
-    def generator_prompt(self, payload: Mapping[str, Any]) -> str:
-        """The text a problem is put to `prompt_role` with."""
-        ...
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        """The text that a problem is put to the first role with."""
+        raise NotImplementedError
 
-    def play(self, turn: Turn, prompts: Sequence[Prompt], players: Players) -> Played:
-        """Roll out, reward and assign advantages."""
-        ...
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        """Rolls out, rewards and assigns advantages. -> rollouts to train on by role, in the order of training."""
+        raise NotImplementedError
 
-    def evaluate(self, prompts: Sequence[Prompt], players: Players, seed: int) -> dict[str, float]:
-        """Figures on held-out problems, named `role/figure`."""
-        ...
+    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+        """Returns figures on held-out problems, named `role/figure`; none by default."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the recipe, as JSON values. Of the driver's copy."""
-        ...
+        """What a resumed run needs of the recipe, as JSON values. Taken from the driver's copy."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave."""
-        ...
