@@ -69,6 +69,12 @@ def trained_policies(config: TrainConfig, recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(policy_of(config, recipe).values()))
 
 
+def uncredited(config: TrainConfig, recipe: Recipe) -> frozenset[str]:
+    """The trained roles whose loss reads no advantages."""
+    found = policy_of(config, recipe).items()
+    return frozenset(role for role, name in found if not PolicyLoss(config.roles[name].loss).uses_advantages)
+
+
 def table(
     config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
 ) -> Table:  # fmt: skip
@@ -94,7 +100,9 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
     if role.tandem is None:
         return None
     rule = {
-        name: value for name, value in dataclasses.asdict(role.tandem).items() if name not in ("junior", "junior_weight")
+        name: value
+        for name, value in dataclasses.asdict(role.tandem).items()
+        if name not in ("junior", "junior_weight")
     }
     return TandemSampling(rule=Rule(**rule))
 
