@@ -43,7 +43,9 @@ class TableEngine:
         out = []
         for sequence in sequences:
             tokens = torch.as_tensor(np.asarray(sequence, np.int64))
-            before = torch.cat([tokens[:1], tokens[:-1]])  # as the policy has it: the first token stands for the one before it
+            before = torch.cat(
+                [tokens[:1], tokens[:-1]]
+            )  # as the policy has it: the first token stands for the one before it
             rows = self._table[before * self.vocab + tokens][:-1]
             out.append(np.concatenate([np.zeros(1, np.float32), rows.gather(1, tokens[1:, None])[:, 0].numpy()]))
         return out
