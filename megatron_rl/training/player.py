@@ -1,7 +1,9 @@
 """Gives the loop its turns: played when they are due or ahead of training, or read from another run's record.
 
-A turn is played when at most `max_staleness` turns before it are not trained yet, so that no token is written by weights
-that miss more updates than that. What was played is in the store until a complete checkpoint holds it: a killed run plays
+A turn is played when at most `max_staleness` turns before it are not trained yet, so that no token is written by
+weights
+that miss more updates than that. What was played is in the store until a complete checkpoint holds it: a killed run
+plays
 no turn twice.
 """
 
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_rl.run.metrics import SECONDS, Stopwatch
-from megatron_rl.training.rollouts import measure
+from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.store import State, TurnStore
 from megatron_rl.training.turns import Played, Recipe, Schedule, Table, Turn
 from megatron_rl.types import Prompt, Rollout
@@ -39,7 +41,7 @@ class Reader(Protocol):
 
 
 class TurnMaker(Protocol):
-    """Plays turns, or reads them from a record. `play` is called for one turn after the other, never for two at once."""
+    """Plays turns, or reads them from a record. `play` is called for one turn at a time, in order."""
 
     def play(self, turn: Turn) -> Played: ...
 
@@ -82,7 +84,7 @@ class _Position:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPlayer(_Position):
-    """Plays a turn with the recipe, on problems from the reader of the turn's first role and a table with fresh notes."""
+    """Plays turns with the recipe, on problems from the reader of a turn's first role and a table with fresh notes."""
 
     table: Table
     prompts_per_step: int
@@ -100,10 +102,16 @@ class TurnPlayer(_Position):
         rollouts = {role: list(found[role]) for role in turn.roles}
         for role in turn.roles:
             _check_rollouts(turn, role, rollouts[role], credited=role not in self.uncredited)
-        metrics = {role: {**measure(rollouts[role]), **table.notes.get(role, {})} for role in turn.roles}
+        metrics = {role: self._figures(role, rollouts[role]) for role in turn.roles}
+        for role, noted in table.notes.items():  # also those of roles that the turn does not train
+            metrics[role] = {**metrics.get(role, {}), **noted}
         if self.own_watch is not None:
             metrics[turn.role].update(self.own_watch.take())
         return Played(rollouts=rollouts, metrics=metrics)
+
+    def _figures(self, role: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        figures = measure(rollouts)
+        return figures if role in self.uncredited else {**figures, "groups_without_signal": without_signal(rollouts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +161,7 @@ class Player:
         self, maker: TurnMaker, upcoming: Iterator[Turn], store: TurnStore, *, max_staleness: int,
         watch: Stopwatch | None = None, idle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`watch` measures how long `take` waits for the other thread. `idle` is called now and then meanwhile, so that what
+        """`watch` measures how long `take` waits for the thread. `idle` is called now and then meanwhile, so that what
         needs all ranks has its chance."""
         self._maker, self._upcoming, self._store, self._max = maker, upcoming, store, max_staleness
         self._watch, self._idle = watch or Stopwatch(), idle
@@ -290,7 +298,7 @@ def _check_rollouts(turn: Turn, role: str, rollouts: Sequence[Rollout], *, credi
 
 
 def _fault(rollout: Rollout, role: str, credited: bool) -> str | None:
-    """Returns what is wrong with a rollout, as the end of a sentence. It checks lengths that Rollout itself does not."""
+    """Returns what is wrong with a rollout, as the end of a sentence, beyond what Rollout itself checks."""
     length = len(rollout.tokens)
     if rollout.role != role:
         return f"is of role {rollout.role!r}: make it for the role that it is returned for"

@@ -74,7 +74,7 @@ def to_table(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Sequence[st
 
 
 def from_table(table: pa.Table) -> list[Rollout]:
-    """Returns the rollouts of the rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged rows."""
+    """Returns the rollouts of rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged ones."""
     column = {name: _one_array(table.column(name)) for name in table.column_names}
     arrays = {name: _split(column[name]) for name in ("tokens", "logprobs", "spans", "advantages")}
     maps = {name: _split_map(column[name]) for name in ("rewards", "values")}

@@ -1,4 +1,4 @@
-"""Keeps the turns of a run on disk, one Parquet file each: for a killed run, turns played ahead, replays and the report."""
+"""Keeps the turns of a run on disk, one Parquet file each: for a killed run, playing ahead, replays and the report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoreError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    """The metadata of a file: its turn, the settings it was played under, and all that is not in its rows, as JSON values."""
+    """The metadata of a file: its turn, the settings it was played under, and what is not in its rows. JSON values."""
 
     format: int
     number: int  # of the turn
@@ -50,8 +50,10 @@ class _Head:
 class TurnStore:
     """The files turn_000012.parquet in one directory, written and removed by one driver.
 
-    A file stays until a complete checkpoint holds its turn, so that a killed run plays nothing twice. Afterwards it stays
-    when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by `decode`, for the report.
+    A file stays until a complete checkpoint holds its turn, so that a killed run plays nothing twice. Afterwards it
+    stays
+    when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by `decode`, for
+    the report.
     """
 
     def __init__(
@@ -94,7 +96,8 @@ class TurnStore:
     def get(self, turn: Turn) -> tuple[Played, State] | None:
         """Returns what `put` was given for the turn; None when the turn is to be played.
 
-        That is so when there is no file, when it was played under other settings or for other roles, and, with a warning,
+        That is so when there is no file, when it was played under other settings or for other roles, and, with a
+        warning,
         when it is damaged.
         """
         path = self.path(turn.number)
@@ -136,7 +139,7 @@ class TurnStore:
         )
 
     def drop(self, before: int) -> None:
-        """Removes files of turns with a smaller number than `before`, which a complete checkpoint holds, unless they are kept.
+        """Removes files of turns before number `before`, which a complete checkpoint holds, unless they are kept.
 
         A file that was written to be kept stays also when the run went on with another `keep_every`.
         """
@@ -149,7 +152,8 @@ class TurnStore:
     def clean(self, number: int) -> None:
         """Removes what nobody will read when a run goes on at turn `number`.
 
-        These are turns from there on that were played under other settings or are damaged, and files not written to their end.
+        These are turns from there on that were played under other settings or are damaged, and files not written to
+        their end.
         """
         for path in self.directory.glob(".turn_*.tmp"):
             path.unlink()
@@ -161,7 +165,7 @@ class TurnStore:
 
 
 def open_replay(place: Path, *, own: Path) -> TurnStore:
-    """Returns the store to replay from. `place` is a run directory or its directory of rollouts, `own` this run's directory.
+    """Returns the store to replay from. `place` is a run directory or its rollouts, `own` this run's directory.
 
     Raises FileNotFoundError when no turn is there, and StoreError for the run's own turns, which it would write over.
     """
@@ -202,9 +206,10 @@ def readable_files(directory: Path) -> dict[str, list[Path]]:
 
 
 def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
-    """Returns the columns for people of one file, a mapping per rollout, of one role if it is named; `rewards` is a mapping too.
+    """Returns the columns for people of one file, a mapping per rollout; of one role if it is named.
 
-    The texts are None in a file that was not kept for the report. Raises StoreError for a damaged file.
+    `rewards` is a mapping too. The texts are None in a file that was not kept for the report. Raises StoreError for a
+    damaged file.
     """
     try:
         with _opened(path) as file:
