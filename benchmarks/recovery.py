@@ -38,8 +38,8 @@ sys.path[:0] = [str(ROOT / "tests/helpers"), str(EXAMPLE)]
 from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 
 from megatron_rl.cluster import slices  # noqa: E402
-from megatron_rl.run.directory import read_rollouts, rollout_files  # noqa: E402
 from megatron_rl.run.metrics import read_metrics  # noqa: E402
+from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files  # noqa: E402
 
 KINDS = ("rank", "hang", "node", "save", "requeue", "warning")
 PROMPTS, SAMPLES, HANG_S, GIVE_UP_S, LOOK_S = 8, 5, 10, 300.0, 0.1
@@ -126,10 +126,10 @@ def prompts_lost(run: Path, turns: int) -> float:
     """Of turns that are not there exactly once, or whose prompts have not all their answers."""
     seen = Counter(row.turn for row in read_metrics(run) if row.scope not in ("eval", "gate"))
     lost = sum(PROMPTS for turn in range(turns) if seen[turn] != 1)
-    for path in rollout_files(run):
-        groups = Counter(row["group"] for row in read_rollouts(path))
+    for path in turn_files(run / ROLLOUTS):
+        groups = Counter(row["group"] for row in read_rows(path))
         lost += PROMPTS - sum(count == SAMPLES for count in groups.values())
-    return float(lost + PROMPTS * (turns - len(rollout_files(run))))
+    return float(lost + PROMPTS * (turns - len(turn_files(run / ROLLOUTS))))
 
 
 def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:

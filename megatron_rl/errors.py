@@ -11,6 +11,8 @@ from megatron_rl.run.checkpoint import CheckpointError
 from megatron_rl.run.directory import RunError
 from megatron_rl.training.gate import GateFailure
 from megatron_rl.training.loop import NothingTrained
+from megatron_rl.training.player import PlayError
+from megatron_rl.training.store import StoreError
 from megatron_rl.world import DriverError  # on the other ranks, of an error on rank 0
 
 EXPECTED = (
@@ -25,5 +27,5 @@ EXPECTED = (
         GateFailure,
         NothingTrained,
     ),
-    *(RequestRefused, RewardFailure, RunError),
+    *(PlayError, RequestRefused, RewardFailure, RunError, StoreError),
 )

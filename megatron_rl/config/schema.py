@@ -333,7 +333,7 @@ class Run:
         False  # write checkpoints beside training, by processes that hold a copy; the first one is waited for
     )
     resume: Literal["auto", "never", "must"] = "auto"
-    save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts are written as Parquet; 0: none
+    save_rollouts_every: NonNegativeInt = 1  # turns whose rollouts stay in RUN/rollouts, with texts; 0: none
     deterministic: bool = (
         False  # only kernels that give the same bits every time, where there are several; slower on a GPU
     )
@@ -400,8 +400,7 @@ class Gate:
 
 @config
 class Debug:
-    save_rollouts: str | None = None  # directory: keep every turn's trajectories as they were trained on
-    replay: str | None = None  # directory: train from these instead of an engine
+    replay: str | None = None  # a run that kept every turn: train on its rollouts, without engines
 
 
 @config

@@ -15,8 +15,9 @@ from typing import Any
 import yaml
 
 from megatron_rl.run import report_figures as figures
-from megatron_rl.run.directory import RunDirectory, read_rollouts, rollout_files, rollout_role
+from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.training.store import read_rows, readable_files
 
 FACTS = (
     r"recipe\.target",
@@ -55,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
     directory = RunDirectory(Path(run_dir))
     summary = directory.read_summary()
     config_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
-    rollouts = _read_ends(directory.path)
+    rollouts = _read_ends(directory.rollouts)
     title = directory.path.resolve().name
     sections = [
         ("Before and after", _gains(summary, rows)),
@@ -141,17 +142,14 @@ def _rows(run_dir: Path) -> list[Row]:
     return read_metrics(directory.path)
 
 
-def _read_ends(run_dir: Path) -> dict[str, _Rollouts]:
-    by_role: dict[str, list[Path]] = {}
-    for path in rollout_files(run_dir):
-        by_role.setdefault(rollout_role(path), []).append(path)
+def _read_ends(rollouts: Path) -> dict[str, _Rollouts]:
     ends = {}
-    for role, paths in sorted(by_role.items()):
+    for role, paths in sorted(readable_files(rollouts).items()):
         count = min(MAX_FILES, max(1, int(WINDOW * len(paths))))
         late = paths[-count:] if len(paths) > 1 else []
         ends[role] = _Rollouts(
-            early=[row for path in paths[:count] for row in read_rollouts(path)],
-            late=[row for path in reversed(late) for row in read_rollouts(path)],
+            early=[row for path in paths[:count] for row in read_rows(path, role)],
+            late=[row for path in reversed(late) for row in read_rows(path, role)],
         )
     return ends
 

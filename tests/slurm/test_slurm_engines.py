@@ -11,9 +11,9 @@ from test_engines_vllm import PYTHON
 
 from megatron_rl.cluster import slices
 from megatron_rl.engines.roster import Roster
-from megatron_rl.run.directory import read_rollouts, rollout_files
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session.servers import ENGINES
+from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files
 
 pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
@@ -52,8 +52,8 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
     cluster.wait(engines, timeout_s=300)
 
     assert turns() == TURNS
-    assert len(rollout_files(run)) == TURNS
-    assert {len(read_rollouts(path)) for path in rollout_files(run)} == {PROMPTS * SAMPLES}, (
+    assert len(turn_files(run / ROLLOUTS)) == TURNS
+    assert {len(read_rows(path)) for path in turn_files(run / ROLLOUTS)} == {PROMPTS * SAMPLES}, (
         "every prompt has all its answers"
     )
     (only,) = slices.read(run)
