@@ -137,7 +137,10 @@ class Evolve(Recipe):
             ease.setdefault(i // self.answers, []).append(s if s is not None else np.nan)
         difficulty = {i: 1.0 - float(np.nanmean(s)) for i, s in ease.items() if not np.isnan(s).all()}
         proposers = [proposed[i].with_rewards(difficulty=d) for i, d in difficulty.items()]
-        judges = [replace(r.with_rewards(form=float(m is not None)), group="judge") for r, m in zip(judged, marks, strict=True)]
+        judges = [
+            replace(r.with_rewards(form=float(m is not None)), group="judge")
+            for r, m in zip(judged, marks, strict=True)
+        ]
         return {
             "proposer": assign_advantages(proposers, reward="difficulty", estimator="dr_grpo"),
             "solver": assign_advantages(scored, reward="score", estimator="dr_grpo"),

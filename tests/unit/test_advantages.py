@@ -209,7 +209,9 @@ def test_step_sets_are_normalised_over_their_group_without_the_zeros_between_ste
         own = torch.tensor([r for u in batch if u.group == t.group for r in step_scores(u)], dtype=torch.float64)
         for position, value in enumerate(values):
             to_come = [
-                r for (_, end), r in zip(steps_of(t), step_scores(t), strict=bool(step_scores(t))) if end - 1 >= position
+                r
+                for (_, end), r in zip(steps_of(t), step_scores(t), strict=bool(step_scores(t)))
+                if end - 1 >= position
             ]
             z = [(r - own.mean().item()) / (own.std().item() + 1e-6) for r in to_come] if len(own) > 1 else to_come
             assert value == pytest.approx(sum(z), abs=1e-5)
@@ -284,7 +286,8 @@ def test_untrained_tokens_get_exactly_zero_inside_the_response_too(estimator):
         dataclasses.replace(
             t,
             spans=[
-                (i, i + 1, Author.POLICY if i >= PROMPT and i % 3 else Author.ENVIRONMENT, 0) for i in range(len(t.tokens))
+                (i, i + 1, Author.POLICY if i >= PROMPT and i % 3 else Author.ENVIRONMENT, 0)
+                for i in range(len(t.tokens))
             ],
         )
         for t in paper_group()

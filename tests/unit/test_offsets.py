@@ -74,7 +74,12 @@ def characters(found: Decoded) -> list[int]:
     return [len(found.raw[:end].decode("utf-8", "ignore")) for end in found.ends]
 
 
-KINDS = {"byte_level": byte_level, "word_level": word_level, "byte_fallback": byte_fallback, "sentence_piece": sentence_piece}
+KINDS = {
+    "byte_level": byte_level,
+    "word_level": word_level,
+    "byte_fallback": byte_fallback,
+    "sentence_piece": sentence_piece,
+}
 SPELT = ["▁a", "▁<step>", "b", "</", "step", ">", "▁a"]
 
 

@@ -135,7 +135,9 @@ def test_roles_stay_in_their_order_and_one_may_have_no_rollouts(tmp_path):
 
 
 def test_a_turn_without_rollouts_is_a_turn(tmp_path):
-    assert put_and_get(TurnStore(tmp_path), Played(rollouts={"generator": []}, metrics={})).rollouts == {"generator": []}
+    assert put_and_get(TurnStore(tmp_path), Played(rollouts={"generator": []}, metrics={})).rollouts == {
+        "generator": []
+    }
     assert read_rows(tmp_path / "turn_000012.parquet") == []
 
 
@@ -217,7 +219,11 @@ def test_a_turn_whose_writing_fails_leaves_the_one_before_as_it_was(tmp_path):
     with pytest.raises(RuntimeError, match="no tokenizer"):
         TurnStore(tmp_path, decode=fail).put(TURN, played(bare()), {"before": 2})
     found = TurnStore(tmp_path).get(TURN)
-    assert found is not None and found[1] == {"before": 1} and [p.name for p in tmp_path.iterdir()] == ["turn_000012.parquet"]
+    assert (
+        found is not None
+        and found[1] == {"before": 1}
+        and [p.name for p in tmp_path.iterdir()] == ["turn_000012.parquet"]
+    )
 
 
 def test_turns_of_other_settings_or_roles_are_passed_over(tmp_path):
