@@ -142,14 +142,19 @@ class Optimizer:
 
 @config
 class LossConfig:
-    """Clipped policy gradient + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
+    """An objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
+    objective: str = "clipped"  # clipped, gspo, cispo, rover, distilled, or module:name (algorithms/objectives.py)
+    objective_args: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the objective takes; clipped has clip_low, clip_high
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.2
     kl_coef: NonNegativeFloat = 0.001
     kl: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
+    max_tokens: PositiveInt | None = None  # of a rollout, for aggregation `constant`; null: sampling.max_tokens
     tis_cap: PositiveFloat | None = (
         None  # truncated importance sampling of trainer against engine: min(pi_old / pi_engine, cap)
     )

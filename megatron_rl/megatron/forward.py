@@ -1,7 +1,8 @@
-"""From hidden states to log-probabilities and entropies of chosen tokens, over a vocabulary split across tensor ranks."""
+"""From hidden states to log-probabilities, and what else is asked for, of chosen tokens, over a vocabulary split across tensor ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +24,23 @@ class _Head:
 
     first_row: int
     rows: int
+    vocab: int  # rows of all ranks together, without padding
     temperature: float
     group: Any
+    names: tuple[str, ...]  # statistics that are asked for, `logprobs` first
     keep: bool  # the log-probs of all rows, for the backward pass
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+class _VocabParallelStatistics(torch.autograd.Function):
     """Softmax statistics of hidden @ weight.T without gathering the vocabulary, in chunks; logits of a large batch are never all held."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
         # Results have their memory before the first chunk: small tensors that stay, one in each hole that a chunk leaves, would keep the
         # next chunk out of it, and a CPU's heap would grow by all of them.
-        logprob, entropy, logsum = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+        out = torch.empty(len(head.names), len(hidden), device=hidden.device)
+        logsum = torch.empty(len(hidden), device=hidden.device)
+        found = dict(zip(head.names, out, strict=True))
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
@@ -43,54 +48,75 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             _reduce(peak, dist.ReduceOp.MAX, head.group)
             logits.sub_(peak[:, None])
             exponents = logits.exp()
-            sums = torch.stack([exponents.sum(-1), _pick(logits, labels[rows], head), exponents.mul_(logits).sum(-1)])
+            parts = {"mass": exponents.sum(-1), "logprobs": _pick(logits, labels[rows], head)}
+            if "vocab_mean" in found:
+                parts["vocab_mean"] = logits.sum(-1)
+            if "entropy" in found:
+                parts["entropy"] = exponents.mul_(logits).sum(-1)
+            sums = torch.stack([*parts.values()])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
-            log = sums[0].log()
-            logprob[rows], entropy[rows], logsum[rows] = sums[1] - log, log - sums[2] / sums[0], log + peak
+            whole = dict(zip(parts, sums, strict=True))
+            log = whole["mass"].log()
+            found["logprobs"][rows], logsum[rows] = whole["logprobs"] - log, log + peak
+            if "entropy" in found:
+                found["entropy"][rows] = log - whole["entropy"] / whole["mass"]
+            if "vocab_mean" in found:
+                found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
                 kept.append(logits.sub_(log[:, None]))
-        ctx.save_for_backward(hidden, weight, labels, logsum, entropy)
+        ctx.save_for_backward(hidden, weight, labels, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return logprob, entropy
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, logsum, entropy = ctx.saved_tensors
         head, real = ctx.head, weight[: ctx.head.rows]
+        gradients = dict(zip(head.names, grad, strict=True))  # that of vocab_mean is left out: it has none
+        grad_logprob, grad_entropy = gradients["logprobs"], gradients.get("entropy")
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        use_entropy = bool(grad_entropy.any())
-        by_logprob, by_entropy = grad_logprob / head.temperature, grad_entropy / head.temperature
+        by_logprob = grad_logprob / head.temperature
+        by_entropy = None if grad_entropy is None or not grad_entropy.any() else grad_entropy / head.temperature
         for number, rows in enumerate(_chunks(hidden, weight)):
             log_p = ctx.kept[number] if head.keep else _logits(hidden[rows], real, head).sub_(logsum[rows, None])
-            if use_entropy:
+            if by_entropy is not None:
                 p = log_p.exp()
                 slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-                grad = slope.mul_(p).neg_()
+                step = slope.mul_(p).neg_()
             else:
-                grad = log_p.exp_().mul_(-by_logprob[rows, None])
+                step = log_p.exp_().mul_(-by_logprob[rows, None])
             if head.rows:
                 local, mine = _local_labels(labels[rows], head)
-                grad.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, real, out=grad_hidden[rows])
-            grad_weight[: head.rows] += grad.T @ hidden[rows]
+                step.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
+            step = step.to(weight.dtype)
+            torch.mm(step, real, out=grad_hidden[rows])
+            grad_weight[: head.rows] += step.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def vocab_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, first_row: int, vocab: int, temperature: float, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, natural log.
+def vocab_parallel_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    first_row: int,
+    vocab: int,
+    temperature: float,
+    group: Any,
+    names: Sequence[str],
+) -> Tensor:
+    """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name), `entropy`, and
+    `vocab_mean`, the mean of all log-probabilities, which has no gradient.
 
-    hidden [n, h], weight [V/tp, h], labels [n] -> two [n] float32.
+    hidden [n, h], weight [V/tp, h], labels [n] -> [len(names), n] float32.
 
     `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
     gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
-    head = _Head(first_row, rows, temperature, group, keep)
-    return _VocabParallelLogprobs.apply(hidden, weight, labels, head)  # type: ignore[return-value]
+    head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep)
+    return _VocabParallelStatistics.apply(hidden, weight, labels, head)  # type: ignore[return-value]
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.config.schema import ConfigError, Model
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
-from megatron_rl.megatron.forward import vocab_parallel_logprobs
+from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
@@ -37,10 +37,11 @@ IGNORED = -100  # label of a position whose log-probability is not asked for
 
 
 class PolicyModel(GPTModel):
-    """A GPT whose last stage answers labels with log-probabilities and entropies instead of a loss."""
+    """A GPT whose last stage answers labels with statistics of their distributions instead of a loss."""
 
     temperature: float = 1.0
     true_vocab: int = 0
+    asked: tuple[str, ...] = ("logprobs",)  # names of the statistics that the last stage answers, see batches/batch.py
 
     def _postprocess(
         self,
@@ -51,7 +52,7 @@ class PolicyModel(GPTModel):
         *args: Any,
         **rest: Any,
     ) -> Tensor:
-        """hidden [L, S, h] and labels [S, L] -> [2, n]: log-probability and entropy of the n labels that are not IGNORED, row by row.
+        """hidden [L, S, h] and labels [S, L] -> [len(asked), n]: statistics of the n labels that are not IGNORED, row by row.
 
         Without labels: logits [S, L, V/tp], as core gives them.
         """
@@ -69,7 +70,7 @@ class PolicyModel(GPTModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         rank = parallel_state.get_tensor_model_parallel_rank()
-        logprobs, entropies = vocab_parallel_logprobs(
+        return vocab_parallel_statistics(
             chosen,
             weight,
             labels.flatten()[wanted],
@@ -77,8 +78,8 @@ class PolicyModel(GPTModel):
             vocab=self.true_vocab,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
+            names=self.asked,
         )
-        return torch.stack([logprobs, entropies])
 
 
 def uses_transformer_engine() -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
 from megatron_rl.weights.rectangles import Shard
+from megatron_rl.world import Replicas
 
 platform.install()
 
@@ -31,6 +32,7 @@ class Groups:
     dp: Any  # of the data-parallel replicas
     experts: Any  # of the ranks that hold one stage's experts once: expert-tensor ranks fastest, then expert-parallel
     control: Any  # gloo group of all ranks, for small objects
+    replicas: Replicas  # ranks of each data-parallel replica, and the gloo group of this rank's
     _globals: dict[str, Any]
 
     @property
@@ -132,6 +134,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
         distributed_timeout_minutes=max(1, timeout_s // 60),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     groups = Groups(
         layout=layout,
         tp=parallel_state.get_tensor_model_parallel_group(),
@@ -139,11 +142,32 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
         cp=parallel_state.get_context_parallel_group(),
         dp=parallel_state.get_data_parallel_group(),
         experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
-        control=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        control=control,
+        replicas=_replicas(control, timeout_s),
         _globals=_snapshot(),
     )
     vars(parallel_state).update(before)
     return groups
+
+
+def _replicas(control: Any, timeout_s: int) -> Replicas:
+    """Collective: finds out which ranks hold each replica, and gives those of one replica a gloo group of their own."""
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    last = pp == parallel_state.get_pipeline_model_parallel_world_size() - 1
+    reports = last and tp == 0 and parallel_state.get_context_parallel_rank() == 0
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (parallel_state.get_data_parallel_rank(), reports), group=control)
+    ranks: list[list[int]] = [[] for _ in range(1 + max(number for number, _ in everyone))]
+    reporters = [0] * len(ranks)
+    for rank, (number, told) in enumerate(everyone):
+        ranks[number].append(rank)
+        if told:
+            reporters[number] = rank
+    group = None
+    for members in ranks if len(ranks[0]) > 1 else ():
+        made = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = made if dist.get_rank() in members else group
+    return Replicas(ranks=ranks, reporters=reporters, group=group)
 
 
 def _snapshot() -> dict[str, Any]:

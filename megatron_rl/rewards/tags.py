@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import AnyStr
 
 MIN_STEPS = 3  # fewer cost 0.4 of the format score
 
@@ -10,33 +11,34 @@ _OPEN, _CLOSE = "<step>", "</step>"
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups nothing
 
 
-def step_spans(text: str) -> list[tuple[int, int]]:
-    """Character spans [start, end) of the step blocks, tags included, in order. Any text is allowed.
+def step_spans(text: AnyStr) -> list[tuple[int, int]]:
+    """Finds the step blocks, tags included, in order: spans [start, end) in characters of a str, in bytes of UTF-8. Any text is allowed.
 
     A block reaches from an opening tag to the next closing one: an opening tag inside a block is part of its text, and a tag without
     its partner makes no block (the released code's lazy match).
     """
+    opening, closing = (_OPEN, _CLOSE) if isinstance(text, str) else (_OPEN.encode(), _CLOSE.encode())
     spans: list[tuple[int, int]] = []
     end = 0
-    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start + len(_OPEN))) >= 0:
-        end = close + len(_CLOSE)
+    while (start := text.find(opening, end)) >= 0 and (close := text.find(closing, start + len(opening))) >= 0:
+        end = close + len(closing)
         spans.append((start, end))
     return spans
 
 
 def step_texts(text: str) -> list[str]:
-    """What stands inside each step block."""
+    """Returns what stands inside each step block."""
     return [text[start + len(_OPEN) : end - len(_CLOSE)].strip() for start, end in step_spans(text)]
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there is none."""
+    r"""Returns the content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there is none."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def generator_format(text: str) -> float:
-    r"""How well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
+    r"""Scores how well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
 
     0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus 0.8 without steps or 0.4 with
     fewer than three.
@@ -55,7 +57,7 @@ def generator_format(text: str) -> float:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Spans of the balanced \boxed{...}, in one pass over the braces."""
+    r"""Finds the spans of the balanced \boxed{...}, in one pass over the braces."""
     opened: list[int | None] = []  # where each open brace's box starts; None: a plain brace
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
