@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,8 @@ ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
 Decode = Callable[[str, Sequence[np.ndarray]], Sequence[str]]  # (role, token sequences) -> their texts
-_HEAD, _DIGEST = b"megatron_rl", b"megatron_rl.digest"  # keys of a file's metadata
+_HEAD = b"megatron_rl"  # key of the file's metadata
+_DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, pa.ArrowException)
 _log = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ def _plain_numbers(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict
 def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
     """Writes a file through a temporary neighbour and a rename, pushed to the disk before it has its name."""
     temporary = path.with_name(f".{path.name}.tmp")
-    schema = SCHEMA.with_metadata({_HEAD: head.encode(), _DIGEST: _digest(head.encode())})
+    schema = SCHEMA.with_metadata({_HEAD: head.encode()})
     try:
         with pq.ParquetWriter(
             temporary,
@@ -263,6 +264,7 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
         ) as writer:
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=table.num_rows)
+        _seal(temporary)
         _sync(temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -279,16 +281,38 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _seal(path: Path) -> None:
+    """Puts a digest of a Parquet file's footer before it, where readers pass over it.
+
+    Pages have checksums; footers, which say what the pages are, have none.
+    """
+    with path.open("r+b") as file:
+        footer = _footer(file)
+        file.seek(-len(footer), os.SEEK_END)
+        file.write(_digest(footer) + footer)
+
+
+def _footer(file: BinaryIO) -> bytes:
+    """Returns the footer with the bytes after it. Raises OSError or ValueError for a file that is too short to have one."""
+    file.seek(-_TAIL_BYTES, os.SEEK_END)
+    length = int.from_bytes(file.read(4), "little") + _TAIL_BYTES
+    file.seek(-length, os.SEEK_END)
+    return file.read(length)
+
+
 def _opened(path: Path) -> pq.ParquetFile:
+    """Raises ValueError for a file without our digest of its footer, which tells where and what its pages are."""
+    with path.open("rb") as file:
+        footer = _footer(file)
+        file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
+        if file.read(_DIGEST_BYTES) != _digest(footer):
+            raise ValueError("it is damaged, or it is no turn of a run")
     return pq.ParquetFile(path, page_checksum_verification=True)
 
 
 def _head(file: pq.ParquetFile) -> _Head:
-    """Raises ValueError for a file that this program did not write, or whose metadata is damaged."""
-    found = file.metadata.metadata or {}
-    if _HEAD not in found or found.get(_DIGEST) != _digest(found[_HEAD]):
-        raise ValueError("its metadata is damaged, or it is no turn of a run")
-    values = json.loads(found[_HEAD])
+    """Raises ValueError for a file of another format, and for one with rows missing."""
+    values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
     head = _Head(**{**values, "roles": tuple(values["roles"])})
@@ -332,8 +356,8 @@ _EXACTLY = [
 ]
 
 
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _one_line(error: BaseException) -> str:
