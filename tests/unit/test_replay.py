@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
-from megatron_rl.megatron.replay import Router, of_tokens
+from megatron_rl.megatron.replay import RouterReplay, of_tokens
 from megatron_rl.training.rollouts import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.types import FREE, Stop, Trajectory, pack
 
@@ -55,7 +55,7 @@ def ask(router, scores):
 
 
 def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
-    router, scores = Router(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
+    router, scores = RouterReplay(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
     assert ask(router, scores)[1].tolist() == [[1, 2], [1, 2]]
     shown = torch.full((2, LAYERS, CHOSEN), FREE)
     shown[0, 1] = torch.tensor([3, 0])
@@ -68,7 +68,7 @@ def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
 
 def test_a_recomputed_layer_takes_each_micro_batchs_own_choices_again():
     """1F1B: two forward passes under way before the first goes back; a scoring pass between leaves nothing behind."""
-    router, scores = Router(0), torch.rand(1, 8)
+    router, scores = RouterReplay(0), torch.rand(1, 8)
 
     def shown(expert):
         return torch.tensor([expert, expert + 1]).expand(1, LAYERS, CHOSEN)
