@@ -76,7 +76,7 @@ def parameters(sizes: Sizes, shard: Shard) -> list[tuple[torch.Tensor, list]]:
 
 def read_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
     for own in ranks:
-        read = hf.Tensors(folder).read
+        read = hf.DirectoryTensors(folder).read
         for parameter, rects in own:
             copies.fill(parameter, rects, read)
 

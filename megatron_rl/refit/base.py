@@ -36,7 +36,8 @@ class Mismatch(RefitError):
 class Part(NamedTuple):
     """A rectangle of a parameter.
 
-    A 1-D parameter counts as [n, 1]. A parameter of more than two dimensions has all of them but the last joined to rows.
+    A 1-D parameter counts as [n, 1]. A parameter of more than two dimensions has all of them but the last joined to
+    rows.
     """
 
     row: int
@@ -126,9 +127,11 @@ class Tensors:
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:
-    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where it is not on a CPU or its rows are no whole words.
+    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where it is not on a CPU or its rows are
+    no whole words.
 
-    For short rows of two-byte numbers numpy copies words in half the time that torch takes. The tensor cannot be resized any more.
+    For short rows of two-byte numbers numpy copies words in half the time that torch takes. The tensor cannot be
+    resized any more.
     """
     whole = all(
         n * tensor.element_size() % WORD_BYTES == 0
@@ -145,7 +148,8 @@ class Deadline:
     message_s: float  # how long one message may take
     # Called now and then during a wait; true once the refit has ended without this side.
     is_over: Callable[[], bool] = lambda: False
-    # Returns a value that changes while the other side is itself waiting for others, and so is not lost. The wait then goes on.
+    # Returns a value that changes while the other side is itself waiting for others, and so is not lost. The wait then
+    # goes on.
     pulse: Callable[[], Any] = lambda: None
 
     @classmethod
@@ -188,7 +192,10 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """Carries messages between numbered peers. Messages from one peer to another arrive in the order in which they were sent."""
+    """Carries messages between numbered peers.
+
+    Messages from one peer to another arrive in the order in which they were sent.
+    """
 
     @property
     def takes_pieces(self) -> bool:
@@ -212,8 +219,8 @@ class Transport(Protocol):
     ) -> Handle:
         """Starts to send a message that was written to what `buffer` returned, or to the first bytes of that.
 
-        `size_known`: the receiver knows the size of the message. `pieces`: further bytes that follow the message, each piece sent
-        by itself as soon as the iterable yields it. Nobody may change them before the wait is over.
+        `size_known`: the receiver knows the size of the message. `pieces`: further bytes that follow the message, each
+        piece sent by itself as soon as the iterable yields it. Nobody may change them before the wait is over.
         """
         ...
 
@@ -222,9 +229,9 @@ class Transport(Protocol):
     ) -> Handle:
         """Starts to receive a message.
 
-        `size`: its bytes, or None where the sender tells them. `pieces`: where the sender's pieces go, in order. A tensor is the
-        memory to fill; a number stands for that many of the last bytes of `size`. After a wait that failed nothing is written to
-        that memory any more.
+        `size`: its bytes, or None where the sender tells them. `pieces`: where the sender's pieces go, in order. A
+        tensor is the memory to fill; a number stands for that many of the last bytes of `size`. After a wait that
+        failed nothing is written to that memory any more.
         """
         ...
 

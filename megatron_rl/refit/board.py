@@ -1,4 +1,6 @@
-"""Carries small messages between a trainer and its engines: a key-value board on the trainer's first rank, with deadlines."""
+"""Carries small messages between a trainer and its engines: a key-value board on the trainer's first rank, with
+deadlines.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class Address(NamedTuple):
 class Board:
     """JSON values under keys, in a torch TCPStore. Anybody who reaches its port can write to that.
 
-    A value without the signature that the secret makes counts as absent. Nothing that comes from the store is ever executed.
+    A value without the signature that the secret makes counts as absent. Nothing that comes from the store is ever
+    executed.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str = "") -> None:
@@ -98,7 +101,10 @@ class Board:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
     def get(self, key: str, timeout_s: float) -> Any:
-        """Waits for the value under `key` and returns it. Raises TransportError when none comes in time, or it is not signed."""
+        """Waits for the value under `key` and returns it.
+
+        Raises TransportError when none comes in time, or it is not signed.
+        """
         name = self._prefix + key
         try:
             self._store.wait([name], timedelta(seconds=timeout_s))
@@ -123,7 +129,8 @@ class Board:
     def has(self, key: str, timeout_s: float) -> bool:
         """Says whether the key is there, or comes within `timeout_s`. Raises TransportError when the board is gone.
 
-        Looks again and again, because the store's own wait writes two warnings to standard error whenever its time is up.
+        Looks again and again, because the store's own wait writes two warnings to standard error whenever its time is
+        up.
         """
         end, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while self._look(key) is None:

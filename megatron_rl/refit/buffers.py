@@ -43,8 +43,8 @@ class Buffers:
 def parts(message: Tensor, pieces: Sequence[Tensor | int]) -> list[Tensor]:
     """Splits a received stream into the places where it goes, in order.
 
-    The first place is `message` without its last bytes. Then each piece has one: a tensor is a place itself, and a number stands
-    for that many of the last bytes of `message`.
+    The first place is `message` without its last bytes. Then each piece has one: a tensor is a place itself, and a
+    number stands for that many of the last bytes of `message`.
     """
     place = len(message) - sum(piece for piece in pieces if isinstance(piece, int))
     out = [message[:place]]

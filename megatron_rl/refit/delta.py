@@ -1,8 +1,8 @@
 """Encodes what changed between two messages of equal layout, exactly, as a bit mask or as a list of positions.
 
-After an update at the learning rates of reinforcement learning most bfloat16 weights round to what they were. An encoded
-message is a header [kind, count] of two int64, and then one of three bodies: all values; a bit per element and the changed
-values; or the changed positions (int32) and values.
+After an update at the learning rates of reinforcement learning most bfloat16 weights round to what they were. An
+encoded message is a header [kind, count] of two int64, and then one of three bodies: all values; a bit per element and
+the changed values; or the changed positions (int32) and values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ FULL, MASK, POSITIONS = range(3)
 
 
 def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
-    """Writes to `out` what turns `old` into `new` (integers [n]); without `old`, all of `new`. Returns the number of bytes written.
+    """Writes to `out` what turns `old` into `new` (integers [n]); without `old`, all of `new`.
+
+    Returns the number of bytes written.
 
     `out` is uint8 [at least HEADER + bytes of `new`]. `new` may lie in out[HEADER:].
     """
@@ -43,10 +45,11 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
 
 
 def decode(message: Tensor, current: Tensor) -> Tensor:
-    """Returns the new values, from what `encode` wrote (uint8 [bytes]) and the receiver's present values (integers [n]).
+    """Returns the new values, from what `encode` wrote (uint8 [bytes]) and the receiver's present values (integers
+    [n]).
 
-    Bytes after the end of the message are not read. `current` is changed and returned, unless the message is full: then the
-    result is a view of the message. Raises ValueError for a message that does not fit.
+    Bytes after the end of the message are not read. `current` is changed and returned, unless the message is full: then
+    the result is a view of the message. Raises ValueError for a message that does not fit.
     """
     size, width = current.numel(), current.element_size()
     kind, count = message[:HEADER].cpu().view(torch.int64).tolist()
@@ -54,7 +57,7 @@ def decode(message: Tensor, current: Tensor) -> Tensor:
     positions = {FULL: 0, MASK: (size + 7) // 8, POSITIONS: count * 4}.get(kind)
     if positions is None or not 0 <= count <= size or len(body) < positions + count * width:
         raise ValueError(
-            f"a delta of kind {kind} with {count} values and {len(body)} bytes does not fit a message of {size} elements"
+            f"a delta of kind {kind}, {count} values and {len(body)} bytes does not fit a message of {size} elements"
         )
     values = _as_numbers(body[positions : positions + count * width], current.dtype)
     if kind == FULL:
@@ -66,7 +69,7 @@ def decode(message: Tensor, current: Tensor) -> Tensor:
         where = _as_numbers(body[:positions], torch.int32).long()
     if len(where) != count or (count and int(where.max()) >= size):
         raise ValueError(
-            f"a delta names {len(where)} positions, the last beyond {size} elements or not as many as its {count} values"
+            f"a delta of {count} values names {len(where)} positions, or one that is beyond {size} elements"
         )
     current[where] = values
     return current

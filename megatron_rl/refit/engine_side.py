@@ -1,4 +1,6 @@
-"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only a version that the trainer committed."""
+"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only a version that the trainer
+committed.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Endpoint(Protocol):
 
 
 class EngineSide:
-    """One rank of an engine that runs in a process of its own, joined to a trainer's board under its rank (over all replicas).
+    """One rank of an engine that runs in a process of its own, joined to a trainer's board under its rank (over all
+    replicas).
 
     After an error it joins again. The trainer then treats it as an engine that needs all weights.
     """
@@ -60,8 +63,8 @@ class EngineSide:
     def take_part(self, idle_s: float) -> int | None:
         """Waits up to `idle_s` for a refit and takes part in it. Returns the version that was committed.
 
-        Returns None when no refit came in that time, when it was not for this engine, or when it failed (the engine then holds no
-        version). Raises TransportError when the trainer is gone.
+        Returns None when no refit came in that time, when it was not for this engine, or when it failed (the engine
+        then holds no version). Raises TransportError when the trainer is gone.
         """
         # Another value, or none, means that the trainer has given this process up, because it was late or lost.
         if self._board.peek(f"hello/{self._rank}") != self._incarnation:

@@ -87,7 +87,8 @@ class Exchange:
     ) -> None:
         """Prepares this rank's messages.
 
-        `route` gives the transport of a message. `pulse(engine rank)` returns a value that changes while that rank waits.
+        `route` gives the transport of a message. `pulse(engine rank)` returns a value that changes while that rank
+        waits.
         """
         self._side, self._route, self._dtype, self._pulse = side, route, dtype, pulse
         # What a transport may read from, and write into, without a copy.

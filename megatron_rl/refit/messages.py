@@ -58,7 +58,10 @@ class BucketMessage(NamedTuple):
         return joined, [*itertools.compress(self.runs, alone)]
 
     def checked(self, verify: Verify, version: int) -> list[Move]:
-        """Returns the slices that carry a checksum in the refit to `version`. With verify = sample they change each time."""
+        """Returns the slices that carry a checksum in the refit to `version`.
+
+        With verify = sample they change each time.
+        """
         if verify == "off":
             return []
         if verify == "full":

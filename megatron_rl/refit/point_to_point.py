@@ -27,9 +27,9 @@ JOIN_S = 5.0  # the longest wait for a thread that is told to end
 class PointToPoint:
     """A transport over a process group of its own, of `size` members numbered by `rank`. Implements base.Transport.
 
-    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time is
-    up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody out
-    makes a new group.
+    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time
+    is up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody
+    out makes a new group.
     """
 
     def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
@@ -176,22 +176,16 @@ class _GroupHandle:
     ) -> None:  # fmt: skip
         """Holds the works of one message.
 
-        `after_length`: the works bring a length, after which the message itself is received. `into_pieces`: the works write to
-        memory that is not a buffer, so that after a failure nothing may be written there any more.
+        `after_length`: the works bring a length, after which the message itself is received. `into_pieces`: the works
+        write to memory that is not a buffer, so that after a failure nothing may be written there any more.
         """
-        self._transport, self._works, self._message, self._what, self._more, self._cuts = (
-            transport,
-            works,
-            message,
-            what,
-            after_length,
-            into_pieces,
-        )
+        self._transport, self._works, self._message, self._what = transport, works, message, what
+        self._after_length, self._into_pieces = after_length, into_pieces
 
     def wait(self, deadline: Deadline) -> Tensor:
         self._finish(self._works, deadline)
-        if self._more is not None:
-            self._message, work = self._transport.receive_after_length(self._message, *self._more)
+        if self._after_length is not None:
+            self._message, work = self._transport.receive_after_length(self._message, *self._after_length)
             self._finish([work], deadline)
         return self._message
 
@@ -204,7 +198,7 @@ class _GroupHandle:
         try:
             failure = self._transport.finish(works, deadline)
         finally:  # also when the deadline's questions to the board raise
-            if failure is not None and self._cuts:
+            if failure is not None and self._into_pieces:
                 self._transport.abort(self._works)
         if failure is not None:
             raise TransportError(f"{self._what}: {failure}")

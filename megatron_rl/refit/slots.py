@@ -1,7 +1,8 @@
 """Carries messages through memory or files that both sides can open.
 
-There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of a host. The sender writes a
-message into a slot and announces it on the board. The receiver opens the slot, uses it, and says that it is free.
+There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of a host. The sender
+writes a message into a slot and announces it on the board. The receiver opens the slot, uses it, and says that it is
+free.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ class Medium(Protocol):
 
 
 class SharedMemory:
-    """Slots in files in /dev/shm, mapped by both sides. Files that a dead process left are removed by the next process that comes."""
+    """Slots in files in /dev/shm, mapped by both sides.
+
+    Files that a dead process left are removed by the next process that comes.
+    """
 
     def __init__(self) -> None:
         self._prefix = f"megatron_rl-{os.getuid()}-"
@@ -68,8 +72,8 @@ class SharedMemory:
         except OSError as error:
             self.free([path.name])
             raise TransportError(
-                f"no {size / 2**20:.0f} MiB of shared memory are free in {SHARED_MEMORY}: lower refit.bucket_mib, or choose "
-                "another refit.transport"
+                f"no {size / 2**20:.0f} MiB of shared memory are free in {SHARED_MEMORY}: lower refit.bucket_mib, or "
+                "choose another refit.transport"
             ) from error
         return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 

@@ -1,4 +1,5 @@
-"""Carries messages over TCP between hosts without fast links, straight between the weights where slices are long enough.
+"""Carries messages over TCP between hosts without fast links, straight between the weights where slices are long
+enough.
 
 gloo sends one block of memory at a time, so that what a message joins has to be copied together first. A socket takes a
 list of blocks.
@@ -41,8 +42,8 @@ START_BYTES = 1 << 20  # the sending thread begins as soon as so many bytes are 
 class Tcp:
     """A transport with one connection per pair and direction. Implements base.Transport.
 
-    A connection opens with its first message and is worked by a thread of its own. A receiver listens on the interface that
-    leads to the board, and puts its address and a challenge on the board. Peers are numbers.
+    A connection opens with its first message and is worked by a thread of its own. A receiver listens on the interface
+    that leads to the board, and puts its address and a challenge on the board. Peers are numbers.
     """
 
     takes_pieces = streams = True
@@ -169,7 +170,10 @@ def hello(board: Board, challenge: str, rank: int) -> bytes:
 
 
 class _Lane:
-    """A queue of messages in one direction between two peers, with its thread. After a failure it takes no more of them."""
+    """A queue of messages in one direction between two peers, with its thread.
+
+    After a failure it takes no more of them.
+    """
 
     def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
         self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()

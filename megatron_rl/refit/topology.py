@@ -42,8 +42,11 @@ class Topology:
         """Returns the topology that `to_json` wrote."""
         trainer = value["trainer"] | {"stages": tuple(value["trainer"]["stages"])}
         return cls(
-            sizes=Sizes(**value["sizes"]), trainer=TrainerLayout(**trainer), engines=EngineLayout(**value["engines"]), dtype=value["dtype"]
-        )  # fmt: skip
+            sizes=Sizes(**value["sizes"]),
+            trainer=TrainerLayout(**trainer),
+            engines=EngineLayout(**value["engines"]),
+            dtype=value["dtype"],
+        )
 
     def plan(self, seating: Seating, bucket_mib: float) -> RefitPlan:
         """Returns the plan for the engine ranks that are in `seating`, in messages of up to `bucket_mib` MiB."""
@@ -64,5 +67,5 @@ class Topology:
         missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
         if missing or more:
             raise ValueError(
-                f"rank {rank} of {self.trainer}: parameters {missing[:3]} are missing, and {more[:3]} are not of this layout"
+                f"rank {rank} of {self.trainer} lacks {missing[:3]} and has {more[:3]} that this layout does not give it"
             )

@@ -52,8 +52,8 @@ class _RefitReport:
 class TrainerSide:
     """Brings engines to the trainer's weights. Every trainer rank makes one and calls it; both are collective.
 
-    `endpoint`: an engine inside this process (engine rank = trainer rank). Without one, engines are processes of their own,
-    which join the board at `address`.
+    `endpoint`: an engine inside this process (engine rank = trainer rank). Without one, engines are processes of their
+    own, which join the board at `address`.
     """
 
     def __init__(
@@ -68,9 +68,10 @@ class TrainerSide:
     ) -> None:
         """Opens the board on the first rank, and joins it on the others.
 
-        `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of all trainer
-        ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the default is enough where
-        all run on one host. Raises ValueError when the ranks or the parameters are not those of the topology.
+        `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of
+        all trainer ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the
+        default is enough where all run on one host. Raises ValueError when the ranks or the parameters are not those of
+        the topology.
         """
         self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
         self._rank = dist.get_rank(group)
@@ -96,9 +97,9 @@ class TrainerSide:
     def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
         """Moves the weights. Returns figures (refit/seconds, refit/gigabytes, ...), the same on every rank.
 
-        `replicas`: the engines to refit, which must all have joined. None: those that have joined, at least one. Replicas that
-        fail are left out and named in the first rank's log. Raises, on every rank, RefitError when no engine came to the new
-        version, and Mismatch when an engine holds other values than were sent.
+        `replicas`: the engines to refit, which must all have joined. None: those that have joined, at least one.
+        Replicas that fail are left out and named in the first rank's log. Raises, on every rank, RefitError when no
+        engine came to the new version, and Mismatch when an engine holds other values than were sent.
         """
         start = time.perf_counter()
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
@@ -236,7 +237,8 @@ class TrainerSide:
     ) -> _RefitReport:
         """Decides which replicas hold the new version.
 
-        Called on the first rank. With engines inside the trainer's ranks every rank calls it and comes to the same result.
+        Called on the first rank. With engines inside the trainer's ranks every rank calls it and comes to the same
+        result.
         """
         wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)

@@ -35,7 +35,10 @@ class Seat(NamedTuple):
 
     @property
     def place(self) -> tuple[str, str]:
-        """Returns the memory that the rank shares: its GPU, or without one its process. Ranks of one place copy without a link."""
+        """Returns the memory that the rank shares: its GPU, or without one its process.
+
+        Ranks of one place copy without a link.
+        """
         return self.host, self.device if self.device != "cpu" else self.process
 
 
@@ -47,7 +50,10 @@ class Seating:
     engines: dict[int, Seat]
 
     def placements(self, engine_world: int) -> tuple[RankPlacement, RankPlacement]:
-        """Returns (trainer ranks, engine ranks) for the planner. An engine rank that does not take part is on node and device -1."""
+        """Returns (trainer ranks, engine ranks) for the planner.
+
+        An engine rank that does not take part is on node and device -1.
+        """
         seats = [*self.trainer, *self.engines.values()]
         hosts = {host: i for i, host in enumerate(dict.fromkeys(s.host for s in seats))}
         devices = {place: i for i, place in enumerate(dict.fromkeys(s.place for s in seats))}

@@ -71,7 +71,7 @@ def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
 
 def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
     make_model(tmp_path, "qwen2")
-    tensors = hf.Tensors(tmp_path)
+    tensors = hf.DirectoryTensors(tmp_path)
     for name, wanted in load_file(tmp_path / "model.safetensors").items():
         rows, columns = wanted.shape[0], wanted.shape[1] if wanted.dim() > 1 else 1
         rect = Rect(name, rows // 3, columns // 3, rows - rows // 3, columns - columns // 3, 0, 0)

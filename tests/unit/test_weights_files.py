@@ -173,7 +173,7 @@ def test_weights_of_a_tied_model_may_hold_the_embedding_twice(tmp_path):
 
 
 def test_weights_are_read_as_views_of_the_file(tmp_path):
-    tensors = hf.Tensors(make_model(tmp_path, "qwen2"))
+    tensors = hf.DirectoryTensors(make_model(tmp_path, "qwen2"))
     whole = tensors.whole(UP)
     part = tensors.read(Rect(UP, 5, 7, 11, 13, 0, 0))
     assert part.data_ptr() == whole.data_ptr() + (5 * whole.shape[1] + 7) * whole.itemsize
