@@ -41,7 +41,7 @@ from megatron_rl.refit.wiring import Seat, Seating
 from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
-from megatron_rl.weights.reshard import Plan
+from megatron_rl.weights.reshard import RefitPlan
 from megatron_rl.weights.sizes import Sizes
 
 RANKS = 4
@@ -251,15 +251,15 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
     yield waiting
 
 
-def raw(topology: Topology, args: argparse.Namespace) -> tuple[Plan, Callable[[], None]]:
+def raw(topology: Topology, args: argparse.Namespace) -> tuple[RefitPlan, Callable[[], None]]:
     """The plan, and what sends messages of its sizes between its pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
     dist.all_gather_object(seats, Seat.new(torch.device("cpu")))
     plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
-    rank, turns = dist.get_rank(), 1 + max(b.turn for b in plan.buckets)
+    rank, turns = dist.get_rank(), 1 + max(b.round_number for b in plan.buckets)
     out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
-    sends = {b.turn: b for b in plan.buckets if b.source == rank}
-    receives = {b.turn: b for b in plan.buckets if b.destination == rank}
+    sends = {b.round_number: b for b in plan.buckets if b.source == rank}
+    receives = {b.round_number: b for b in plan.buckets if b.destination == rank}
 
     def run() -> None:
         pending: list[Any] = []

@@ -27,7 +27,7 @@ from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.models import KNOWN
 from megatron_rl.weights.rectangles import hf_shapes
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 from megatron_rl.weights.sizes import Sizes
 
 NVLINK = 300e9  # bytes a second, per GPU and direction
@@ -109,7 +109,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "most_sent_by_a_rank_gb": max(out.values(), default=0) / 1e9,
         "most_received_by_a_rank_gb": max(into.values(), default=0) / 1e9,
         "messages": len(plan.buckets),
-        "rounds": 1 + max((b.turn for b in plan.buckets), default=-1),
+        "rounds": 1 + max((b.round_number for b in plan.buckets), default=-1),
         "floor_s": direct,
         "gather_everything_gb": model * engine.world / 1e9,
         "gather_everything_floor_s": gathered,
@@ -129,9 +129,9 @@ def most(*counts: Counter[int]) -> int:
     return max((size for count in counts for size in count.values()), default=0)
 
 
-def places(world: int, first: int, per_node: int) -> Places:
+def places(world: int, first: int, per_node: int) -> RankPlacement:
     devices = list(range(first, first + world))
-    return Places([d // per_node for d in devices], devices)
+    return RankPlacement([d // per_node for d in devices], devices)
 
 
 def read_model(name: str) -> Sizes:

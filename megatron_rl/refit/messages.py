@@ -101,7 +101,9 @@ def rounds(
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
-    """Returns the number of buckets in the first rounds with more than `elements` elements together, or in all rounds."""
+    """Returns the number of buckets in the first rounds with more than `elements` elements together, or in all
+    rounds.
+    """
     total = 0
     for number, bucket in enumerate(plan.buckets):
         if total > elements and bucket.round_number != plan.buckets[number - 1].round_number:

@@ -130,7 +130,9 @@ class PointToPoint:
         return late or (failures[0] if failures else None)
 
     def abort(self, works: Sequence[Any]) -> None:
-        """Ends all connections, by a wait that times out. After that nothing is written to the memory of these works."""
+        """Ends all connections, by a wait that times out. After that nothing is written to the memory of these
+        works.
+        """
         for work in works:
             with contextlib.suppress(RuntimeError):
                 if not isinstance(work, RuntimeError):

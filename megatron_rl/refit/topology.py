@@ -66,6 +66,4 @@ class Topology:
         }
         missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
         if missing or more:
-            raise ValueError(
-                f"rank {rank} of {self.trainer} lacks {missing[:3]} and has {more[:3]} that this layout does not give it"
-            )
+            raise ValueError(f"rank {rank} of {self.trainer} lacks {missing[:3]}, and has {more[:3]} beyond its layout")

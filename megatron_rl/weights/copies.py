@@ -10,7 +10,9 @@ from torch import Tensor
 from megatron_rl.weights.rectangles import Rect, padding
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
-Read = Callable[[Rect], Tensor]  # returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor
+Read = Callable[
+    [Rect], Tensor
+]  # returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
@@ -59,7 +61,9 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
 def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Returns views of a transformers model's tensors in memory, under the names that its files have.
 
-    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every family. Files hold one tensor per expert. Tensors that already have their file's name, as in transformers 4, pass through.
+    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every
+    family. Files hold one tensor per expert. Tensors that already have their file's name, as in transformers 4, pass
+    through.
     """
     family, out = FAMILIES[sizes.family], {}
     for name, tensor in tensors.items():
@@ -82,7 +86,10 @@ def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
 
 
 def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
-    """Yields the tensor as runs of rows of about `elements` elements. A computation on them needs no memory of a second tensor."""
+    """Yields the tensor as runs of rows of about `elements` elements.
+
+    A computation on them needs no memory of a second tensor.
+    """
     step = max(1, elements // max(1, tensor[0].numel())) if len(tensor) else 1
     for row in range(0, len(tensor), step):
         yield tensor[row : row + step]

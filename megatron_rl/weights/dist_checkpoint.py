@@ -1,6 +1,8 @@
 """Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors.
 
-One parameter is read at a time. Neither Megatron nor ranks are needed: a checkpoint holds whole tensors in pieces, whatever layout wrote it, and each piece is read straight to its place. Layers of one kind are stacked in one tensor [layers, ...], experts in one [layers, experts, ...].
+One parameter is read at a time. Neither Megatron nor ranks are needed: a checkpoint holds whole tensors in pieces,
+whatever layout wrote it, and each piece is read straight to its place. Layers of one kind are stacked in one tensor
+[layers, ...], experts in one [layers, experts, ...].
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ class DistCheckpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns {name: (shape, dtype)} of every stored tensor, optimizer included, under Megatron's names with layers stacked."""
+        """Returns {name:
+
+        (shape, dtype)} of every stored tensor, optimizer included, under Megatron's names with layers stacked.
+        """
         found = self._metadata.state_dict_metadata.items()
         return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
 
@@ -108,7 +113,10 @@ class DistCheckpoint:
         return out
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
-        """Yields (key, bytes) of everything stored that is not a tensor. The bytes are pickled, as they are in the file."""
+        """Yields (key, bytes) of everything stored that is not a tensor.
+
+        The bytes are pickled, as they are in the file.
+        """
         for index, place in self._metadata.storage_data.items():
             if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with (self.directory / place.relative_path).open("rb") as file:

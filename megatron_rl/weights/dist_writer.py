@@ -1,4 +1,6 @@
-"""Writes Megatron distributed checkpoints (torch_dist format), like megatron-core's own save but piece by piece and without ranks."""
+"""Writes Megatron distributed checkpoints (torch_dist format), like megatron-core's own save but piece by piece and
+without ranks.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,10 @@ class DistWriter:
         self._objects[key] = BytesStorageMetadata()
 
     def finish(self, common: Any) -> None:
-        """Closes the files and writes common.pt, .metadata and metadata.json. `common`: settings of the optimizer and the like."""
+        """Closes the files and writes common.pt, .metadata and metadata.json.
+
+        `common`: settings of the optimizer and the like.
+        """
         for file in self._files.values():
             file.close()
         torch.save(common, self._folder / "common.pt")

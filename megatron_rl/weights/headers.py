@@ -10,7 +10,7 @@ from megatron_rl.config.schema import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LFS = b"version https://git-lfs.github.com/"  # the start of a pointer, which stands for a file that git-lfs has not fetched
+LFS = b"version https://git-lfs.github.com/"  # begins a pointer, which stands for a file that git-lfs has not fetched
 
 
 class Stored(NamedTuple):
@@ -24,7 +24,8 @@ class Stored(NamedTuple):
 def read_directory(directory: Path) -> dict[str, Stored]:
     """Returns every tensor of a model directory, by name.
 
-    Raises FileNotFoundError when there are no weights at all. Raises ConfigError for a file that is missing, cut short or damaged, and for an index that names a tensor which its file does not hold.
+    Raises FileNotFoundError when there are no weights at all. Raises ConfigError for a file that is missing, cut short
+    or damaged, and for an index that names a tensor which its file does not hold.
     """
     index, single = directory / INDEX, directory / SINGLE
     if not index.exists():
@@ -49,7 +50,7 @@ def read_directory(directory: Path) -> dict[str, Stored]:
             files[file] = read_file(directory / file)
         if name not in files[file]:
             raise ConfigError(
-                f"{directory / file} holds no tensor {name}, which {INDEX} lists there: the files are of different models"
+                f"{directory / file} holds no tensor {name}, which {INDEX} lists there: they are of different models"
             )
     return {name: files[file][name] for name, file in places.items()}
 

@@ -1,4 +1,6 @@
-"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors. Writes tensors too."""
+"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors. Writes tensors
+too.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Architecture(Sizes):
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], with the scaling that the config asks for."""
+        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], with the scaling that the config
+        asks for.
+        """
         rotary = LlamaRotaryEmbedding(self.config)
         angles = positions.float()[:, None] * rotary.inv_freq.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
@@ -87,14 +91,20 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Returns {tensor name: safetensors file}. Raises as `headers.read_directory` does for files that are missing or damaged."""
+    """Returns {tensor name: safetensors file}.
+
+    Raises as `headers.read_directory` does for files that are missing or damaged.
+    """
     return {name: stored.file for name, stored in headers.read_directory(local_directory(directory)).items()}
 
 
 def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
-    """Raises ConfigError, with file and tensor, unless the directory holds exactly the model that its config.json describes.
+    """Raises ConfigError, with file and tensor, unless the directory holds exactly the model that its config.json
+    describes.
 
-    Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer too: that is compared with the embedding.
+    Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
+    (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
+    too: that is compared with the embedding.
     """
     directory = local_directory(directory)
     found, wanted = headers.read_directory(directory), hf_shapes(sizes)
@@ -109,9 +119,14 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
                 f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
             )
     _check_dtypes({name: found[name] for name in wanted}, cast)
-    if sizes.tied and HEAD in found and not _same_rows(DirectoryTensors(directory), wanted[EMBEDDING], found[HEAD].shape):
+    if (
+        sizes.tied
+        and HEAD in found
+        and not _same_rows(DirectoryTensors(directory), wanted[EMBEDDING], found[HEAD].shape)
+    ):
         raise ConfigError(
-            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false"
+            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: "
+            "set it to false"
         )
 
 
@@ -174,7 +189,10 @@ class DirectoryTensors:
         return self._views[name]
 
     def read(self, rect: Rect) -> Tensor:
-        """Returns a rectangle of a tensor: [rows, columns], or [rows] of a 1-D tensor. Raises ConfigError when it is not there."""
+        """Returns a rectangle of a tensor: [rows, columns], or [rows] of a 1-D tensor.
+
+        Raises ConfigError when it is not there.
+        """
         tensor = self.whole(rect.tensor)
         shape = tensor.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):

@@ -1,4 +1,6 @@
-"""Writes the safetensors files of a model directory, each tensor straight to its place. No file is ever held in memory."""
+"""Writes the safetensors files of a model directory, each tensor straight to its place. No file is ever held in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class HfWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one of the planned tensors, once.
 
-        Raises ValueError when its shape or dtype is not the planned one, KeyError when it was not planned or was written before.
+        Raises ValueError when its shape or dtype is not the planned one, KeyError when it was not planned or was
+        written before.
         """
         file, start, planned = self._places.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):

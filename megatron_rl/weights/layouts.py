@@ -23,7 +23,8 @@ class Holding(NamedTuple):
 class TrainerLayout:
     """The layout of a trainer in Megatron's order of ranks: tensor fastest, then data, then pipeline.
 
-    Experts divide the ranks of a stage in an order of their own: expert-tensor fastest, then expert-parallel, then copies.
+    Experts divide the ranks of a stage in an order of their own: expert-tensor fastest, then expert-parallel, then
+    copies.
     """
 
     tp: int = 1
@@ -50,7 +51,10 @@ class TrainerLayout:
         return self.tp * self.pp * self.dp
 
     def layers(self, sizes: Sizes) -> list[list[int]]:
-        """Returns the global layer numbers of each stage. Raises ConfigError when `stages` do not add up to the model's layers."""
+        """Returns the global layer numbers of each stage.
+
+        Raises ConfigError when `stages` do not add up to the model's layers.
+        """
         runs = self.pp * self.vpp
         even, left = divmod(sizes.num_layers, runs)
         counts = self.stages or tuple(even + (i < left) for i in range(runs))
@@ -65,7 +69,8 @@ class TrainerLayout:
 class EngineLayout:
     """The layout of `replicas` engines of `tp` ranks each, numbered engine by engine.
 
-    `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1). `expert_parallel`: a rank holds whole experts.
+    `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1).
+    `expert_parallel`: a rank holds whole experts.
     """
 
     tp: int = 1
@@ -80,7 +85,9 @@ class EngineLayout:
 
 
 def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
-    """Raises ConfigError when `tp` ranks cannot share heads or feed-forward, or `expert_tp` ranks cannot share an expert."""
+    """Raises ConfigError when `tp` ranks cannot share heads or feed-forward, or `expert_tp` ranks cannot share an
+    expert.
+    """
     family = FAMILIES[sizes.family]
     parts = [("num_attention_heads", sizes.heads, tp)]
     if sizes.experts:  # every layer has experts: the dense width in config.json belongs to no layer
@@ -98,14 +105,17 @@ def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
-    """Yields what the ranks of a trainer hold. Dense parameters and experts come apart: their copies lie on different ranks.
+    """Yields what the ranks of a trainer hold.
+
+    Dense parameters and experts come apart: their copies lie on different ranks.
 
     Raises ConfigError for a layout that does not divide the model.
     """
     check(sizes, tp=layout.tp, expert_tp=layout.etp, what="trainer")
     if not sizes.experts and layout.ep * layout.etp > 1:
         raise ConfigError(
-            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out"
+            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: "
+            "leave them out"
         )
     if sizes.experts % layout.ep:
         raise ConfigError(f"trainer: {sizes.experts} experts do not divide by ep {layout.ep}")

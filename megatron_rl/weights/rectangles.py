@@ -1,6 +1,8 @@
 """Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
 
-A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the rectangles of two layouts. 1-D tensors count as [n, 1]. Everything here is arithmetic on names and numbers.
+A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where
+in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the
+rectangles of two layouts. 1-D tensors count as [n, 1]. Everything here is arithmetic on names and numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Rect(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The part of every parameter that a rank holds: part `rank` of `tp`, and of experts part `expert_rank` of `expert_tp`."""
+    """The part of every parameter that a rank holds: part `rank` of `tp`, and of experts part `expert_rank` of
+    `expert_tp`.
+    """
 
     tp: int = 1
     rank: int = 0
@@ -61,7 +65,9 @@ _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.weight|local_expe
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Returns the rows of the embedding, rounded up so that each of `tp` ranks holds the same multiple of `multiple`."""
+    """Returns the rows of the embedding, rounded up so that each of `tp` ranks holds the same multiple of
+    `multiple`.
+    """
     step = multiple * tp
     return -(-vocab // step) * step
 
@@ -102,19 +108,26 @@ def _mlp_shapes(prefix: str, parts: Sequence[str], ffn: int, hidden: int) -> dic
 
 
 def is_sharded(name: str) -> bool:
-    """Says whether tensor-parallel ranks hold different parts of this Megatron parameter. Otherwise each holds the whole."""
+    """Says whether tensor-parallel ranks hold different parts of this Megatron parameter.
+
+    Otherwise each holds the whole.
+    """
     return not (
         "layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight"))
     )
 
 
 def is_expert(name: str) -> bool:
-    """Says whether this Megatron parameter belongs to one expert of a router, so that expert-parallel ranks hold different ones."""
+    """Says whether this Megatron parameter belongs to one expert of a router, so that expert-parallel ranks hold
+    different ones.
+    """
     return ".mlp.experts." in name
 
 
 def expert_number(name: str) -> int:
-    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError for one of no expert."""
+    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError for one of no
+    expert.
+    """
     found = _EXPERT_NUMBER.search(name)
     if found is None:
         raise KeyError(f"the Megatron parameter {name!r} names no expert")
@@ -122,14 +135,17 @@ def expert_number(name: str) -> int:
 
 
 def renumber_expert(name: str, *, by: int) -> str:
-    """Returns the name of an expert's parameter with `by` added to its expert number, which makes a rank's own number global."""
+    """Returns the name of an expert's parameter with `by` added to its expert number, which makes a rank's own
+    number global.
+    """
     return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
     """Returns (shape on this rank, rectangles) of a Megatron parameter, named with global layer and expert numbers.
 
-    Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face tensor.
+    Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face
+    tensor.
     """
     h, tp, rank = sizes.hidden, shard.tp, shard.rank
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -190,7 +206,8 @@ def _fc(part: str, names: Sequence[str], ffn: int, hidden: int, tp: int, rank: i
 def _qkv(sizes: Sizes, prefix: str, kind: str, shard: Shard) -> tuple[Shape, list[Rect]]:
     """Returns (shape, rectangles) of the fused query, key and value.
 
-    For each key/value head there stand its query heads, its key and its value, end to end. A rank holds one run of these rows, which may cut through such a group when there are fewer key/value heads than ranks.
+    For each key/value head there stand its query heads, its key and its value, end to end. A rank holds one run of
+    these rows, which may cut through such a group when there are fewer key/value heads than ranks.
     """
     d, per_group = sizes.head_dim, sizes.heads // sizes.kv_heads * sizes.head_dim
     rows, columns = (sizes.heads + 2 * sizes.kv_heads) * d // shard.tp, sizes.hidden if kind == "weight" else 1
@@ -231,7 +248,8 @@ def megatron_names(
 ) -> list[str]:
     """Returns the names of the parameters that a rank holds with these global `layers` and `experts`.
 
-    `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
+    `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as
+    output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
     """
     family, names = FAMILIES[sizes.family], []
     if first:
@@ -264,9 +282,12 @@ def megatron_names(
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
     """Returns {name: (shape, rectangles)} of rank `rank` of a vLLM or SGLang engine.
 
-    q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here. With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
+    q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and
+    so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here.
+    With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
 
-    The vocabulary is padded to 64; and to 64 per rank where the ranks do not divide that (SGLang's rule; vLLM does not start then).
+    The vocabulary is padded to 64; and to 64 per rank where the ranks do not divide that (SGLang's rule; vLLM does not
+    start then).
     """
     family, h, d = FAMILIES[sizes.family], sizes.hidden, sizes.head_dim
     even = padded_vocab(sizes.vocab, 1, 64)
@@ -340,12 +361,15 @@ def _engine_experts(
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
-    """Raises ConfigError for tensors of a model directory that have no place in the model: without them it is another model."""
+    """Raises ConfigError for tensors of a model directory that have no place in the model: without them it is
+    another model.
+    """
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
     left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if left:
         raise ConfigError(
-            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: is it another one?"
+            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "
+            "is it another model?"
         )
 
 
@@ -360,7 +384,7 @@ def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
     shapes = hf_shapes(sizes)
     unknown, missing = sorted(by_tensor.keys() - shapes.keys()), sorted(shapes.keys() - by_tensor.keys())
     if unknown or missing:
-        raise ValueError(f"the model does not have the tensors {unknown[:5]}; nobody holds the tensors {missing[:5]}")
+        raise ValueError(f"the model has no tensors {unknown[:5]}; nobody holds the tensors {missing[:5]}")
     for tensor, boxes in by_tensor.items():
         rows, columns = shapes[tensor]
         if any(r < 0 or c < 0 or r + n > rows or c + m > columns for r, c, n, m in boxes):

@@ -1,4 +1,6 @@
-"""Reads the numbers that decide the shapes of a model's tensors from a config.json, and lists the supported families."""
+"""Reads the numbers that decide the shapes of a model's tensors from a config.json, and lists the supported
+families.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Family:
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # the matrices of an expert
     expert_ffn: str = "moe_intermediate_size"  # the key of config.json with an expert's width
     shared: str | None = None  # the module of an expert that sees every token
-    renormalised: bool = False  # whether the chosen experts' probabilities always sum to 1; otherwise norm_topk_prob says so
+    renormalised: bool = (
+        False  # whether the chosen experts' probabilities always sum to 1; otherwise norm_topk_prob says so
+    )
     always_slides: bool = False  # whether sliding_window takes effect without use_sliding_window
 
 
@@ -67,7 +71,9 @@ class Sizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "config.json") -> Self:
-        """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or not supported."""
+        """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or not
+        supported.
+        """
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")

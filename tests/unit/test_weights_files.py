@@ -190,5 +190,5 @@ def test_weights_are_written_in_any_order_and_only_as_planned(tmp_path):
     found = dict(hf.read_tensors(tmp_path))
     assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
     assert len({stored.file for stored in headers.read_directory(tmp_path).values()}) == 2
-    with pytest.raises(ValueError, match="was announced"):
+    with pytest.raises(ValueError, match="was planned"):
         HfWriter(tmp_path, [Planned("a", (3, 5), torch.float32)]).write("a", torch.zeros(5, 3))

@@ -14,22 +14,22 @@ from numbered import numbered
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights import copies, layouts, models, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
-def apart(trainer: int, engine: int, per_node: int = 8) -> tuple[Places, Places]:
+def apart(trainer: int, engine: int, per_node: int = 8) -> tuple[RankPlacement, RankPlacement]:
     """Trainer and engines on nodes of their own."""
     nodes = -(-trainer // per_node)
     return (
-        Places([r // per_node for r in range(trainer)], list(range(trainer))),
-        Places([nodes + r // per_node for r in range(engine)], [nodes * per_node + r for r in range(engine)]),
+        RankPlacement([r // per_node for r in range(trainer)], list(range(trainer))),
+        RankPlacement([nodes + r // per_node for r in range(engine)], [nodes * per_node + r for r in range(engine)]),
     )
 
 
-def together(trainer: int, engine: int, per_node: int = 8) -> tuple[Places, Places]:
+def together(trainer: int, engine: int, per_node: int = 8) -> tuple[RankPlacement, RankPlacement]:
     """Engine rank r on the device of trainer rank r."""
-    return tuple(Places([r // per_node for r in range(n)], list(range(n))) for n in (trainer, engine))
+    return tuple(RankPlacement([r // per_node for r in range(n)], list(range(n))) for n in (trainer, engine))
 
 
 def make_plan(sizes: Sizes, trainer: TrainerLayout, engine: EngineLayout, places=apart, **settings):
@@ -117,8 +117,8 @@ def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, buck
         i for i in range(len(s)) if places is apart or s.source[i] != s.destination[i]
     )
     assert sorted(i for b in plan.buckets + plan.local for i in range(b.first, b.last)) == [*range(len(s))]
-    for turn in {b.turn for b in plan.buckets}:
-        now = [b for b in plan.buckets if b.turn == turn]
+    for turn in {b.round_number for b in plan.buckets}:
+        now = [b for b in plan.buckets if b.round_number == turn]
         assert len({b.source for b in now}) == len({b.destination for b in now}) == len(now)
     assert all(b.elements <= bucket or b.last == b.first + 1 and s.rows[b.first] == 1 for b in plan.buckets)
 
@@ -152,7 +152,7 @@ def test_weights_plan_spreads_the_load_over_replicas_and_stays_on_the_node():
     for bucket in plan.buckets:
         out[bucket.source] += bucket.elements
     assert len(out) == 8 and max(out.values()) < 1.1 * min(out.values())
-    trainer, engine = Places([0, 0, 1, 1], [0, 1, 2, 3]), Places([1, 1], [8, 9])
+    trainer, engine = RankPlacement([0, 0, 1, 1], [0, 1, 2, 3]), RankPlacement([1, 1], [8, 9])
     near = reshard.plan(
         layouts.trainer(sizes, TrainerLayout(tp=2, dp=2)),
         layouts.engines(sizes, EngineLayout(tp=2)),
