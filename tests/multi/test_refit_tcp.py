@@ -64,7 +64,10 @@ def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_with
 
 
 def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
-    """Of more blocks than a call takes, empty ones too; what the sender gives in three pieces the receiver takes in two."""
+    """Messages have more blocks than one call takes, and empty ones.
+
+    The receiver takes three of the sender's pieces as two.
+    """
     a, b, _ = ends
     long = numbers(3_000_001, 7)
     target = torch.zeros(2_000_000, dtype=torch.uint8)
@@ -96,7 +99,10 @@ def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
 
 
 def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
-    """Of those that say nothing, too little, something else, or what another peer said; the peer's get through beside them."""
+    """Strangers say nothing, too little, something else, or what another peer said.
+
+    The peer's messages still get through.
+    """
     a, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     another = HELLO.pack(HELLO.unpack(hello(board, challenge, 3))[0], 0)
@@ -136,7 +142,7 @@ def test_refit_messages_over_tcp_fail_at_once_when_the_other_side_goes(ends):
 
 
 def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
-    """More than lies in the kernel's buffers; after the wait nothing more of its memory is sent."""
+    """The message is larger than the kernel's buffers. After the wait nothing more of its memory is sent."""
     a, b, _ = ends
     sending = a.send(1, "a bucket", torch.zeros(64 << 20, dtype=torch.uint8), size_known=True)
     with pytest.raises(TransportError, match="a bucket to 1: no answer within 0.2 s"):
@@ -146,7 +152,7 @@ def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
 
 
 def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
-    """Nor what comes half before that."""
+    """Half of the message comes before the wait is over, and that does not change either."""
     a, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     target = torch.zeros(2000, dtype=torch.uint8)
@@ -169,7 +175,7 @@ def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
 
 
 def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
-    """Also a connection that nobody received from; its sender hears of the end."""
+    """One connection is one that nobody received from; its sender notices the end."""
     _, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     with socket.create_connection((host, port)) as sender:
@@ -230,13 +236,16 @@ hosted, address = Board.host("127.0.0.1")
 ends = {}
 def open_(rank):
     board = Board.join(address)  # one each: a client that waits lets no other thread through
-    ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig()) if sys.argv[1] == "gloo" else Tcp(board, rank, RefitConfig())
+    if sys.argv[1] == "gloo":
+        ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig())
+    else:
+        ends[rank] = Tcp(board, rank, RefitConfig())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
 [thread.join() for thread in opening]
 waits = [ends[1].receive(0, "a bucket", 8, torch.device("cpu"))]
-if sys.argv[1] == "tcp":
-    waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))  # who never came: its lane asks the board
+if sys.argv[1] == "tcp":  # peer 5 never came, so that its lane asks the board
+    waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
 for wait in waits:
     try:
         wait.wait(Deadline.start(0.2, 0.2))
@@ -249,7 +258,7 @@ for end in ends.values():
 
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_refit_messages_that_are_late_do_not_abort_the_process_at_its_end(kind):
-    """torch does when Python exits under a thread that is inside its calls."""
+    """torch aborts the process when Python exits under a thread that is inside its calls."""
     done = subprocess.run(
         [sys.executable, "-c", LATE, kind], env=environment(), capture_output=True, text=True, timeout=60
     )

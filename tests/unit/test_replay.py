@@ -1,4 +1,7 @@
-"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch. (Its gradients: test_layouts.)"""
+"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch.
+
+test_layouts tests its gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,15 @@ def trajectory(length, experts=True):
         torch.int16
     )
     return Trajectory(
-        group="a", tokens=[*range(length)], trainable=[i > 0 for i in range(length)], logprobs=[0.0] * length, version=0, stop=Stop.EOS,
-        advantages=[0.0] * length, experts=chosen if experts else None,
-    )  # fmt: skip
+        group="a",
+        tokens=[*range(length)],
+        trainable=[i > 0 for i in range(length)],
+        logprobs=[0.0] * length,
+        version=0,
+        stop=Stop.EOS,
+        advantages=[0.0] * length,
+        experts=chosen if experts else None,
+    )
 
 
 def test_choices_survive_a_record():
@@ -43,7 +52,7 @@ def test_a_batch_has_a_row_for_each_token_and_says_where_nothing_is_known():
 
 
 def test_the_routers_of_tensor_ranks_see_their_share_position_by_position():
-    """Places of two rows of four; core flattens [4, 2, h] and sequence parallelism cuts the 4."""
+    """There are two rows of four positions. Core flattens [4, 2, h], and sequence parallelism cuts the 4."""
     experts = torch.arange(6)[:, None, None].expand(6, LAYERS, CHOSEN)
     places = torch.tensor([[0, 1, 2, -1], [3, 4, 5, -1]])
     assert of_tokens(experts, places, parts=1, part=0)[:, 0, 0].tolist() == [0, 3, 1, 4, 2, 5, FREE, FREE]
@@ -67,7 +76,7 @@ def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
 
 
 def test_a_recomputed_layer_takes_each_micro_batchs_own_choices_again():
-    """1F1B: two forward passes under way before the first goes back; a scoring pass between leaves nothing behind."""
+    """Two forward passes begin before the first goes back (1F1B). A scoring pass between them leaves nothing behind."""
     router, scores = RouterReplay(0), torch.rand(1, 8)
 
     def shown(expert):
