@@ -1,12 +1,11 @@
-"""Times the import of model directories into Megatron shards, and the export, against plain safetensors of the same
-bytes.
+"""Times the import of model directories into Megatron shards, and the export, against plain safetensors.
 
-`tp1` is one rank's parameters. `tp4` is those of four ranks one after the other, each reading only its slices: together
-the same bytes. Plain import copies every tensor of the file into memory that exists already. `of_get_slice` compares
-with the same slices read by safetensors' own get_slice: nobody copies rows of a few kilobytes as fast as whole tensors.
-Plain export saves whole tensors; ours joins them from the shards first. Files are in the page cache, and each side
-counts with its fastest round. `extra_mib` is the most anonymous memory that an import takes beyond the parameters that
-it fills.
+Both sides move the same bytes in one run. `tp1` is one rank's parameters. `tp4` is those of four ranks one after the
+other, each reading only its slices: together the same bytes. Plain import copies every tensor of the file into memory
+that exists already. `of_get_slice` compares with the same slices read by safetensors' own get_slice: nobody copies rows
+of a few kilobytes as fast as whole tensors. Plain export saves whole tensors; ours joins them from the shards first.
+Files are in the page cache, and each side counts with its fastest round. `extra_mib` is the most anonymous memory that
+an import takes beyond the parameters that it fills.
 """
 
 from __future__ import annotations
@@ -112,9 +111,7 @@ def write_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> 
 
 
 def fastest_rounds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Returns the seconds of each run's fastest round. Runs alternate, after a first round that warms the page
-    cache.
-    """
+    """Returns the seconds of each run's fastest round. Runs alternate, after a round that warms the page cache."""
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds + 1):
         for run, times in zip(runs, seconds, strict=True):

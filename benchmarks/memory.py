@@ -1,5 +1,4 @@
-"""Measures the peak memory of log-probs and their gradient over a large vocabulary: in chunks, as the actor does, and
-plainly.
+"""Measures the peak memory of log-probs and their gradient over a large vocabulary: in chunks, and the plain way.
 
 The plain way is logits of all tokens, log_softmax, the labels' entries, backward. Both ways start from the same hidden
 states and output weights in float32, each in a process of its own. What counts is the most anonymous memory beyond what

@@ -1,5 +1,4 @@
-"""Times a refit of about 1 GB between four processes, each a trainer and an engine rank: along a plan, and by
-gathering.
+"""Times a refit of about 1 GB between four processes, each a trainer and an engine rank: planned, and by gathering.
 
     gather      every parameter is all-gathered over the ranks of its stage and broadcast from there, so that every
                 rank has the whole model and takes its part. Most frameworks do this
@@ -318,9 +317,7 @@ def best(run: Callable[[], Any], rounds: int) -> float:
 
 
 def measure_alternately(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds of every round of several runs, which alternate: other work on the machine then meets all
-    of them.
-    """
+    """Returns the seconds of every round of several runs. They alternate, so that all meet the machine's other work."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():

@@ -1,12 +1,11 @@
-"""Compares tokens per CPU-second of one update of our actor and of a plain transformers training step, same model and
-batch.
+"""Compares tokens per CPU-second of one update of our actor and of a plain transformers training step.
 
-There are two kinds of work. `equal`: all sequences have one length and every token but the first is trained, so that
-padding costs nobody anything; ours runs padded too. `varied`: lengths as rollouts have them (a prompt of 32, a
-log-normal response), with the loss on the response; ours runs packed, while transformers pads each micro-batch of the
-same number of sequences, in the order given. On `equal` both sides use the same number of sequences per micro-batch.
-Both use one thread, fp32, SDPA attention, clipping and AdamW. They alternate for several rounds in one process, and
-each side counts with its fastest round. Tokens counted are real ones, not padding.
+Both train the same model on the same batch, of two kinds. `equal`: all sequences have one length and every token but
+the first is trained, so that padding costs nobody anything; ours runs padded too. `varied`: lengths as rollouts have
+them (a prompt of 32, a log-normal response), with the loss on the response; ours runs packed, while transformers pads
+each micro-batch of the same number of sequences, in the order given. On `equal` both sides use the same number of
+sequences per micro-batch. Both use one thread, fp32, SDPA attention, clipping and AdamW. They alternate for several
+rounds in one process, and each side counts with its fastest round. Tokens counted are real ones, not padding.
 
 With --layouts the `varied` batch also runs on two ranks, packed and padded, for each axis of parallelism alone. CPU
 seconds are then those of both ranks together, waiting included, and are compared with one process and with
@@ -161,9 +160,7 @@ def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, f
 
 
 def measure(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Returns the CPU seconds (ours, theirs) of the fastest round of each: other work on the machine only ever adds
-    to them.
-    """
+    """Returns the CPU seconds (ours, theirs) of the fastest round of each: other work only ever adds to them."""
 
     def cpu(step: Callable[[], None]) -> float:
         start = time.process_time()

@@ -74,9 +74,7 @@ class Context:
         return rank, 2 * self.size - 1 - rank
 
     def own(self, lengths: Sequence[int]) -> Tensor:
-        """Returns the positions of this rank's tokens among those of padded sequences that lie end to end. [S] ->
-        [sum / size].
-        """
+        """Returns where this rank's tokens lie in padded sequences that are joined end to end. [S] -> [sum / size]."""
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         if self.size == 1:
             return torch.arange(ends[-1])
@@ -224,8 +222,9 @@ def _group_buckets(
 
 
 def _causal_mask(width: int, widest: int, chunk: int) -> Tensor:
-    """Returns [widest, widest * (chunk + 1)]: what the queries of a chunk of `width` tokens see in a grid of width
-    `widest`.
+    """Returns what the queries of a chunk of `width` tokens see, in a grid of width `widest`.
+
+    The mask is [widest, widest * (chunk + 1)].
     """
     return torch.arange(widest * (chunk + 1)) <= torch.arange(widest)[:, None] + chunk * width
 
@@ -318,8 +317,9 @@ class SwiGLU(MegatronModule):
 
 
 class SDPAttention(MegatronModule):
-    """Causal attention by torch's scaled_dot_product_attention, packed (thd) or padded (sbhd), with rotary
-    embedding.
+    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention.
+
+    Sequences are packed (thd) or padded (sbhd).
     """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any) -> None:

@@ -1,6 +1,4 @@
-"""Computes log-probabilities and entropies of chosen tokens from hidden states, over a vocabulary split across
-tensor ranks.
-"""
+"""Computes log-probabilities and entropies from hidden states, over a vocabulary split across tensor ranks."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
 
 
 def _local_labels(labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Returns (row numbers on this rank, whether the label lives here). The row is 0 where the label lives
-    elsewhere.
-    """
+    """Returns (row numbers on this rank, whether the label lives here). The row of any other label is 0."""
     local = labels - head.first_row
     mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine

@@ -279,9 +279,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
-    """Returns the settings of rotary embedding: core's for Transformer Engine attention, none for the torch spec,
-    which has its own.
-    """
+    """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
     if not uses_transformer_engine():
         return {"position_embedding_type": "none"}
     scaling = (
@@ -299,9 +297,7 @@ def _position_embedding(arch: Architecture) -> dict[str, Any]:
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
-    """Returns core's description of the layers: with Transformer Engine its own spec, otherwise the project's torch
-    spec.
-    """
+    """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
     if uses_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

@@ -12,9 +12,7 @@ from megatron_rl.megatron import optim
 
 
 def sleep(chunks: list[Any], optimizer: Any) -> None:
-    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. Calling it twice is
-    harmless.
-    """
+    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. A second call does nothing."""
     for buffer in _gradient_buffers(chunks):
         buffer.untyped_storage().resize_(0)
     _move_state(optimizer, torch.device("cpu"))

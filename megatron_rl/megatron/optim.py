@@ -109,8 +109,9 @@ def initialize_state(optimizer: Any) -> None:
 
 
 def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts a checkpoint's rates into the parameter groups before it is loaded: core 0.19 finds a group's counterpart
-    by them.
+    """Puts a checkpoint's rates into the parameter groups, before the checkpoint is loaded.
+
+    Core 0.19 finds a group's counterpart by its rates.
     """
     own = parts(optimizer)
     states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
@@ -139,9 +140,7 @@ def zero_grad(chunks: list[Any], optimizer: Any) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Returns the options under which optimizer state saved by one layout loads into another. Call with groups
-    active.
-    """
+    """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),

@@ -70,9 +70,7 @@ class Groups:
 
     @property
     def answers(self) -> bool:
-        """Says whether this rank returns log-probs for its share of the tokens: the first tensor rank of the last
-        stage does.
-        """
+        """Says whether this rank is the first tensor rank of the last stage, which returns log-probs for its tokens."""
         return self.is_last_stage and self.tp_rank == 0
 
     @property

@@ -30,8 +30,9 @@ _FACTORIES = (
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with Transformer Engine's state layout (moments in the state, `step` in the group), which ZeRO-1 checkpoints
-    need.
+    """Adam with Transformer Engine's state layout: moments in the state, `step` in the group.
+
+    ZeRO-1 checkpoints need it.
 
     torch's own AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic
     is torch's.
@@ -147,8 +148,9 @@ def install() -> None:
 
 
 def _silence_warnings() -> None:
-    """Silences core's warnings at import that Transformer Engine is absent: our own start-up line says which backend
-    is used.
+    """Silences core's warnings at import that Transformer Engine is absent.
+
+    The project's own start-up line says which backend is used.
     """
     if is_active():
         with contextlib.redirect_stderr(io.StringIO()):  # it says on every rank that a toolkit was found and no GPU
@@ -267,8 +269,9 @@ def _patch_megatron() -> None:
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns core's gather of rows [n_rank, ...] -> [sum of n, ...], for ranks with different n, which gloo cannot
-    gather.
+    """Returns a gather of rows [n_rank, ...] -> [sum of n, ...] for ranks with different n, in place of core's.
+
+    gloo only gathers equal numbers of rows.
     """
 
     def gather(
@@ -287,8 +290,9 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns core's sum over ranks of [sum of n, ...], of which each rank keeps its n_rank rows. gloo cuts only
-    equal parts.
+    """Returns a sum over ranks of [sum of n, ...], of which each rank keeps its n_rank rows, in place of core's.
+
+    gloo only cuts into equal parts.
     """
 
     def reduce_scatter(

@@ -127,11 +127,10 @@ class Tensors:
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:
-    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where it is not on a CPU or its rows are
-    no whole words.
+    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where that is not possible.
 
-    For short rows of two-byte numbers numpy copies words in half the time that torch takes. The tensor cannot be
-    resized any more.
+    The tensor must be on a CPU, and its rows must be whole words. For short rows of two-byte numbers numpy copies words
+    in half the time that torch takes. The tensor cannot be resized any more.
     """
     whole = all(
         n * tensor.element_size() % WORD_BYTES == 0

@@ -1,6 +1,4 @@
-"""Carries small messages between a trainer and its engines: a key-value board on the trainer's first rank, with
-deadlines.
-"""
+"""Carries small messages between a trainer and its engines, over a key-value board on the trainer's first rank."""
 
 from __future__ import annotations
 

@@ -45,11 +45,11 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
 
 
 def decode(message: Tensor, current: Tensor) -> Tensor:
-    """Returns the new values, from what `encode` wrote (uint8 [bytes]) and the receiver's present values (integers
-    [n]).
+    """Returns the new values, from an encoded message and the receiver's present values.
 
-    Bytes after the end of the message are not read. `current` is changed and returned, unless the message is full: then
-    the result is a view of the message. Raises ValueError for a message that does not fit.
+    `message` is uint8 [bytes]; bytes after its end are not read. `current` is integers [n]. It is changed and returned,
+    unless the message is full: then the result is a view of the message. Raises ValueError for a message that does not
+    fit.
     """
     size, width = current.numel(), current.element_size()
     kind, count = message[:HEADER].cpu().view(torch.int64).tolist()

@@ -1,6 +1,4 @@
-"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only a version that the trainer
-committed.
-"""
+"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only committed versions."""
 
 from __future__ import annotations
 
@@ -40,10 +38,10 @@ class Endpoint(Protocol):
 
 
 class EngineSide:
-    """One rank of an engine that runs in a process of its own, joined to a trainer's board under its rank (over all
-    replicas).
+    """One rank of an engine that runs in a process of its own.
 
-    After an error it joins again. The trainer then treats it as an engine that needs all weights.
+    It joins a trainer's board under its rank, counted over all replicas. After an error it joins again. The trainer
+    then treats it as an engine that needs all weights.
     """
 
     def __init__(self, board: Board, rank: int, endpoint: Endpoint, device: torch.device) -> None:

@@ -13,9 +13,8 @@ Verify = Literal["off", "sample", "full"]
 NamedPart = tuple[str, Part]  # a parameter's name and a part of it
 SAMPLE_EVERY = 16  # with verify = sample, one slice of so many carries a checksum
 CHECKSUM_BYTES = 8
-ALONE_BYTES = (
-    1 << 20
-)  # a run of slices of at least so many bytes may travel outside of the joined message, which saves a copy
+# A run of slices of at least so many bytes may travel outside of the joined message, which saves a copy.
+ALONE_BYTES = 1 << 20
 
 
 class Move(NamedTuple):
@@ -101,9 +100,7 @@ def rounds(
 
 
 def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
-    """Returns the number of buckets in the first rounds with more than `elements` elements together, or in all
-    rounds.
-    """
+    """Returns the number of buckets in the first rounds, as many rounds as make more than `elements` elements."""
     total = 0
     for number, bucket in enumerate(plan.buckets):
         if total > elements and bucket.round_number != plan.buckets[number - 1].round_number:

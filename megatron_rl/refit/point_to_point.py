@@ -48,9 +48,8 @@ class PointToPoint:
         self._long = timedelta(seconds=settings.timeout_s)
         self._waiter: _Waiter | None = None
         self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # threads left alone, with what they wait for
-        self._sent, self._came = (
-            [itertools.count() for _ in range(size)] for _ in range(2)
-        )  # message counters, by peer
+        # Message counters, by peer.
+        self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self.buffers.take(size, torch.device("cpu") if self._backend == "gloo" else device)
@@ -130,8 +129,9 @@ class PointToPoint:
         return late or (failures[0] if failures else None)
 
     def abort(self, works: Sequence[Any]) -> None:
-        """Ends all connections, by a wait that times out. After that nothing is written to the memory of these
-        works.
+        """Ends all connections, by a wait that times out.
+
+        After that nothing is written to the memory of these works.
         """
         for work in works:
             with contextlib.suppress(RuntimeError):

@@ -66,9 +66,8 @@ class SharedMemory:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
-            os.posix_fallocate(
-                descriptor, 0, size
-            )  # a lack of memory is found here, and not by a bus error at the first write
+            # A lack of memory is found here, and not by a bus error at the first write.
+            os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             self.free([path.name])
             raise TransportError(

@@ -1,8 +1,7 @@
-"""Carries messages over TCP between hosts without fast links, straight between the weights where slices are long
-enough.
+"""Carries messages over TCP between hosts without fast links. Long slices are not copied on the way.
 
 gloo sends one block of memory at a time, so that what a message joins has to be copied together first. A socket takes a
-list of blocks.
+list of blocks: long slices go out of the weights' own memory and into it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from megatron_rl.refit.base import RECHECK_S, Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
-HELLO = struct.Struct(
-    "<32sI"
-)  # a sender's first bytes: a signature of the receiver's challenge and its number; its number
+# A sender's first bytes: a signature of the receiver's challenge and the sender's number, and then that number.
+HELLO = struct.Struct("<32sI")
 LENGTH = struct.Struct("<Q")  # comes before each message: its bytes without its pieces
 JOIN_S = 1.0  # the longest wait for a thread that has no connection yet, and so touches no message
 PAUSE_S = 0.1  # the pause after a connection could not be accepted

@@ -32,9 +32,8 @@ class Topology:
     def to_json(self) -> dict[str, Any]:
         """Returns this topology as values that JSON can hold."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
-        sizes = {
-            f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)
-        }  # a subclass may have more fields, which are left out
+        # A subclass of Sizes may have more fields, which are left out.
+        sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
 
     @classmethod

@@ -307,9 +307,7 @@ class TrainerSide:
         return {f"refit/{name}": value for name, value in figures.items()}
 
     def _weigh_delta(self, report: _RefitReport) -> None:
-        """Turns deltas off when finding the changes took longer than sending everything would. On a fast link it
-        does.
-        """
+        """Turns deltas off when finding the changes took longer than sending everything would, as on a fast link."""
         for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
             saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
             if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
@@ -349,9 +347,7 @@ class TrainerSide:
         return out
 
     def _on_first_rank(self, function: Callable[[], Any]) -> Any:
-        """Calls `function` on the first rank. Returns its result on every rank, or raises its RefitError on every
-        rank.
-        """
+        """Calls `function` on the first rank. Returns its result, or raises its RefitError, on every rank."""
         box: list[Any] = [None, None]
         if self._rank == 0:
             try:

@@ -90,9 +90,7 @@ class Wiring:
             self._transports[kind] = made
 
     def route(self, source: int, destination: int) -> tuple[Transport, int]:
-        """Returns (transport, number of the other side in it) for a message of this process. Implements
-        exchange.Route.
-        """
+        """Returns (transport, number of the other side in it) for a message. Implements exchange.Route."""
         trainer, engine = self._seating.trainer[source], self._seating.engines[destination]
         other = engine if trainer == self._here else trainer
         return self._transports[self._kind(trainer, engine)], self._numbers[other]

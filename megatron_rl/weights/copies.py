@@ -10,9 +10,8 @@ from torch import Tensor
 from megatron_rl.weights.rectangles import Rect, padding
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
-Read = Callable[
-    [Rect], Tensor
-]  # returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor
+# Returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+Read = Callable[[Rect], Tensor]
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:

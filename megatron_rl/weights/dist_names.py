@@ -92,9 +92,7 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:
-    """Yields the keys under which core and Transformer Engine look for a module's extra FP8 state, which is empty
-    here.
-    """
+    """Yields the keys under which core and Transformer Engine look for FP8 states, which are empty here."""
     dense = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
     dense += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if sizes.qk_norm else []
     dense += ["mlp.linear_fc1", "mlp.linear_fc2"] if not sizes.experts else ["pre_mlp_layernorm"]

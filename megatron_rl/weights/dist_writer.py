@@ -1,6 +1,4 @@
-"""Writes Megatron distributed checkpoints (torch_dist format), like megatron-core's own save but piece by piece and
-without ranks.
-"""
+"""Writes Megatron distributed checkpoints (torch_dist format) as core does, but piece by piece and without ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors. Writes tensors
-too.
-"""
+"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class Architecture(Sizes):
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], with the scaling that the config
-        asks for.
-        """
+        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
         rotary = LlamaRotaryEmbedding(self.config)
         angles = positions.float()[:, None] * rotary.inv_freq.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
@@ -99,8 +95,7 @@ def tensor_files(directory: str | Path) -> dict[str, Path]:
 
 
 def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
-    """Raises ConfigError, with file and tensor, unless the directory holds exactly the model that its config.json
-    describes.
+    """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
     Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
     (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer

@@ -1,6 +1,4 @@
-"""Writes the safetensors files of a model directory, each tensor straight to its place. No file is ever held in
-memory.
-"""
+"""Writes the safetensors files of a model directory tensor by tensor. No file is ever held in memory."""
 
 from __future__ import annotations
 

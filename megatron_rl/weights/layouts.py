@@ -85,9 +85,7 @@ class EngineLayout:
 
 
 def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
-    """Raises ConfigError when `tp` ranks cannot share heads or feed-forward, or `expert_tp` ranks cannot share an
-    expert.
-    """
+    """Raises ConfigError when heads or feed-forward do not divide by `tp`, or experts by `expert_tp`."""
     family = FAMILIES[sizes.family]
     parts = [("num_attention_heads", sizes.heads, tp)]
     if sizes.experts:  # every layer has experts: the dense width in config.json belongs to no layer

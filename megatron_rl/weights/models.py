@@ -49,7 +49,6 @@ KNOWN = {
     "mixtral-8x7b": _moe("mixtral", 32, 4096, 32, 8, 32000, 8, 14336),
     "qwen3-30b-a3b": _moe("qwen3_moe", 48, 2048, 32, 4, 151936, 128, 768),
     "qwen3-235b-a22b": _moe("qwen3_moe", 94, 4096, 64, 4, 151936, 128, 1536),
-    "moe-1t": _moe(
-        "qwen3_moe", 61, 7168, 64, 8, 163840, 384, 2048
-    ),  # not a real model: a Qwen3-MoE of 1.05 T parameters
+    # This model does not exist: it is a Qwen3-MoE of 1.05 T parameters.
+    "moe-1t": _moe("qwen3_moe", 61, 7168, 64, 8, 163840, 384, 2048),
 }

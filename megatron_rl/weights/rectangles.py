@@ -38,7 +38,7 @@ class Rect(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The part of every parameter that a rank holds: part `rank` of `tp`, and of experts part `expert_rank` of
+    """The part of every parameter that a rank holds: part `rank` of `tp`, or of experts `expert_rank` of
     `expert_tp`.
     """
 
@@ -65,9 +65,7 @@ _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.weight|local_expe
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Returns the rows of the embedding, rounded up so that each of `tp` ranks holds the same multiple of
-    `multiple`.
-    """
+    """Returns the rows of the embedding, rounded up to a multiple of `multiple` * tp: ranks hold equal parts."""
     step = multiple * tp
     return -(-vocab // step) * step
 
@@ -118,16 +116,15 @@ def is_sharded(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Says whether this Megatron parameter belongs to one expert of a router, so that expert-parallel ranks hold
-    different ones.
+    """Says whether this Megatron parameter belongs to one expert of a router.
+
+    Expert-parallel ranks hold different parameters of this kind.
     """
     return ".mlp.experts." in name
 
 
 def expert_number(name: str) -> int:
-    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError for one of no
-    expert.
-    """
+    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError where there is none."""
     found = _EXPERT_NUMBER.search(name)
     if found is None:
         raise KeyError(f"the Megatron parameter {name!r} names no expert")
@@ -135,8 +132,9 @@ def expert_number(name: str) -> int:
 
 
 def renumber_expert(name: str, *, by: int) -> str:
-    """Returns the name of an expert's parameter with `by` added to its expert number, which makes a rank's own
-    number global.
+    """Returns the name of an expert's parameter with `by` added to its expert number.
+
+    This turns a rank's own number into the global one.
     """
     return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
@@ -361,9 +359,7 @@ def _engine_experts(
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
-    """Raises ConfigError for tensors of a model directory that have no place in the model: without them it is
-    another model.
-    """
+    """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
     left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if left:

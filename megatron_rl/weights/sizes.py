@@ -1,6 +1,4 @@
-"""Reads the numbers that decide the shapes of a model's tensors from a config.json, and lists the supported
-families.
-"""
+"""Reads the sizes that decide the shapes of a model's tensors from a config.json. Lists the supported families."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ class Sizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "config.json") -> Self:
-        """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or not
-        supported.
-        """
+        """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or unsupported."""
         kind = config.get("model_type")
         if kind not in FAMILIES:
             raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")

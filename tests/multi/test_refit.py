@@ -271,9 +271,7 @@ def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, 
 @pytest.mark.multi
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_weights_that_come_too_late_do_not_land_any_more(tmp_path, kind):
-    """A long slice is received into the parameter itself, which the next refit may have written before a late sender
-    goes on.
-    """
+    """A long slice is received into the parameter itself, which the next refit may already have written."""
     sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path, kind), tmp_path, TIMEOUT_S)
     assert not landed
     assert sent != "sent" or kind == "tcp"  # over TCP the kernel takes a small message

@@ -1,5 +1,5 @@
-"""Conversions between Hugging Face directories and Megatron checkpoints: bit for bit, killed, without disk, and read
-by core.
+"""Conversions between Hugging Face directories and Megatron checkpoints: exact, killed, on a full disk, read by
+core.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def tiny(folder, family, *, tied=False, dtype=torch.float32):
 
 
 def with_optimizer(model, folder, *, masters=1.0):
-    """Makes a checkpoint of `model` with an optimizer's state: masters are the weights times `masters`, moments
-    other numbers.
+    """Makes a checkpoint of `model` with an optimizer's state.
+
+    Masters are the weights times `masters`; moments are other numbers.
     """
     convert.to_megatron(find(model), folder)
     checkpoint, sizes = DistCheckpoint(folder), read_sizes(model)
@@ -264,9 +265,7 @@ def test_weights_of_a_killed_conversion_do_not_look_complete_and_the_next_one_su
 
 @pytest.mark.parametrize("form", ["to-hf", "to-megatron", "reshard"])
 def test_weights_that_the_disk_does_not_take_leave_nothing(forms, tmp_path, form):
-    """A file may not grow beyond 60 kB. The error in the middle of a write is of the same kind as that of a full
-    disk.
-    """
+    """A file may not grow beyond 60 kB, which gives the same kind of error as a full disk."""
     words = [form, forms[form], tmp_path / "made/out"]
     status, said = in_child(
         words, tmp_path / "log", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))

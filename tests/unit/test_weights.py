@@ -1,6 +1,4 @@
-"""Weights: the rectangles of every family and layout, what is read, and what is refused because it would be another
-model.
-"""
+"""Weights: the rectangles of every family and layout, what is read, and which models are refused."""
 
 from __future__ import annotations
 

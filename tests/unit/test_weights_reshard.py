@@ -210,9 +210,7 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
 
 
 def test_weights_of_experts_are_not_held_to_the_dense_width_that_they_do_not_have():
-    """Qwen3-MoE's config has intermediate_size, which no layer uses. tp does not cut whole experts, but a shared
-    expert.
-    """
+    """No layer of Qwen3-MoE uses its config's intermediate_size. tp cuts a shared expert, but not whole experts."""
     sizes = replace(models.KNOWN["qwen3-30b-a3b"], ffn=6145)
     make_plan(sizes, TrainerLayout(tp=2), EngineLayout(tp=2))
     make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2, expert_parallel=True))
