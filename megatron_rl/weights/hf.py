@@ -22,6 +22,7 @@ from megatron_rl.weights.copies import from_tensor
 from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
+# tests/multi/test_layouts.py compares each of these with transformers.
 ACTOR_FAMILIES = (
     "llama",
     "mistral",
@@ -30,7 +31,7 @@ ACTOR_FAMILIES = (
     "qwen3_moe",
     "qwen2_moe",
     "mixtral",
-)  # tests/multi/test_layouts.py compares each with transformers
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK = 1 << 24  # the most elements that are compared at a time

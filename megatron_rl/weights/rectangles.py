@@ -38,9 +38,7 @@ class Rect(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """The part of every parameter that a rank holds: part `rank` of `tp`, or of experts `expert_rank` of
-    `expert_tp`.
-    """
+    """The part of every parameter that a rank holds: `rank` of `tp`, or of experts `expert_rank` of `expert_tp`."""
 
     tp: int = 1
     rank: int = 0

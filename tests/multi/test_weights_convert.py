@@ -1,6 +1,4 @@
-"""Conversions between Hugging Face directories and Megatron checkpoints: exact, killed, on a full disk, read by
-core.
-"""
+"""Conversions between Hugging Face and Megatron: exact, killed, on a full disk, and read by core."""
 
 from __future__ import annotations
 
