@@ -253,7 +253,7 @@ class MegatronPolicy:
                 return copies.from_tensor(made[rect.tensor], rect)
         else:
             hf.check(self.role.model.path, self.arch, cast=True)
-            read = hf.Tensors(self.role.model.path).read
+            read = hf.DirectoryTensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
             copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
 
