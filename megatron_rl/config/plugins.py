@@ -78,8 +78,7 @@ def _validated(use: Use, found: Any) -> Any:
     except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
         raise ConfigError(
             f"plug-in {use.target}: its settings cannot be read from a config ({error}); use numbers, text, lists, "
-            "mappings "
-            "and dataclasses"
+            "mappings and dataclasses"
         ) from error
     if problems:
         raise _refusal(use, problems)
