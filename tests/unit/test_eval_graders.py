@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.answer_key import answer_key, normal_form
 from megatron_rl.rewards.code_answer import SandboxFailure, grade_input, grade_output
-from megatron_rl.rewards.short_answer import grade_label, grade_text, said
+from megatron_rl.rewards.short_answer import grade_label, grade_text, stated_answer
 
 HOSTILE = [
     "", "\\boxed{", "\\boxed{" * 5000, "{" * 20000, "\\boxed{" + "9" * 5000 + "}", "\\boxed{" + "[" * 3000 + "]" * 3000 + "}",
@@ -167,4 +167,4 @@ def test_different_answers_have_different_keys():
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_has_a_form_and_an_answer(text):
-    assert isinstance(normal_form(text), str) and isinstance(said(text), str)
+    assert isinstance(normal_form(text), str) and isinstance(stated_answer(text), str)
