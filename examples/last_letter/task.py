@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.data.last_letter import LETTERS, MAX_STEPS, Sizes, make_problem, teacher_solution, verification_text
+from megatron_rl.data.last_letter import LETTERS, MAX_STEPS, ProblemSizes, make_problem, teacher_solution, verification_text
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.text import fill
 
@@ -33,10 +33,10 @@ class Regime:
     """One setting of the experiment (measured in a sketch before: see docs/last_letter.md)."""
 
     misconception: float  # of the generator's SFT teacher, per step
-    sft: Sizes
-    train: Sizes
-    test: Sizes
-    judged: Sizes  # problems whose solutions the verifier learns to judge
+    sft: ProblemSizes
+    train: ProblemSizes
+    test: ProblemSizes
+    judged: ProblemSizes  # problems whose solutions the verifier learns to judge
     alpha_start: float
     alpha_min: float
     warmup_updates: int
@@ -47,11 +47,11 @@ class Regime:
 
 def regimes() -> dict[str, Regime]:
     """a: outcomes are frequent enough for GRPO alone. b: 97 of 100 groups have no right answer at first."""
-    short = Sizes((2, 5), (2, 4))
+    short = ProblemSizes((2, 5), (2, 4))
     return {
-        "a": Regime(0.35, short, short, Sizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
+        "a": Regime(0.35, short, short, ProblemSizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
         "b": Regime(
-            0.65, short, Sizes((5, 5), (2, 4)), Sizes((5, 5), (2, 4)), Sizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4
+            0.65, short, ProblemSizes((5, 5), (2, 4)), ProblemSizes((5, 5), (2, 4)), ProblemSizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4
         ),
     }
 
@@ -76,7 +76,7 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
 
 
 def write_problems(
-    path: Path, sizes: Sizes, count: int, seed: int, *, without: Iterable[str] = ()
+    path: Path, sizes: ProblemSizes, count: int, seed: int, *, without: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
     """Distinct problems, none with a question in `without`."""
     rng, seen, rows = random.Random(seed), set(without), []

@@ -24,7 +24,7 @@ from measures import Figures, measure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron_rl.data.last_letter import Sizes  # noqa: E402
+from megatron_rl.data.last_letter import ProblemSizes  # noqa: E402
 
 ARMS = {
     "grpo": ["recipe.target=megatron_rl.recipes.grpo:Grpo", "roles.generator.tandem=null"],
@@ -83,7 +83,7 @@ def prepare(base: Path) -> None:
     regime, files = task.regimes()["a"], base / "task"
     if not (files / "generator_sft.jsonl").exists():
         task.write_model(files / "model", SFT_SEED)
-        test = task.write_problems(files / "test.jsonl", Sizes((3, 5), (2, 4)), 512, SFT_SEED + 1)
+        test = task.write_problems(files / "test.jsonl", ProblemSizes((3, 5), (2, 4)), 512, SFT_SEED + 1)
         task.write_problems(
             files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=[row["question"] for row in test]
         )

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.schema import Sinks
 from megatron_rl.run.console import RunConsole, headline, line
-from megatron_rl.run.metrics import Row, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
+from megatron_rl.run.metrics import MetricsRow, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
 
 
 class Recorder:
@@ -188,7 +188,7 @@ def test_stopwatch_counts_what_raised():
 
 
 def row(turn=11, scope="generator", metrics=None, time=None):
-    return Row(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
+    return MetricsRow(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
 
 
 def test_plain_lines_when_no_terminal(tmp_path):
