@@ -1,4 +1,4 @@
-"""What the small experiments start from, under DIRECTORY: a model with random weights, problems, pairs for the SFT of both roles.
+"""Writes what the small experiments start from: a model with random weights, problems, SFT pairs of both roles.
 
 python examples/nemo_run/last_letter_data.py DIRECTORY
 """

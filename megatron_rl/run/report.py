@@ -476,6 +476,7 @@ pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px 
 .step.wrong { background: color-mix(in srgb, var(--bad) 20%, transparent); border-left: 3px solid var(--bad); }
 .step.unread { background: color-mix(in srgb, var(--dim) 15%, transparent); border-left: 3px solid var(--dim); }
 .badge { color: var(--dim); font-size: .72rem; margin-left: .6em; white-space: pre; }
-.tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff; background: var(--dim); }
+.tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff;
+  background: var(--dim); }
 .tag.right { background: var(--good); } .tag.wrong { background: var(--bad); }
 """

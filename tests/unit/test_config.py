@@ -134,7 +134,8 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
             f"{file}: roles.c.model: missing; it has no default, so give it in a file or as roles.c.model=...",
-            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, refit, rollouts, "
+            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, "
+            "refit, rollouts, "
             "gate, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
@@ -370,7 +371,7 @@ def test_reading_and_checking_leaves_torch_out(base):
 
 
 def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
-    """SFT's learning rate is not that of reinforcement learning, and an evaluation is greedy, whatever else of the section is set."""
+    """SFT keeps its own learning rate, and an evaluation stays greedy, whatever else of the section is set."""
     sft = load(SftConfig, [], ["model.path=m", "data.train=d.jsonl", "optimizer.weight_decay=0.5", "run.dir=x"])
     assert (sft.optimizer.lr, sft.optimizer.weight_decay, sft.run.name, sft.run.save_every) == (5e-6, 0.5, "sft", 100)
     graded = load(EvalConfig, [], ["model.path=m", "data.path=d.jsonl", "template=t.txt", "sampling.max_tokens=48"])

@@ -124,7 +124,7 @@ def test_a_broken_sink_is_counted_told_once_and_stops_nothing(tmp_path, caplog, 
         for turn in range(3):
             tracker.log(turn, "generator", {"loss": 1.0}, turn=turn)
     assert tracker.failures == {"broken": 3, "recorder": 0}
-    assert broken.calls == calls  # what could not be opened is not tried again
+    assert broken.calls == calls  # a sink that could not be opened is not tried again
     assert len(caplog.records) == 1 and "broken" in caplog.text
     assert [row.turn for row in good.rows] == [0, 1, 2]
     assert good.events == ["open", "close"]

@@ -58,7 +58,7 @@ NUMBER = 3
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Name of a module of the user's in the current directory."""
+    """Returns the name of a user's module in the current directory."""
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         MODULE.replace('"threading.Lock"', "threading.Lock").replace("\nfrom", "\nimport threading\nfrom", 1)
