@@ -61,8 +61,7 @@ def finish(
 
 
 class AnonymousPeak:
-    """A meter of the most anonymous memory (not page cache) that this process holds in a block, beyond that at its
-    start."""
+    """A meter of the most anonymous memory (not page cache) that this process adds within a block."""
 
     def __enter__(self) -> Self:
         self._start = self._most = anonymous_bytes()

@@ -1,5 +1,4 @@
-"""Takes real GSM8K text through the whole path on a CPU: tokenizer, tiny models, SFT of both roles, Tango, resume,
-report.
+"""Takes real GSM8K text through the whole path on a CPU: tokenizer, tiny models, SFT, Tango, resume, report.
 
     python examples/gsm8k_cpu.py --data PATH/TO/gsm8k/train.jsonl
 
@@ -116,8 +115,7 @@ def solution(lines: list[str], answer: str) -> str:
 
 
 def verification(rng: random.Random, template: str, question: str, lines: list[str], answer: str) -> dict[str, str]:
-    """Draws an SFT pair of the verifier: a right solution, or one with changed numbers from some step on, and its
-    verdicts."""
+    """Draws an SFT pair of the verifier: a right solution, or one that is wrong from some step on, and its verdicts."""
     wrong_from = rng.randrange(len(lines)) if rng.random() < 0.5 else len(lines)
     shown = [line if i < wrong_from else corrupt(rng, line) for i, line in enumerate(lines)]
     final = answer if wrong_from == len(lines) else str(rng.randrange(2, 500))

@@ -1,5 +1,4 @@
-"""Writes the files of the last-letter experiment: a tiny model and tokenizer, problems, and SFT pairs for both
-roles."""
+"""Writes the files of the last-letter experiment: a tiny model and tokenizer, problems, and SFT pairs."""
 
 from __future__ import annotations
 
@@ -54,8 +53,10 @@ class Regime:
 
 
 def regimes() -> dict[str, Regime]:
-    """Returns the settings by name. a: right answers are frequent enough for GRPO alone. b: at first 97 % of groups
-    have none."""
+    """Returns the settings by name.
+
+    a: right answers are frequent enough for GRPO alone. b: at first 97 of 100 groups have none.
+    """
     short, long = ProblemSizes((2, 5), (2, 4)), ProblemSizes((5, 5), (2, 4))
     return {
         "a": Regime(0.35, short, short, ProblemSizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
@@ -64,8 +65,10 @@ def regimes() -> dict[str, Regime]:
 
 
 def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
-    """Writes a Qwen2 of 0.16 M parameters with random weights, and its 59-word tokenizer. A head's width is 64 /
-    `heads`."""
+    """Writes a Qwen2 of 0.16 M parameters with random weights, and its 59-word tokenizer.
+
+    A head's width is 64 / `heads`.
+    """
     words = [*SPECIAL, *TAGS, *(f"#{i}" for i in range(1, MAX_STEPS + 1)), *LETTERS]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -110,8 +113,7 @@ def write_problems(
 def write_generator_pairs(
     path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100
 ) -> None:
-    """Writes pairs in training order: first those of a teacher without fault, then those of one with the
-    misconception."""
+    """Writes pairs in training order: first by a teacher without fault, then by one with the misconception."""
     rng, template, rows = random.Random(seed), _template("generator"), []
     for i in range((clean_steps + noisy_steps) * BATCH):
         problem = make_problem(rng, regime.sft)

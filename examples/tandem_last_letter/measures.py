@@ -1,5 +1,4 @@
-"""Measures a trained model on held-out last-letter problems: alone, in turns with the junior, and as the junior reads
-it."""
+"""Measures a trained model on held-out problems: alone, in turns with the junior, and as the junior reads it."""
 
 from __future__ import annotations
 

@@ -221,8 +221,7 @@ def _experts(layout: Layout) -> str:
 
 
 def explain_role(name: str, role: RoleConfig, *, prompts: int, group_size: int, ranks: int) -> str:
-    """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, and its most
-    tokens."""
+    """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, most tokens."""
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
     longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)
@@ -292,8 +291,7 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: 
 
 
 def _cuts_of_experts(layout: Layout, sizes: dict[str, int]) -> list[tuple[str, int, str]]:
-    """Lists (key of config.json, number that must divide it, the setting's name) for a model with experts in every
-    layer."""
+    """Lists (key of config.json, number that must divide it, setting) for a model with experts in every layer."""
     width = "moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"
     numbers = [(key, layout.ep, "ep") for key in _EXPERT_SIZES[:2]]
     etp = "etp" if layout.etp is not None else "etp (null: tp)"

@@ -1,5 +1,7 @@
-"""Turns names in a config, `package.module:name`, into Python objects. Built-in parts are named exactly as a user's
-own."""
+"""Turns names in a config, `package.module:name`, into Python objects.
+
+Built-in parts are named exactly as a user's own.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,10 @@ from megatron_rl.config.schema import ConfigError, Use
 
 
 def find(target: str) -> Any:
-    """Returns the object named by `package.module:name`. Installed modules come first, then those in the current
-    directory.
+    """Returns the object named by `package.module:name`.
 
-    Raises ConfigError with the cure. Whatever else than ImportError the module raises while it is imported passes
-    through.
+    Installed modules come first, then those in the current directory. Raises ConfigError with the cure. Whatever else
+    than ImportError the module raises while it is imported passes through.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -86,8 +87,10 @@ def _validated(use: Use, found: Any) -> Any:
 
 
 def _check_function(use: Use, found: Any) -> None:
-    """Raises ConfigError for arguments that the function does not take by name. Missing ones are given by its
-    caller."""
+    """Raises ConfigError for arguments that the function does not take by name.
+
+    Missing ones are given by its caller.
+    """
     if not callable(found):
         raise ConfigError(f"plug-in {use.target!r} is a {type(found).__name__}: name a function or a dataclass")
     if isinstance(found, type) and use.args:

@@ -11,8 +11,10 @@ from megatron_rl.config.base import config
 
 @config
 class Run:
-    """The length of a run, its directory and its checkpoints. A step is a step of the recipe; of SFT an optimizer
-    step."""
+    """The length of a run, its directory and its checkpoints.
+
+    A step is a step of the recipe; of SFT an optimizer step.
+    """
 
     name: str = "run"  # name of the run
     dir: str = "runs"  # the run directory is dir/name

@@ -22,8 +22,7 @@ MAX_STEPS = 13  # later steps are numbered #13 too, so that the vocabulary of st
 
 @dataclass(frozen=True)
 class ProblemSizes:
-    """The sizes of problems: inclusive ranges of the number of words and of letters per word, and the alphabet's
-    size."""
+    """The sizes of problems: inclusive ranges of words and of letters per word, and the alphabet's size."""
 
     words: tuple[int, int]
     letters: tuple[int, int]

@@ -130,12 +130,11 @@ def read_pairs(data: SftData, *, split: str = "train") -> list[tuple[str, str]]:
 
 
 class PromptReader:
-    """An endless, deterministic stream of prompts over problems. Every epoch goes once through all of them, in its own
-    order.
+    """An endless, deterministic stream of prompts over problems.
 
-    `encode` turns a problem's values into prompt tokens, once the stream reaches the problem. Prompts over
-    `max_prompt_tokens` are dropped and counted in `dropped`, again in every epoch. A prompt's id is `epoch/row`.
-    `state_dict()` is the place in the stream.
+    Every epoch goes once through all of them, in its own order. `encode` turns a problem's values into prompt tokens,
+    once the stream reaches the problem. Prompts over `max_prompt_tokens` are dropped and counted in `dropped`, again in
+    every epoch. A prompt's id is `epoch/row`. `state_dict()` is the place in the stream.
     """
 
     def __init__(
@@ -225,8 +224,10 @@ class PromptReader:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows as Parquet, whole or not at all. The columns are all rows' keys; a row without a key has null
-    there."""
+    """Writes rows as Parquet, whole or not at all.
+
+    The columns are all rows' keys; a row without a key has null there.
+    """
     columns = dict.fromkeys(name for row in rows for name in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -313,8 +314,10 @@ def _reach(row: Any, key: str) -> Any:
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
-    """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set. A row is a dict or a
-    _BadRow."""
+    """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
+
+    A row is a dict or a _BadRow.
+    """
     place = Path(path)
     if place.is_file():
         yield from _file_rows(place)

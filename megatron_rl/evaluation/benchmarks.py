@@ -58,10 +58,9 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Returns where a benchmark's rows are: data_dir/NAME (a folder), NAME.jsonl or NAME.parquet; the hub without
-    data_dir.
+    """Returns where a benchmark's rows are: NAME (a folder), NAME.jsonl or NAME.parquet in data_dir.
 
-    Raises ConfigError when data_dir has none of these.
+    Without a data_dir they are on the hub. Raises ConfigError when data_dir has none of these.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit)
@@ -209,8 +208,7 @@ def _plain(row: DataRow) -> Values:
 
 
 def _gold(answer: Any) -> str:
-    """Writes a known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollar
-    signs."""
+    """Writes a known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollars."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     text = str(answer if answer is not None else "").replace("$", "").strip()
@@ -265,8 +263,10 @@ def _strategy(row: DataRow) -> Values:
 
 
 def _table(row: DataRow) -> Values | None:
-    """Reads a row of TableBench; only NumericalReasoning and FactChecking with the direct instruction (DP) are in the
-    set."""
+    """Reads a row of TableBench.
+
+    Only NumericalReasoning and FactChecking, with the direct instruction (DP), are in the set.
+    """
     if row.get("qtype") not in ("NumericalReasoning", "FactChecking") or row.get("instruction_type", "DP") != "DP":
         return None
     table = row.get("table")

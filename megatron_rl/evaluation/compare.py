@@ -27,8 +27,10 @@ Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """The result `second` against `first`, on one measure of one set. The set named "all" holds the problems of all
-    sets."""
+    """The result `second` against `first`, on one measure of one set.
+
+    The set named "all" holds the problems of all sets.
+    """
 
     first: str
     second: str

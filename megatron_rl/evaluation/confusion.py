@@ -24,8 +24,10 @@ class Confusion:
 
     @property
     def predicted_positive(self) -> float:
-        """Returns the share that was judged right; 0.0 without judgements. Near 0 or 1 the judge always says the
-        same."""
+        """Returns the share that was judged right; 0.0 without judgements.
+
+        Near 0 or 1 the judge always says the same.
+        """
         return (self.tp + self.fp) / self.total if self.total else 0.0
 
     @property

@@ -81,8 +81,7 @@ def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
 
 
 def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Returns what `majority` does, with a weight for every sample's vote (verifier-weighted voting); 0.0 if all are
-    0."""
+    """Returns what `majority` does, with a weight for every sample's vote; 0.0 when all weights are 0."""
     votes: dict[Hashable, float] = defaultdict(float)
     members: dict[Hashable, list[float]] = defaultdict(list)
     for key, score, weight in zip(keys, scores, weights, strict=True):
@@ -158,8 +157,7 @@ def paired(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Returns the exact two-sided p-value: how likely a fair coin splits the differing problems at least so
-    unevenly."""
+    """Returns the exact two-sided p-value: how likely a fair coin divides the differing problems as unevenly."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)

@@ -1,5 +1,4 @@
-"""Reports an evaluation: tables in the terminal, NAME.json with the figures, and NAME.html, which loads nothing
-else."""
+"""Reports an evaluation: tables in the terminal, NAME.json with the figures, and NAME.html."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ FORMAT = 1  # version of NAME.json
 def figures_json(
     sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the content of NAME.json: `figures` and `intervals`, the means over sets, and `sets`, the figures of
-    each.
+    """Returns the content of NAME.json: `figures` and `intervals` over all sets, and `sets`, the figures of each.
 
     Figures of other measures than solve and judge have the measure's name before theirs.
     """
@@ -65,8 +63,7 @@ def figures_json(
 
 
 def prefix(measure: str) -> str:
-    """Returns what stands before a measure's figures in NAME.json: nothing for solve and judge, else the measure's
-    name."""
+    """Returns the prefix of a measure's figures in NAME.json: none for solve and judge, else the measure's name."""
     return "" if measure in (SOLVE, JUDGE) else f"{measure}/"
 
 
@@ -93,7 +90,7 @@ def console_table(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, I
 def write_page(
     path: Path, sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
-    """Writes NAME.html. All texts of models are escaped."""
+    """Writes NAME.html, which loads nothing else. All texts of models are escaped."""
     sections = [(f"Figures: {measure}", _html_table(names, rows)) for measure, names, rows in _rows(sets, means)]
     sections += [
         ("Accuracy by set", _bars(sets)),

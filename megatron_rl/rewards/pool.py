@@ -288,8 +288,10 @@ def _fd(pipe: Any) -> int:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kills the worker's whole process group and waits for it. A worker that has just ended keeps its own exit
-    status."""
+    """Kills the worker's whole process group and waits for it.
+
+    A worker that has just ended keeps its own exit status.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()

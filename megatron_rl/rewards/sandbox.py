@@ -68,8 +68,7 @@ _USUAL_MODULES = ("bisect", "collections", "copy", "datetime", "functools", "hea
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
-    """The result of a call: `value` is the repr of what the function returned, or None; then `why` says what went
-    wrong."""
+    """The result of a call: `value` is the repr of the returned value, or None; then `why` says what went wrong."""
 
     value: str | None
     why: str = ""
@@ -172,8 +171,10 @@ def _close_standard_streams() -> None:
 
 
 def _load_usual_modules() -> None:
-    """Imports common modules while the process still may read them: an installation may be readable by its owner
-    alone."""
+    """Imports common modules while the process may still read them.
+
+    An installation may be readable by its owner alone.
+    """
     for name in _USUAL_MODULES:
         importlib.import_module(name)
 

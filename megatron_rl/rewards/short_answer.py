@@ -16,8 +16,7 @@ _SYNONYMS = {"true": "yes", "false": "no"}
 
 
 def stated_answer(response: str) -> str:
-    r"""Returns what a response gives as its answer: the last \boxed{}, else the last <answer> block, else its last
-    line."""
+    r"""Returns the answer in a response: its last \boxed{}, else its last <answer> block, else its last line."""
     found = boxed(response)
     if found is None:
         _, opened, rest = response.rpartition("<answer>")
@@ -69,8 +68,10 @@ def _number(text: str) -> Decimal | None:
 
 
 def _agree(answer: Decimal, known: Decimal) -> bool:
-    """Returns whether numbers are equal, or would be with the answer rounded to the known one's decimals (at least
-    one)."""
+    """Returns whether two numbers are equal.
+
+    An answer with more decimals is rounded to those of the known number, if that has any.
+    """
     if answer == known:
         return True
     exponent = known.as_tuple().exponent

@@ -33,8 +33,8 @@ def step_texts(text: str) -> list[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there
-    is none."""
+    r"""Returns the content of the last \boxed{...} with balanced braces, the innermost of nested ones; None without
+    one."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 

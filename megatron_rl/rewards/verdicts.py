@@ -40,8 +40,7 @@ def step_verdicts(text: str) -> tuple[bool, ...]:
 
 
 def final_verdict(text: str) -> bool | None:
-    """Returns the boxed verdict at the end of the final section, which must end the text; None if it cannot be
-    parsed."""
+    """Returns the boxed verdict that ends the final section, which must end the text; None if there is none."""
     text = text.strip()
     start = text.rfind(_FINAL)
     if start < 0 or not text.endswith(_END_FINAL):

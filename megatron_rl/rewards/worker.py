@@ -1,5 +1,4 @@
-"""Runs a reward function in a process of its own, on (serial, response, payload) frames. pool.py starts it as a
-script."""
+"""Runs a reward function in a process of its own, on (serial, response, payload) frames. A script for pool.py."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Returns the pool's pipes, moved away from standard input and output, where a reward function may read and
-    print."""
+    """Returns the pool's pipes, moved away from standard input and output, which a reward function may use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -104,8 +102,10 @@ def _write(stream: BinaryIO, value: Any) -> None:
 
 
 def _find(target: str, args: dict[str, Any]) -> Callable[..., Any] | str:
-    """Returns the function, or why there is none. This is a border to user code: whatever its import raises is
-    reported."""
+    """Returns the function, or why there is none.
+
+    This is a border to user code: whatever its import raises is reported.
+    """
     module, _, name = target.partition(":")
     try:
         found = vars(importlib.import_module(module))[name]

@@ -95,8 +95,10 @@ class Checkpoints:
         return self.commit(number)
 
     def newest(self) -> Checkpoint | None:
-        """Returns the complete checkpoint with the highest number; None without one. A warning names each damaged one
-        above."""
+        """Returns the complete checkpoint with the highest number; None without one.
+
+        A warning names each damaged one above.
+        """
         for number, path in self._candidates():
             wrong = damage(path)
             if wrong is None:
@@ -113,8 +115,10 @@ class Checkpoints:
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
-        """Gives the pending directory its name. An older checkpoint of this number is renamed first, and then
-        removed."""
+        """Gives the pending directory its name.
+
+        An older checkpoint of this number is renamed first, and then removed.
+        """
         final, aside = self.path(number), self.directory / f".step_{number:06d}.old"
         if final.exists():
             if aside.exists():

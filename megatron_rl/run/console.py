@@ -44,12 +44,11 @@ class _Scope:
 
 
 class RunConsole:
-    """A metric sink (see metrics.Sink) for people, on the driver rank alone. It is a context manager that closes
-    itself.
+    """A metric sink (see metrics.Sink) for people, on the driver rank alone.
 
-    `first_turn`: turns that were done before a resume; `total_turns`: turns of the whole run, None when not known.
-    Warnings of the package's loggers are shown like the lines. `stream` receives the output, as a live table when it is
-    a terminal.
+    It is a context manager that closes itself. `first_turn`: turns that were done before a resume; `total_turns`: turns
+    of the whole run, None when not known. Warnings of the package's loggers are shown like the lines. `stream` receives
+    the output, as a live table when it is a terminal.
     """
 
     name = "console"

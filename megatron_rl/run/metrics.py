@@ -36,8 +36,10 @@ class MetricsRow:
 
 
 class Sink(Protocol):
-    """A further place that receives every line. `open` is called before the first `log`. Each of the three may
-    raise."""
+    """A further place that receives every line.
+
+    `open` is called before the first `log`. Each of the three may raise.
+    """
 
     name: str
 
@@ -129,8 +131,10 @@ class Tracker:
         self._guarded(sink, lambda: sink.log(row))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Calls a sink and returns whether it worked. This is the border to sinks: all that they raise is counted, told
-        once."""
+        """Calls a sink and returns whether it worked.
+
+        This is the border to sinks: all that they raise is counted, told once.
+        """
         try:
             call()
         except Exception as error:
@@ -153,8 +157,10 @@ class Stopwatch:
     """A stopwatch of wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest; repeats add up."""
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Takes `beat`, a function to call whenever the run makes progress. The watch calls it when a measured part
-        ends."""
+        """Takes `beat`, a function to call whenever the run makes progress.
+
+        The watch calls it when a measured part ends.
+        """
         self.beat = beat
         self._seconds: dict[str, float] = {}
 
@@ -172,8 +178,7 @@ class Stopwatch:
         self.beat()
 
     def take(self) -> dict[str, float]:
-        """Returns what has been measured since the last call, as {"seconds/rollout": ...}, and starts again from
-        zero."""
+        """Returns the seconds since the last call, as {"seconds/rollout": ...}, and starts again from zero."""
         taken = {f"{SECONDS}{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
@@ -206,8 +211,10 @@ class TensorBoard:
 
 
 class WandB:
-    """A sink that sends the same scalars to Weights & Biases, over a `turn` axis, so that a resumed run may go back in
-    turns."""
+    """A sink that sends the same scalars to Weights & Biases.
+
+    They have a `turn` axis of their own, so that a resumed run may go back in turns.
+    """
 
     name = "wandb"
 

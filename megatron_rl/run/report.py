@@ -92,8 +92,10 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, head
 
 
 def write_figure(run_dir: Path, png_path: Path) -> Path:
-    """Draws the main curves of a run as one PNG and returns its path. Raises FileNotFoundError as `write_report`
-    does."""
+    """Draws the main curves of a run as one PNG and returns its path.
+
+    Raises FileNotFoundError as `write_report` does.
+    """
     figures.draw_overview(_rows(run_dir), Path(run_dir).resolve().name, Path(png_path))
     return Path(png_path)
 
@@ -365,8 +367,7 @@ def _coloured(row: Mapping[str, Any]) -> str:
 
 
 def _is_right(row: Mapping[str, Any]) -> bool | None:
-    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only reward) is above
-    0.5."""
+    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above 0.5."""
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]

@@ -55,11 +55,10 @@ class Chart:
 
 
 def charts(rows: Sequence[MetricsRow]) -> list[Chart]:
-    """Returns one chart for each metric with a line for each role. The families `a/b` (reward/outcome, reward/format)
-    get one chart for each role.
+    """Returns one chart for each metric, with a line for each role.
 
-    Evaluations (see `evaluation_charts`), confusion counts, values that are not finite and metrics that are always 0
-    are left out.
+    The families `a/b` (reward/outcome, reward/format) get one chart for each role. Evaluations (see
+    `evaluation_charts`), confusion counts, values that are not finite and metrics that are always 0 are left out.
     """
     families: dict[tuple[str, str], dict[str, Points]] = {}
     for row in rows:
@@ -224,8 +223,7 @@ def histogram_svg(title: str, early: Sequence[float], late: Sequence[float]) -> 
 
 
 def draw_overview(rows: Sequence[MetricsRow], title: str, path: Path) -> None:
-    """Draws the main curves on one white sheet: held-out figures, then training curves, at most eight; then the
-    times."""
+    """Draws the main curves on one white sheet: held-out figures, training curves (at most eight), and the times."""
     style = {**_STYLE, **{key: "#222222" for key, value in _STYLE.items() if value == INK}}
     chosen = evaluation_charts(rows)[:3]
     chosen += [chart for chart in charts(rows) if chart not in chosen][: 8 - len(chosen)]

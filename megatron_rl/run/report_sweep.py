@@ -35,8 +35,7 @@ class Point:
         return ", ".join(f"{name.rpartition('.')[2]}={show(value)}" for name, value in self.changes.items()) or self.run
 
     def ends(self) -> dict[str, float]:
-        """Returns the last finite value of every evaluated figure, or of every training metric without an
-        evaluation."""
+        """Returns the last finite value of every evaluated figure; of training metrics if nothing was evaluated."""
         evaluated = any(row.scope == "eval" for row in self.rows)
         found: dict[str, float] = {}
         for row in self.rows:

@@ -1,20 +1,32 @@
 """Reading configs: merging, strictness, messages that name place, value and cure; and the checks between settings."""
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import pydantic
 import pytest
 import yaml
 
 from megatron_rl.config import checks as config_checks
+from megatron_rl.config.base import field_comments
 from megatron_rl.config.files import dump, load, read_keys
-from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig, config
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    GenerateConfig,
+    GradingConfig,
+    Rollouts,
+    SftConfig,
+    TrainConfig,
+    Vllm,
+    config,
+)
 from megatron_rl.recipes.tango import Tango
 
 BASE = {
@@ -402,3 +414,26 @@ def test_files_that_are_not_there_yet_are_named():
         "note: data = nofile.jsonl is not there yet",
         "note: debug.replay = no/such/dir is not there yet",
     ]
+
+
+@pytest.mark.parametrize("command", [TrainConfig, SftConfig, GenerateConfig, EvalConfig, GradingConfig])
+def test_every_setting_has_a_comment_for_the_help(command):
+    """The comments of settings are their documentation: `--help` prints them."""
+
+    def without(schema):
+        comments, hints = field_comments(schema), get_type_hints(schema)
+        for name in (f.name for f in dataclasses.fields(schema)):
+            if name not in comments:
+                yield f"{schema.__name__}.{name}"
+            for kind in (hints[name], *get_args(hints[name])):
+                if dataclasses.is_dataclass(kind):
+                    yield from without(kind)
+
+    assert list(without(command)) == []
+
+
+def test_a_comment_of_several_lines_stands_above_its_setting():
+    comment = field_comments(TrainConfig)["engine"], field_comments(Rollouts)["mixed"], field_comments(Vllm)["tp"]
+    assert comment[0] == "The engine that writes rollouts."
+    assert comment[1].startswith("What to do with a rollout") and comment[1].endswith("out of the update.")
+    assert comment[2] == "tensor-parallel ranks of one server"  # inherited

@@ -100,8 +100,10 @@ def test_the_detail_says_what_went_wrong(pool):
 
 
 def test_a_second_answer_is_not_taken_for_the_next_items():
-    """A forked child that returns from the function answers too. Later items, also of the next call, used to get its
-    scores."""
+    """A forked child that returns from the function answers too.
+
+    Later items, also of the next call, used to get its scores.
+    """
     right = {"twice": 0.25, "yes": 1.0, "no": 0.0}
     with pool_of("reward", workers=1) as pool:
         for responses in (["twice", "yes", "no"] * 4, *([r] for r in ["twice", "no", "yes"] * 4)):
@@ -231,7 +233,8 @@ def test_too_many_failures_stop_the_run():
     [
         (r"<answer>\boxed{18}</answer>", "18", 1.0),
         (
-            r"first \boxed{3}, which is too small by one as the count began at zero, so that the answer must be \boxed{4}",
+            r"first \boxed{3}, which is too small by one as the count began at zero, "
+            r"so that the answer must be \boxed{4}",
             "4",
             1.0,
         ),
