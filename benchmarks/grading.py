@@ -1,8 +1,8 @@
 """Measures how far the graders can be trusted, on every known answer of the data sets at hand.
 
-    itself       \\boxed{answer} is right reformatted  the same answer, written otherwise (decimal, fraction, thousands,
-    units, a sentence around it), is right near_miss    another answer that looks alike (one more, ten times, other
-    sign, an element too many) is wrong
+    itself       \\boxed{answer} is right
+    reformatted  the same answer, written otherwise (decimal, fraction, thousands, units, a sentence), is right
+    near_miss    another answer that looks alike (one more, ten times, other sign, an element too many) is wrong
 
 It needs a folder of data sets as `megatron-rl eval` reads them (data_dir). Sets that are not there are left out. Wrong
 gradings go to --disagreements, a JSONL file, one row each.

@@ -53,7 +53,7 @@ class Judging:
     model: Model  # the verifier
     template: str = "tango_verifier"  # name or file of its prompt
     votes: PositiveInt = 1  # verifications of each sample
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how verifications are drawn
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the verifications
 
 
 @config
@@ -79,7 +79,7 @@ class EvalConfig:
     chat: bool = False  # put the prompt as a user's message into the tokenizer's chat template
     # NAME.json for the figures. Beside it NAME.jsonl gets every sample, and NAME.html the report.
     output: str | None = None
-    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # how answers are drawn
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # sampling of the answers
     # Most tokens of prompt and answer together; max_tokens is lowered to context - prompt - 8 where needed. null: no
     # limit.
     context: PositiveInt | None = None
@@ -98,7 +98,7 @@ class EvalConfig:
     reward: Reward = field(default_factory=Reward)
     # The engine that writes the answers.
     engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
-    launch: Launch = field(default_factory=Launch)  # how ranks are started
+    launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def __post_init__(self) -> None:
         if not self.benchmarks and self.data is None:

@@ -169,11 +169,11 @@ class TandemConfig:
 class RoleConfig:
     """One trained model. Every batch size counts samples (trajectories)."""
 
-    model: Model  # where the model comes from
-    layout: Layout = field(default_factory=Layout)  # how it lies over the ranks
+    model: Model  # the files of the model
+    layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how its rollouts are drawn
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of its rollouts
     tandem: TandemConfig | None = None  # a junior that writes training rollouts along; evaluation is without it
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence

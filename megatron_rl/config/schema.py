@@ -78,8 +78,8 @@ class TrainConfig:
     engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     reward: Reward = field(default_factory=Reward)  # the function that grades answers
     run: Run = field(default_factory=Run)  # length, directory and checkpoints
-    launch: Launch = field(default_factory=Launch)  # how ranks are started
-    refit: RefitConfig = field(default_factory=RefitConfig)  # how new weights reach the engines
+    launch: Launch = field(default_factory=Launch)  # number of ranks to start
+    refit: RefitConfig = field(default_factory=RefitConfig)  # transfer of new weights to the engines
     rollouts: Rollouts = field(default_factory=Rollouts)  # rollouts that are written while training goes on
     gate: Gate = field(default_factory=Gate)  # checks before the first update
     debug: Debug = field(default_factory=Debug)  # recording and replaying of rollouts
@@ -93,7 +93,7 @@ class SftConfig:
 
     model: Model  # the model to train
     data: SftData  # prompt/response pairs
-    layout: Layout = field(default_factory=Layout)  # how the model lies over the ranks
+    layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
     samples_per_step: int = 64  # pairs in one optimizer step
     steps: int | None = None  # optimizer steps; null: `epochs` passes over the data
@@ -101,7 +101,7 @@ class SftConfig:
     validate_every: NonNegativeInt = 100  # optimizer steps between validations; 0: only at the end
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens; at least data.max_tokens
     run: Run = field(default_factory=lambda: Run(name="sft", save_every=100))  # directory and checkpoints
-    launch: Launch = field(default_factory=Launch)  # how ranks are started
+    launch: Launch = field(default_factory=Launch)  # number of ranks to start
     sinks: Sinks = field(default_factory=Sinks)  # further places that receive the metrics
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
@@ -114,9 +114,9 @@ class GenerateConfig:
     data: PromptSet  # the problems that it answers
     template: str  # text file of the prompt, with {question} in it
     output: str  # directory that gets the two files
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how answers are drawn
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the answers
     n: PositiveInt = 1  # answers to each problem
     seed: int = 0  # seed of all draws
     validation_share: Share = 0.02  # share of the problems whose answers go into validation.parquet
     engine: Embedded = field(default_factory=Embedded)  # the engine that writes the answers
-    launch: Launch = field(default_factory=Launch)  # how ranks are started
+    launch: Launch = field(default_factory=Launch)  # number of ranks to start

@@ -58,7 +58,7 @@ class _Worker:
 
     process: subprocess.Popen[bytes]
     outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
-    since: float  # when the worker began its present item, by time.monotonic
+    since: float  # time (time.monotonic) at which the worker began its present item
     inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole frame yet
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
     ready: bool = False  # the worker has imported the function

@@ -60,7 +60,7 @@ def generator_format(text: str) -> float:
 
 def _boxes(text: str) -> list[tuple[int, int]]:
     r"""Returns the spans of the balanced \boxed{...}, in one pass over the braces."""
-    opened: list[int | None] = []  # where each open brace's box starts; None: a plain brace
+    opened: list[int | None] = []  # start of each open brace's box; None: a plain brace
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()

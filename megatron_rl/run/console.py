@@ -60,7 +60,7 @@ class RunConsole:
         self._total = total_turns
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
-        self._printed = 0.0  # when the last plain line was printed, by time.monotonic
+        self._printed = 0.0  # time (time.monotonic) of the last plain line
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
