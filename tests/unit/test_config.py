@@ -395,7 +395,7 @@ def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
     [
         ("data.settings=gsm9k", "data.settings = 'gsm9k' is not known"),
         ("data.answer_pattern='(['", "is not a regular expression"),
-        ("roles.generatr={model: {path: x/y}}", "roles.generatr is not one of them"),
+        ("roles.generatr={model: {path: x/y}}", "roles.generatr is not one of its roles"),
     ],
 )
 def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):

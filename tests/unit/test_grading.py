@@ -91,7 +91,7 @@ def test_the_detail_says_what_went_wrong(pool):
             "status 3",
             "reward.timeout_s = 0.7",
             "reward.memory_mib = 1024",
-            "of its own",
+            "something else than answers",
         ],
         strict=True,
     ):
