@@ -1,4 +1,4 @@
-"""Prompt/response texts -> trajectories whose responses are trained (supervised fine-tuning)."""
+"""Turns prompt/response texts into trajectories whose responses are trained (supervised fine-tuning)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _log = logging.getLogger(__name__)
 def sft_trajectories(
     pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool, max_tokens: int
 ) -> list[Trajectory]:
-    """Prompt and response are tokenised apart, so that the border is where generation will see it; loss on the response and its EOS.
+    """Turns (prompt, response) texts into trajectories. The loss is on the response and its EOS token.
 
-    Pairs longer than `max_tokens` are dropped with a warning; raises DataError when none is left.
+    Prompt and response are tokenised apart, so that the border between them is the same as in generation. Pairs longer
+    than `max_tokens` are dropped with a warning. Raises DataError when none is left.
     """
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
-            "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to false"
+            "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
+            "false"
         )
     end = [tokenizer.eos_token_id] if append_eos else []
     out: list[Trajectory] = []
@@ -36,10 +38,15 @@ def sft_trajectories(
         ones = [float(t) for t in trainable]
         out.append(
             Trajectory(
-                group=str(number), tokens=start + rest, trainable=trainable, logprobs=[0.0] * length, version=0, stop=Stop.EOS,
+                group=str(number),
+                tokens=start + rest,
+                trainable=trainable,
+                logprobs=[0.0] * length,
+                version=0,
+                stop=Stop.EOS,
                 advantages=ones,
             )
-        )  # fmt: skip
+        )
     if len(out) < len(pairs):
         _log.warning(
             "%d of %d pairs are longer than data.max_tokens = %d and were dropped",
