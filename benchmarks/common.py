@@ -64,7 +64,7 @@ class AnonymousPeak:
     """The most anonymous memory (not the page cache) that this process has held inside the block beyond what it held at its start."""
 
     def __enter__(self) -> Self:
-        self._start = self._most = anonymous_bytes()
+        self.start = self._most = anonymous_bytes()
         self._done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -76,7 +76,7 @@ class AnonymousPeak:
 
     @property
     def mib(self) -> float:
-        return (self._most - self._start) / 2**20
+        return (self._most - self.start) / 2**20
 
     def _watch(self) -> None:
         while True:

@@ -38,9 +38,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
         # Results have their memory before the first chunk: small tensors that stay, one in each hole that a chunk leaves, would keep the
         # next chunk out of it, and a CPU's heap would grow by all of them.
-        out = torch.empty(len(head.names), len(hidden), device=hidden.device)
+        found = {name: torch.empty(len(hidden), device=hidden.device) for name in head.names}
         logsum = torch.empty(len(hidden), device=hidden.device)
-        found = dict(zip(head.names, out, strict=True))
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
@@ -66,7 +65,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
                 kept.append(logits.sub_(log[:, None]))
         ctx.save_for_backward(hidden, weight, labels, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return out
+        return torch.stack([*found.values()])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
