@@ -64,7 +64,7 @@ class AnonymousPeak:
     """A meter of the most anonymous memory (not page cache) that this process adds within a block."""
 
     def __enter__(self) -> Self:
-        self._start = self._most = anonymous_bytes()
+        self.start = self._most = anonymous_bytes()
         self._done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -77,7 +77,7 @@ class AnonymousPeak:
     @property
     def mib(self) -> float:
         """Returns the memory in MiB."""
-        return (self._most - self._start) / 2**20
+        return (self._most - self.start) / 2**20
 
     def _watch(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Turns prompt/response texts into trajectories whose responses are trained (supervised fine-tuning)."""
+"""Turns prompt/response texts into rollouts whose responses are trained (supervised fine-tuning)."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.data.problems import DataError
 from megatron_rl.training.rollouts import tokenize
-from megatron_rl.types import Stop, Trajectory
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 
 _log = logging.getLogger(__name__)
 
 
-def sft_trajectories(
+def sft_rollouts(
     pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool, max_tokens: int
-) -> list[Trajectory]:
-    """Turns (prompt, response) texts into trajectories. The loss is on the response and its EOS token.
+) -> list[Rollout]:
+    """Turns (prompt, response) texts into rollouts. The loss is on the response and its EOS token.
 
     Prompt and response are tokenised apart, so that the border between them is the same as in generation. Pairs longer
     than `max_tokens` are dropped with a warning. Raises DataError when none is left.
@@ -27,25 +29,17 @@ def sft_trajectories(
             "false"
         )
     end = [tokenizer.eos_token_id] if append_eos else []
-    out: list[Trajectory] = []
+    out: list[Rollout] = []
     for number, (prompt, response) in enumerate(pairs):
         start = tokenize(tokenizer, prompt)
         rest = tokenizer.encode(response, add_special_tokens=False) + end
         length = len(start) + len(rest)
         if length > max_tokens:
             continue
-        trainable = [False] * len(start) + [True] * len(rest)
-        ones = [float(t) for t in trainable]
+        spans = spans_of((len(start), Author.ENVIRONMENT, NO_VERSION), (len(rest), Author.POLICY, 0))
+        tokens = np.concatenate([np.asarray(start, np.int32), np.asarray(rest, np.int32)])
         out.append(
-            Trajectory(
-                group=str(number),
-                tokens=start + rest,
-                trainable=trainable,
-                logprobs=[0.0] * length,
-                version=0,
-                stop=Stop.EOS,
-                advantages=ones,
-            )
+            Rollout(role="model", group=str(number), tokens=tokens, logprobs=np.zeros(length, np.float32), spans=spans)
         )
     if len(out) < len(pairs):
         _log.warning(

@@ -1,6 +1,6 @@
 """An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it takes them.
 
-What such endpoints differ in is a matter of settings (`Endpoint`). Their weights are their own: nothing is refitted.
+What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is refitted.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,8 @@ CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")  # und
 PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the endpoint names no time
 
 
-@dataclass(frozen=True, kw_only=True)
-class Endpoint:
-    """Settings of an endpoint and the model that is asked of it. The API key is never part of them: a file or a variable has it."""
-
-    url: str  # with or without /v1 at its end
-    model: str
-    key_file: str | None = None  # holds the API key
-    key_variable: str | None = None  # name of the environment variable that holds the API key
-    token_prompts: bool = True  # it takes prompts as token ids; false: as text
-    extensions: bool = (
-        True  # it knows, or ignores, parameters that are vLLM's (top_k, token ids in answers); false: it refuses them
-    )
-    at_once: int = 64  # sequences asked of it at once
-    attempts: int = 6  # of a request that it fails
-    request_timeout_s: float = 600.0
-
-
 def open_endpoint(
-    role: str, endpoint: Endpoint, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
+    role: str, endpoint: EndpointConfigConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
 ) -> ServerEngine:
     """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence tokens.
 
@@ -57,7 +39,7 @@ def open_endpoint(
     return given(role, [OpenAiServer(endpoint, tokenizer, ends=ends, key=api_key(endpoint, environment))], limits)
 
 
-def api_key(endpoint: Endpoint, environment: Mapping[str, str]) -> str | None:
+def api_key(endpoint: EndpointConfigConfig, environment: Mapping[str, str]) -> str | None:
     """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is not there."""
     if endpoint.key_file is not None:
         try:
@@ -78,7 +60,9 @@ class OpenAiServer:
     distribution that was sampled from (endpoints tell those of the model at temperature 1).
     """
 
-    def __init__(self, endpoint: Endpoint, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
+    def __init__(
+        self, endpoint: EndpointConfigConfig, tokenizer: Any, *, ends: Collection[int], key: str | None
+    ) -> None:
         self.url = endpoint.url.rstrip("/").removesuffix("/v1")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")

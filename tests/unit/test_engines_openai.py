@@ -9,9 +9,9 @@ import pytest
 from fake_endpoint import FakeEndpoint
 from toys import EOS, characters
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.engines.openai import Endpoint, open_endpoint
+from megatron_rl.engines.openai import open_endpoint
 from megatron_rl.engines.server import RequestRefused
 from megatron_rl.types import Stop
 
@@ -24,7 +24,7 @@ def opened(tmp_path):
 
     def make(fake: FakeEndpoint, **settings):
         (tmp_path / "key").write_text("sk-secret\n")
-        endpoint = Endpoint(
+        endpoint = EndpointConfig(
             **{"url": f"{fake.url}/v1/", "model": "judge", "key_file": str(tmp_path / "key")} | settings
         )
         engine = open_endpoint("judge", endpoint, characters(), ends={EOS}, environment={"KEY": "sk-secret"})
