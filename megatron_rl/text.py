@@ -19,6 +19,8 @@ from megatron_rl.weights.hf import local_directory
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 TOKENIZERS = 16  # whose tables of pieces are kept
+WIDTH = 16  # bytes; longer pieces of a vocabulary are rare
+FILLING = b"\xff"  # a byte that no UTF-8 text has
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback writes a single byte
 
 
@@ -96,23 +98,25 @@ def fill(template: str, **values: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The bytes that each token id adds to a text, one after the other in one buffer."""
+    """The bytes that each token id adds to a text. Rows are filled up, so that the text of many tokens is one gather, less the filling."""
 
-    flat: np.ndarray  # [bytes of all] uint8
-    starts: np.ndarray  # [V + 1] int32, places in `flat`; the last one stands for every id beyond the vocabulary
+    rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row stands for every id beyond the vocabulary
     lengths: np.ndarray  # [V + 1] int32
+    long: np.ndarray  # [V + 1] bool: the piece does not fit into a row, or has the filling's byte in it
+    whole: list[bytes]  # [V + 1]
     strip: bool  # whether a text loses one space at its beginning
     lossy: bool  # whether bytes that spell no character become U+FFFD as in Python's "replace"
 
     def join(self, ids: np.ndarray) -> tuple[bytes, np.ndarray]:
         """Puts the pieces of [T] ids together. -> (bytes, [T] their number after each id)."""
-        known = np.minimum(ids, len(self.starts) - 1)
-        lengths = self.lengths[known]
-        ends = np.cumsum(lengths, dtype=np.int64)
-        # byte b of the text, within the piece of token t, is flat[starts[t] + b - (bytes before t)]
-        places = np.repeat(self.starts[known] - (ends - lengths).astype(np.int32), lengths)
-        places += np.arange(len(places), dtype=np.int32)
-        raw = self.flat[places].tobytes()
+        known = np.minimum(ids, len(self.lengths) - 1)
+        ends = np.cumsum(self.lengths[known], dtype=np.int64)
+        padded = self.rows.take(known, axis=0).tobytes()
+        parts, done = [], 0
+        for t in np.flatnonzero(self.long[known]).tolist():  # few: they are set in between
+            parts += [padded[done * WIDTH : t * WIDTH].translate(None, FILLING), self.whole[known[t]]]
+            done = t + 1
+        raw = b"".join([*parts, padded[done * WIDTH :].translate(None, FILLING)])
         if self.strip and raw.startswith(b" "):
             return raw[1:], np.maximum(ends - 1, 0)
         return raw, ends
@@ -126,13 +130,20 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
     if kind is None:
         return None
     spell, strip, lossy = kind
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    count = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    strings = [None if i in special else backend.id_to_token(i) for i in range(count)]
-    pieces = [b"" if string is None else spell(string) for string in strings]
-    lengths = np.array([*map(len, pieces), 0], np.int32)
-    starts = np.cumsum(lengths, dtype=np.int32) - lengths
-    return _Pieces(np.frombuffer(b"".join(pieces), np.uint8), starts, lengths, strip, lossy)
+    added = backend.get_added_tokens_decoder()
+    strings = {i: string for string, i in backend.get_vocab(with_added_tokens=True).items()}
+    strings |= {i: token.content for i, token in added.items()}
+    whole = [b""] * (max(strings, default=-1) + 2)
+    for i, string in strings.items():
+        if i not in added or not added[i].special:
+            whole[i] = spell(string)
+    lengths = np.array(list(map(len, whole)), np.int32)
+    long = (lengths > WIDTH) | np.array([FILLING in piece for piece in whole])
+    rows = b"".join(b"" if far else piece.ljust(WIDTH, FILLING) for piece, far in zip(whole, long, strict=True))
+    table = np.zeros((len(whole), WIDTH), np.uint8)
+    table[~long] = np.frombuffer(rows, np.uint8).reshape(-1, WIDTH)
+    table[long] = FILLING[0]
+    return _Pieces(table, lengths, long, whole, strip, lossy)
 
 
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
@@ -148,7 +159,7 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
         parts = parts[:-1]
     names = [part["type"] for part in parts]
     replaced = [part for part in parts if part["type"] == "Replace"]
-    known = (names[-1:] == ["Fuse"] and names.count("Fuse") == 1 and set(names) <= {"Replace", "ByteFallback", "Fuse"})
+    known = names[-1:] == ["Fuse"] and names.count("Fuse") == 1 and set(names) <= {"Replace", "ByteFallback", "Fuse"}
     if not known or any("String" not in part["pattern"] for part in replaced):
         return None
     swaps = [(part["pattern"]["String"], part["content"]) for part in replaced]
@@ -171,11 +182,13 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
         *range(ord("\u00ae"), ord("\u00ff") + 1),
     }
     others = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    alphabet = {256 + i: byte for i, byte in enumerate(others)} | dict.fromkeys(others, 0xFFFF)  # 0xFFFF: is no byte
 
     def spell(token: str) -> bytes:
-        known = all(character in alphabet for character in token)
-        return bytes(alphabet[character] for character in token) if known else token.encode()
+        try:
+            return token.translate(alphabet).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode()
 
     return spell
 

@@ -46,7 +46,7 @@ def _pairs(first: Source, second: Source) -> Iterator[tuple[str, Tensor, Tensor]
         return
     swap = second.checkpoint is not None
     leading, other = (second, first) if swap else (first, second)
-    files, names = hf.Tensors(other.path), set()
+    files, names = hf.DirectoryTensors(other.path), set()
     for name, a in leading.tensors():
         if name not in files.stored:
             raise ConfigError(f"{other.path} has no tensor {name}, which {leading.path} has")

@@ -62,7 +62,7 @@ def to_hf(
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
         if verify:
-            _verify(source, hf.Tensors(folder), dtype)
+            _verify(source, hf.DirectoryTensors(folder), dtype)
             said = _compare_logits(source, sizes, folder, exact=dtype is None)
     return said
 
@@ -81,7 +81,7 @@ def to_megatron(
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
     sizes = source.sizes
     hf.check(source.path, sizes, cast=dtype is not None)
-    tensors, names = hf.Tensors(source.path), whole_names(sizes)
+    tensors, names = hf.DirectoryTensors(source.path), whole_names(sizes)
     wanted = (
         sum(math.prod(shape) for shape in hf_shapes(sizes).values())
         * (dtype or next(iter(source.dtypes().values()))).itemsize
@@ -118,7 +118,9 @@ def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Pl
     ]
 
 
-def _parameter(source: Source, sizes: Sizes, tensors: hf.Tensors, name: str, dtype: torch.dtype | None) -> Tensor:
+def _parameter(
+    source: Source, sizes: Sizes, tensors: hf.DirectoryTensors, name: str, dtype: torch.dtype | None
+) -> Tensor:
     """One whole Megatron parameter, vocabulary not padded."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
@@ -157,7 +159,9 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _verify(source: Source, other: hf.Tensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None) -> None:
+def _verify(
+    source: Source, other: hf.DirectoryTensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None
+) -> None:
     """Every tensor of `source`, cast to `dtype`, against that of the directory, cast to `cast`, bit for bit."""
     wanted, names = hf_shapes(source.sizes).keys(), set()
     for name, tensor in _steps(source.tensors(), len(wanted), "verify"):

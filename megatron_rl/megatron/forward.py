@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities, and what else is asked for, of chosen tokens, over a vocabulary split across tensor ranks."""
+"""Computes log-probabilities, and what else is asked for, from hidden states, over a vocabulary split across tensor ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # logits held at once, per rank: 8 MiB of a CPU, 512 MiB of a GPU
-
-KEPT_ELEMENTS = {
-    "cpu": 1 << 24,
-    "cuda": 0,
-}  # log-probs of one micro-batch kept for the backward pass at most; more are computed again
+# Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU.
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+# The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
+KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}
 
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows; further rows of the weight are padding."""
+    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows.
+
+    Further rows of the weight are padding.
+    """
 
     first_row: int
     rows: int
@@ -28,16 +29,19 @@ class _Head:
     temperature: float
     group: Any
     names: tuple[str, ...]  # statistics that are asked for, `logprobs` first
-    keep: bool  # the log-probs of all rows, for the backward pass
+    keep: bool  # whether the log-probs of all rows are kept for the backward pass
 
 
 class _VocabParallelStatistics(torch.autograd.Function):
-    """Softmax statistics of hidden @ weight.T without gathering the vocabulary, in chunks; logits of a large batch are never all held."""
+    """Softmax statistics of hidden @ weight.T, without gathering the vocabulary.
+
+    Logits are computed in chunks, so that those of a large batch are never all held.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
-        # Results have their memory before the first chunk: small tensors that stay, one in each hole that a chunk leaves, would keep the
-        # next chunk out of it, and a CPU's heap would grow by all of them.
+        # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
+        # next chunk out of these holes, and a CPU's heap would grow with every chunk.
         out = torch.empty(len(head.names), len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         found = dict(zip(head.names, out, strict=True))
@@ -110,8 +114,9 @@ def vocab_parallel_statistics(
 
     hidden [n, h], weight [V/tp, h], labels [n] -> [len(names), n] float32.
 
-    `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
-    gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).
+    `first_row` is the vocabulary id of weight's first row. Rows at and beyond `vocab` are padding and get probability
+    0. The gradient for `hidden` is this rank's share: the caller sums it over `group` (core's
+    copy_to_tensor_model_parallel_region).
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
@@ -120,18 +125,19 @@ def vocab_parallel_statistics(
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS."""
     size = max(32, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 
 def _logits(hidden: Tensor, real: Tensor, head: _Head) -> Tensor:
-    """[n, real rows] float32, a fresh tensor."""
+    """Returns the logits [n, real rows], float32, in a new tensor."""
     logits = (hidden @ real.T).float()
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
 def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
-    """The logit of each label that lives on this rank, 0 for the others. -> [n]"""
+    """Returns [n]: the logit of each label that lives on this rank, 0 for the others."""
     if not head.rows:
         return logits.new_zeros(len(labels))
     local, mine = _local_labels(labels, head)
@@ -139,12 +145,13 @@ def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
 
 
 def _local_labels(labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Label ids -> row numbers on this rank (0 where the label lives elsewhere), and whether it lives here."""
+    """Returns (row numbers on this rank, whether the label lives here). The row of any other label is 0."""
     local = labels - head.first_row
     mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine
 
 
 def _reduce(values: Tensor, operation: Any, group: Any) -> None:
+    """Reduces `values` in place over the group."""
     if group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)

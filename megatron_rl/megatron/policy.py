@@ -253,12 +253,13 @@ class MegatronPolicy:
                 return copies.from_tensor(made[rect.tensor], rect)
         else:
             hf.check(self.role.model.path, self.arch, cast=True)
-            read = hf.Tensors(self.role.model.path).read
+            read = hf.DirectoryTensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
             copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
 
     def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
         """Runs the micro-batches of one optimizer step of `work`, or of all, through this rank's stage."""
+        self._check_experts(work)
         micros = work.micros(step)
         longest = max(1, *(micro.end - micro.start for micro in micros))
         return core_step.run(
@@ -271,7 +272,6 @@ class MegatronPolicy:
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
         cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context)
-        self._check_experts(work)
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)

@@ -20,10 +20,10 @@ from ranks import ROOT
 
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, complete
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import free_port
-from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.servers import connect
 
@@ -122,7 +122,7 @@ class Fleet:
         return self.pool
 
     def living(self, count: int) -> None:
-        until(f"{count} living servers", lambda: len(self.pool._living()) == count)
+        until(f"{count} living servers", lambda: len(self.pool.members.living()) == count)
 
     def serving(self, count: int = 1, version: int = 1, **settings: Any) -> Pool:
         """A pool whose `count` servers have been refitted."""
@@ -152,10 +152,10 @@ class Fleet:
 
 
 class Asked:
-    """`generate` from a thread of its own."""
+    """Answers to prompts, waited for on a thread of its own."""
 
     def __init__(self, pool: Pool, prompts: list[list[int]], sampling: Sampling) -> None:
-        self._ask = functools.partial(pool.generate, prompts, sampling)
+        self._ask = functools.partial(complete, pool, prompts, sampling)
         self._found: list[list[Completion]] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -49,7 +49,7 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
 
 @pytest.mark.multi
 def test_resume_of_a_tied_model_in_stages_whose_embedding_needs_padding_is_exact(answers):
-    """Core cuts parameters out of its optimizer state as if the padding between buckets, which it leaves out, were there."""
+    """Core saves its buckets without padding, and cuts parameters out of them as if the padding were there."""
     for answer in answers:
         found = answer["tied"]
         assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
@@ -134,7 +134,7 @@ def test_micro_batches_are_balanced_over_replicas():
 
 
 def test_micro_batches_are_balanced_by_what_attention_costs_too():
-    """Long sequences beside many short ones: as many tokens each would leave one replica with all the attention."""
+    """There are long sequences and many short ones. With equal tokens one replica would have all the attention."""
     lengths, cost = [4000] * 4 + [250] * 64, Cost(balance=500)
 
     def spread(by):
@@ -149,7 +149,7 @@ def test_micro_batches_are_balanced_by_what_attention_costs_too():
 
 
 def test_a_layer_of_qwen2_7b_attends_as_dearly_as_it_multiplies_at_65_thousand_tokens():
-    """233 M parameters of a layer (28 layers hold 6.5 B), 28 heads of 128."""
+    """A layer has 233 M parameters (28 layers hold 6.5 B) and 28 heads of 128."""
     sizes = Sizes(
         family="qwen2",
         num_layers=28,

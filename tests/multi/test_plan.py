@@ -29,7 +29,7 @@ from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.planning.workload import Draw, step_work
 from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 
 TANGO = "examples/tango_qwen2.5_7b.yaml"
 BF16 = Numbers.gpu("bfloat16")
@@ -194,8 +194,8 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
     shape = replace(shape, sizes=sizes)
     plan = reshard.plan(
         layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)), layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
-        trainer=Places([rank // 8 for rank in range(16)], list(range(16))),
-        engine=Places([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
+        trainer=RankPlacement([rank // 8 for rank in range(16)], list(range(16))),
+        engine=RankPlacement([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
     ours = compute.refit(

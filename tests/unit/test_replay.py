@@ -1,4 +1,7 @@
-"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch. (Its gradients: test_layouts.)"""
+"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch.
+
+test_layouts tests its gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
-from megatron_rl.megatron.replay import Router, of_tokens
+from megatron_rl.megatron.replay import RouterReplay, of_tokens
 from megatron_rl.training.rollouts import trajectories_from_jsonl, trajectories_to_jsonl
 from megatron_rl.types import FREE, Stop, Trajectory, pack
 
@@ -20,9 +23,15 @@ def trajectory(length, experts=True):
         torch.int16
     )
     return Trajectory(
-        group="a", tokens=[*range(length)], trainable=[i > 0 for i in range(length)], logprobs=[0.0] * length, version=0, stop=Stop.EOS,
-        advantages=[0.0] * length, experts=chosen if experts else None,
-    )  # fmt: skip
+        group="a",
+        tokens=[*range(length)],
+        trainable=[i > 0 for i in range(length)],
+        logprobs=[0.0] * length,
+        version=0,
+        stop=Stop.EOS,
+        advantages=[0.0] * length,
+        experts=chosen if experts else None,
+    )
 
 
 def test_choices_survive_a_record():
@@ -43,7 +52,7 @@ def test_a_batch_has_a_row_for_each_token_and_says_where_nothing_is_known():
 
 
 def test_the_routers_of_tensor_ranks_see_their_share_position_by_position():
-    """Places of two rows of four; core flattens [4, 2, h] and sequence parallelism cuts the 4."""
+    """There are two rows of four positions. Core flattens [4, 2, h], and sequence parallelism cuts the 4."""
     experts = torch.arange(6)[:, None, None].expand(6, LAYERS, CHOSEN)
     places = torch.tensor([[0, 1, 2, -1], [3, 4, 5, -1]])
     assert of_tokens(experts, places, parts=1, part=0)[:, 0, 0].tolist() == [0, 3, 1, 4, 2, 5, FREE, FREE]
@@ -55,7 +64,7 @@ def ask(router, scores):
 
 
 def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
-    router, scores = Router(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
+    router, scores = RouterReplay(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
     assert ask(router, scores)[1].tolist() == [[1, 2], [1, 2]]
     shown = torch.full((2, LAYERS, CHOSEN), FREE)
     shown[0, 1] = torch.tensor([3, 0])
@@ -67,8 +76,8 @@ def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
 
 
 def test_a_recomputed_layer_takes_each_micro_batchs_own_choices_again():
-    """1F1B: two forward passes under way before the first goes back; a scoring pass between leaves nothing behind."""
-    router, scores = Router(0), torch.rand(1, 8)
+    """Two forward passes begin before the first goes back (1F1B). A scoring pass between them leaves nothing behind."""
+    router, scores = RouterReplay(0), torch.rand(1, 8)
 
     def shown(expert):
         return torch.tensor([expert, expert + 1]).expand(1, LAYERS, CHOSEN)
