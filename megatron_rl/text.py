@@ -159,7 +159,7 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
         parts = parts[:-1]
     names = [part["type"] for part in parts]
     replaced = [part for part in parts if part["type"] == "Replace"]
-    known = (names[-1:] == ["Fuse"] and names.count("Fuse") == 1 and set(names) <= {"Replace", "ByteFallback", "Fuse"})
+    known = names[-1:] == ["Fuse"] and names.count("Fuse") == 1 and set(names) <= {"Replace", "ByteFallback", "Fuse"}
     if not known or any("String" not in part["pattern"] for part in replaced):
         return None
     swaps = [(part["pattern"]["String"], part["content"]) for part in replaced]
