@@ -27,7 +27,7 @@ PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the en
 
 
 def open_endpoint(
-    role: str, endpoint: EndpointConfigConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
+    role: str, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
 ) -> ServerEngine:
     """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence tokens.
 
@@ -39,7 +39,7 @@ def open_endpoint(
     return given(role, [OpenAiServer(endpoint, tokenizer, ends=ends, key=api_key(endpoint, environment))], limits)
 
 
-def api_key(endpoint: EndpointConfigConfig, environment: Mapping[str, str]) -> str | None:
+def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | None:
     """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is not there."""
     if endpoint.key_file is not None:
         try:
@@ -60,9 +60,7 @@ class OpenAiServer:
     distribution that was sampled from (endpoints tell those of the model at temperature 1).
     """
 
-    def __init__(
-        self, endpoint: EndpointConfigConfig, tokenizer: Any, *, ends: Collection[int], key: str | None
-    ) -> None:
+    def __init__(self, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
         self.url = endpoint.url.rstrip("/").removesuffix("/v1")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")

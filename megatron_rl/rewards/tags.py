@@ -6,27 +6,30 @@ The grammar is that of arXiv 2505.15034: think > step*, then answer > boxed.
 from __future__ import annotations
 
 import re
-from typing import AnyStr
 
 MIN_STEPS = 3  # fewer steps cost 0.4 of the format score
 
 _OPEN, _CLOSE = "<step>", "</step>"
+_TAGS, _TAGS_IN_BYTES = re.compile("</?step>"), re.compile(b"</?step>")
 _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups nothing
 
 
-def step_spans(text: AnyStr) -> list[tuple[int, int]]:
+def step_spans(text: str | bytes) -> list[tuple[int, int]]:
     """Returns the spans [start, end) of the step blocks, tags included, in order: in characters of a str, in bytes of
     UTF-8. Any text is allowed.
 
     A block reaches from an opening tag to the next closing one. An opening tag inside a block is part of its text, and
     a tag without its partner makes no block, as in the released code.
     """
-    opening, closing = (_OPEN, _CLOSE) if isinstance(text, str) else (_OPEN.encode(), _CLOSE.encode())
     spans: list[tuple[int, int]] = []
-    end = 0
-    while (start := text.find(opening, end)) >= 0 and (close := text.find(closing, start + len(opening))) >= 0:
-        end = close + len(closing)
-        spans.append((start, end))
+    start: int | None = None  # of the block that is open
+    for tag in _TAGS.finditer(text) if isinstance(text, str) else _TAGS_IN_BYTES.finditer(text):
+        opens = tag.end() - tag.start() == len(_OPEN)
+        if opens and start is None:
+            start = tag.start()
+        elif not opens and start is not None:
+            spans.append((start, tag.end()))
+            start = None
     return spans
 
 
