@@ -46,8 +46,10 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     if not config.roles:
         problems.append("roles is empty: name at least one role")
     for name, role in config.roles.items():
-        problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks, to_come)
-        problems += _role_problems(f"roles.{name}", role)
+        problems += _policy_problems(f"roles.{name}", role)
+        if role.has_policy and role.model.path:
+            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks, to_come)
+            problems += _role_problems(f"roles.{name}", role)
     if config.run.steps is not None and config.run.steps < 1:
         problems.append(
             f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for "
@@ -79,6 +81,18 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     return problems
 
 
+def _policy_problems(name: str, role: RoleConfig) -> list[str]:
+    """Returns what is wrong with where a role's weights come from."""
+    problems = []
+    if not role.model.path:
+        problems.append(f"{name}.model.path is empty: give a model directory or a hub name, or {name}.same_as a role")
+    if role.endpoint is not None and role.policy == "own":
+        problems.append(f"{name}.endpoint with {name}.policy = 'own': an endpoint keeps its weights; set policy to none")
+    if role.endpoint is not None and role.tandem is not None:
+        problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
+    return problems
+
+
 def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
     problems = _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
     if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
@@ -99,9 +113,10 @@ def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
 def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     problems = []
     if settings.urls:
-        counts = {name: len(settings.urls.get(name, ())) for name in config.roles}
-        if set(settings.urls) != set(config.roles) or set(counts.values()) != {settings.replicas}:
-            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(config.roles)}"
+        served = config.engine_roles
+        counts = {name: len(settings.urls.get(name, ())) for name in served}
+        if set(settings.urls) != set(served) or set(counts.values()) != {settings.replicas}:
+            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(served)}"
             problems.append(
                 f"engine.urls has { ({name: len(urls) for name, urls in settings.urls.items()}) }: give {wanted}"
             )
@@ -176,24 +191,33 @@ def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:
-    """Raises ConfigError when recipe and config name different roles, or run.steps is beyond the recipe's plan."""
-    problems = [f"roles.{n} is missing" for n in recipe.roles if n not in config.roles]
-    problems += [f"roles.{n} is not one of its roles" for n in config.roles if n not in recipe.roles]
+    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, or run.steps is beyond
+    the recipe's plan."""
+    roles, steps = recipe.roles(), len(recipe.schedule())
+    problems = [f"roles.{n} is missing" for n in roles if n not in config.roles]
+    problems += [f"roles.{n} is not one of its roles" for n in config.roles if n not in roles]
     if problems:
+        raise ConfigError(f"recipe {config.recipe.target} plays with the roles {', '.join(roles)}: {'; '.join(problems)}")
+    for name, part in roles.items():
+        if part.trained and config.roles[name].policy == "none":
+            raise ConfigError(
+                f"roles.{name}.policy = 'none', and recipe {config.recipe.target} trains that role: set policy to own"
+            )
+    if config.run.steps is not None and config.run.steps > steps:
         raise ConfigError(
-            f"recipe {config.recipe.target} plays with the roles {', '.join(recipe.roles)}: {'; '.join(problems)}"
-        )
-    if config.run.steps is not None and config.run.steps > recipe.num_steps():
-        raise ConfigError(
-            f"run.steps = {config.run.steps}, but the recipe plans {recipe.num_steps()} steps: raise its updates "
+            f"run.steps = {config.run.steps}, but the recipe plans {steps} steps: raise its updates "
             "(recipe.args), or set run.steps to null"
         )
 
 
 def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:
     """Returns one line for each trained role: prompts, samples and optimizer steps of one update."""
-    prompts, sizes = config.run.prompts_per_step, recipe.group_sizes
-    return [explain_role(n, config.roles[n], prompts=prompts, group_size=sizes[n], ranks=ranks) for n in recipe.trained]
+    prompts = config.run.prompts_per_step
+    return [
+        explain_role(name, config.roles[name], prompts=prompts, group_size=part.samples, ranks=ranks)
+        for name, part in recipe.roles().items()
+        if part.trained
+    ]
 
 
 def explain(config: Any, ranks: int) -> list[str]:
@@ -202,6 +226,9 @@ def explain(config: Any, ranks: int) -> list[str]:
         return []
     lines = []
     for name, role in config.roles.items():
+        if not role.has_policy:
+            lines.append(f"{name}: {_no_policy(role)}")
+            continue
         layout = role.layout
         cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
         lines.append(
@@ -212,6 +239,13 @@ def explain(config: Any, ranks: int) -> list[str]:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
             lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")
     return lines
+
+
+def _no_policy(role: RoleConfig) -> str:
+    if role.same_as is not None:
+        return f"shares policy and engines with {role.same_as}"
+    where = "own engines" if role.endpoint is None else role.endpoint.url
+    return f"no policy in the trainer; {where} answer with fixed weights"
 
 
 def _experts(layout: Layout) -> str:

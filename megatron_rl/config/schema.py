@@ -107,6 +107,11 @@ class TrainConfig:
             )  # fmt: skip
         object.__setattr__(self, "roles", roles)
 
+    @property
+    def engine_roles(self) -> list[str]:
+        """The roles that have engines of their own, in order: neither another role's nor an endpoint's."""
+        return [name for name, role in self.roles.items() if role.same_as is None and role.endpoint is None]
+
 
 @config
 class SftConfig:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.pool.membership import Limits
