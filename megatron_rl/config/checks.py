@@ -87,7 +87,9 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
     if not role.model.path:
         problems.append(f"{name}.model.path is empty: give a model directory or a hub name, or {name}.same_as a role")
     if role.endpoint is not None and role.policy == "own":
-        problems.append(f"{name}.endpoint with {name}.policy = 'own': an endpoint keeps its weights; set policy to none")
+        problems.append(
+            f"{name}.endpoint with {name}.policy = 'own': an endpoint keeps its weights; set policy to none"
+        )
     if role.endpoint is not None and role.tandem is not None:
         problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
     return problems
@@ -197,7 +199,9 @@ def check_recipe(config: TrainConfig, recipe: Any) -> None:
     problems = [f"roles.{n} is missing" for n in roles if n not in config.roles]
     problems += [f"roles.{n} is not one of its roles" for n in config.roles if n not in roles]
     if problems:
-        raise ConfigError(f"recipe {config.recipe.target} plays with the roles {', '.join(roles)}: {'; '.join(problems)}")
+        raise ConfigError(
+            f"recipe {config.recipe.target} plays with the roles {', '.join(roles)}: {'; '.join(problems)}"
+        )
     for name, part in roles.items():
         if part.trained and config.roles[name].policy == "none":
             raise ConfigError(
