@@ -17,9 +17,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 from common import add_arguments, finish  # noqa: E402
 
 from megatron_rl.planning import compute, shapes  # noqa: E402
-from megatron_rl.planning.compute import Batch, Engine  # noqa: E402
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
-from megatron_rl.planning.memory import WHOLE, Numbers  # noqa: E402
+from megatron_rl.planning.memory import WHOLE, Precision  # noqa: E402
 from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
 from megatron_rl.weights.sizes import Sizes  # noqa: E402
@@ -69,9 +69,9 @@ def trained(
 ) -> tuple[float, float]:
     """-> (seconds of a step, tokens a second and GPU)."""
     cluster = parse_cluster(where)
-    batch = Batch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
+    batch = SequenceBatch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
     seconds = compute.pass_seconds(shape, layout, cluster, batch, backward=True, recompute=[WHOLE] if recompute else ())
-    seconds += compute.optimizer_seconds(shape, layout, cluster, Numbers.gpu("bfloat16"))
+    seconds += compute.optimizer_seconds(shape, layout, cluster, Precision.gpu("bfloat16"))
     return seconds, batch.tokens / seconds / cluster.gpus
 
 
@@ -99,19 +99,19 @@ def grpo(
     samples, steps, mean, longest = numbers
     shape, cluster = read_shape(model), parse_cluster(where)
     parallel = Parallel(world=cluster.gpus, **layout, sequence_parallel=layout.get("tp", 1) > 1)
-    batch = Batch(sequences=samples, length=mean, micro_tokens=longest)
+    batch = SequenceBatch(sequences=samples, length=mean, micro_tokens=longest)
     passed = 2 * compute.pass_seconds(
         shape, parallel, cluster, batch, backward=False
     )  # the policy's before the update, the reference's
-    part = Batch(sequences=samples // steps, length=mean, micro_tokens=longest)
+    part = SequenceBatch(sequences=samples // steps, length=mean, micro_tokens=longest)
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
-    passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Numbers.gpu("bfloat16"))
+    passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Precision.gpu("bfloat16"))
     room = max(8e9, 0.6 * cluster.device.memory - 2 * shapes.total(shape) / tp)
-    engine = Engine(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
+    engine = EngineSetup(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
     draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)
-    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
-    sent = compute.refit(shape, parallel, engine, cluster, width=2, together=False).seconds
+    drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
+    sent = compute.refit_cost(shape, parallel, engine, cluster, width=2, together=False).seconds
     if "-v" in sys.argv:
         print(f"{model}: rollout {drawn.seconds:.0f} ({drawn.rows:.0f} rows), passes {passed:.0f}, refit {sent:.1f}")
     return Row(
@@ -123,9 +123,9 @@ def grpo(
 def served(rows: int, published: float, **kind: bool) -> Row:
     """vLLM at a fixed number of requests under way: 1,024 tokens in, 128 out."""
     shape, cluster = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-40")
-    engine = Engine(replicas=1, tp=1, max_batch=rows, kv_bytes=18e9)
+    engine = EngineSetup(replicas=1, tp=1, max_batch=rows, kv_bytes=18e9)
     draw = Draw(role="", samples=20 * rows, prompt=1024, response=128, longest=128)
-    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
+    drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
     what = f"vLLM llama-3.1-8b on one A100-40, {rows} requests at once"
     return Row(
         what=what, source=SWEEP, unit="tokens/s out", published=published, ours=20 * rows * 128 / drawn.seconds, **kind

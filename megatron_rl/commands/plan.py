@@ -16,8 +16,8 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
-from megatron_rl.planning.plan import Plan
-from megatron_rl.planning.search import Found
+from megatron_rl.planning.plan import RunPlan
+from megatron_rl.planning.search import Proposal
 from megatron_rl.planning.shapes import Shape, read_shape
 from megatron_rl.planning.workload import step_work
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, load: Load) -> int:
     return int(not found) if args.search else int(bool(made.problems))
 
 
-def show(made: Plan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
+def show(made: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
     """Tables of memory and time, then what to do."""
     console.print(_memory_table(made))
     if made.servers:
@@ -105,7 +105,7 @@ def show(made: Plan, advice: Sequence[str], console: Console, *, notes: Sequence
         console.print(f"- {line}", highlight=False)
 
 
-def show_search(found: Sequence[Found], asked: Plan, console: Console) -> None:
+def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> None:
     """The proposals, fastest first, each with what to give to the program."""
     if not found:
         console.print(
@@ -122,7 +122,7 @@ def show_search(found: Sequence[Found], asked: Plan, console: Console) -> None:
         )
 
 
-def _memory_table(made: Plan) -> Table:
+def _memory_table(made: RunPlan) -> Table:
     title = f"GiB of a trainer's GPU, the worst of {made.ranks} ({made.cluster}, {made.cluster.device.memory_gib} GiB)"
     table = Table("", *(f"{role.name} trains" for role in made.roles), title=title, title_justify="left")
     parts = ("weights", "gradients", "optimizer", "activations", "workspace")
@@ -152,7 +152,7 @@ def _memory_table(made: Plan) -> Table:
     return table
 
 
-def _servers_table(made: Plan) -> Table:
+def _servers_table(made: RunPlan) -> Table:
     table = Table(
         "engine of",
         "weights",
@@ -166,7 +166,7 @@ def _servers_table(made: Plan) -> Table:
     return table
 
 
-def _time_table(made: Plan) -> Table:
+def _time_table(made: RunPlan) -> Table:
     heads = [f"{turn.role}'s turn" + (f" (x{turn.times})" if turn.times > 1 else "") for turn in made.turns]
     table = Table("seconds", *heads, "of a step", title="time", title_justify="left")
     whole = sum(made.phases.values())

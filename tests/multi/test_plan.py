@@ -22,9 +22,9 @@ from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainCo
 from megatron_rl.main import main
 from megatron_rl.planning import compute, memory, search, shapes
 from megatron_rl.planning import plan as plans
-from megatron_rl.planning.compute import Batch, Engine
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
-from megatron_rl.planning.memory import Micro, Numbers
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.planning.workload import Draw, step_work
 from megatron_rl.weights import layouts, rectangles, reshard
@@ -32,7 +32,7 @@ from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import Places
 
 TANGO = "examples/tango_qwen2.5_7b.yaml"
-BF16 = Numbers.gpu("bfloat16")
+BF16 = Precision.gpu("bfloat16")
 
 
 class Duet:
@@ -110,7 +110,7 @@ def test_a_ranks_parameters_are_those_of_the_table_of_rectangles(name, cut):
 
 
 def test_more_ranks_never_need_more_memory():
-    shape, micro = read_shape("qwen2.5-7b"), Micro(tokens=8192)
+    shape, micro = read_shape("qwen2.5-7b"), MicroBatchLoad(tokens=8192)
 
     def held(**cut):
         return memory.worst(shape, Parallel(world=64, **cut), micro, BF16)
@@ -127,7 +127,7 @@ def test_more_ranks_never_need_more_memory():
 
 
 def test_what_is_computed_again_takes_its_modules_time_and_no_more():
-    cluster, batch = parse_cluster("4x8xA100-80"), Batch(sequences=64, length=4096, micro_tokens=8192)
+    cluster, batch = parse_cluster("4x8xA100-80"), SequenceBatch(sequences=64, length=4096, micro_tokens=8192)
 
     def seconds(name, modules, **cut):
         parallel = Parallel(world=32, **cut)
@@ -155,7 +155,7 @@ def test_experts_are_cut_by_ep_and_their_optimizer_by_their_own_replicas():
 
 def test_time_falls_with_ranks_and_rises_with_bubbles():
     shape, cluster = read_shape("qwen2.5-7b"), parse_cluster("4x8xA100-80")
-    batch = Batch(sequences=256, length=2048, micro_tokens=8192)
+    batch = SequenceBatch(sequences=256, length=2048, micro_tokens=8192)
 
     def seconds(world, **cut):
         return compute.pass_seconds(shape, Parallel(world=world, **cut), cluster, batch, backward=True)
@@ -168,7 +168,7 @@ def test_time_falls_with_ranks_and_rises_with_bubbles():
 
 def test_a_decoding_step_is_bound_by_memory_for_few_rows_and_more_rows_give_more_tokens():
     shape, cluster = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-80")
-    engine = Engine(replicas=1, tp=1, max_batch=512, kv_bytes=4e10)
+    engine = EngineSetup(replicas=1, tp=1, max_batch=512, kv_bytes=4e10)
     steps = [
         compute.decode_step_seconds(shape, engine, cluster, rows=rows, context=1000, width=2)
         for rows in (1, 8, 64, 256)
@@ -178,8 +178,8 @@ def test_a_decoding_step_is_bound_by_memory_for_few_rows_and_more_rows_give_more
     )
     assert steps[0] > 2 * 7.5e9 / cluster.device.hbm
     draw = Draw(role="", samples=64, prompt=200, response=800, longest=800)
-    few = compute.rollout(shape, replace(engine, kv_bytes=1e9), cluster, draw, width=2)
-    many = compute.rollout(shape, engine, cluster, draw, width=2)
+    few = compute.rollout_cost(shape, replace(engine, kv_bytes=1e9), cluster, draw, width=2)
+    many = compute.rollout_cost(shape, engine, cluster, draw, width=2)
     assert few.rows < 8 and many.rows == 64 and few.seconds > 3 * many.seconds
 
 
@@ -198,8 +198,8 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
         engine=Places([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
-    ours = compute.refit(
-        shape, parallel, Engine(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0), cluster, width=2, together=False
+    ours = compute.refit_cost(
+        shape, parallel, EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0), cluster, width=2, together=False
     )
     assert ours.sent == pytest.approx(2 * plan.sent, rel=0.02)
 
