@@ -60,7 +60,7 @@ def token_span(start: int, end: int, ends: Sequence[int]) -> tuple[int, int]:
 
 
 def read_template(name: str) -> str:
-    """Reads a prompt template by its packaged name (`tango_generator`) or from a text file. Raises FileNotFoundError."""
+    """Reads a prompt template by its packaged name (`tango_generator`) or from a file. Raises FileNotFoundError."""
     packaged = PROMPTS / f"{name}.txt"
     path = packaged if packaged.exists() else Path(name)
     if not path.is_file():

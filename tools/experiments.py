@@ -16,7 +16,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 from megatron_rl.jobs import submit
-from megatron_rl.jobs.submit import Plan
+from megatron_rl.jobs.submit import Submission
 from megatron_rl.session.launch import run_directory
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
@@ -71,12 +71,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A task whose config is read and checked. `plan.scripts` are those of slurm/ that it goes through; without any, NeMo-Run starts its
+    """A task whose config is read and checked. `submission.scripts` are those of slurm/ that it goes through; without any, NeMo-Run starts its
     steps."""
 
     task: Task | Program
     steps: Sequence[Step]
-    plan: Plan | None  # None for a program
+    submission: Submission | None  # None for a program
     why: str = ""  # it goes through scripts of slurm/
     slices: int = 1
 
@@ -155,10 +155,10 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
     config = _read(task)
     slices = 1
     if isinstance(config, EvalConfig):
-        plan = submit.plan_eval([config], site, _directory(config))
+        submission = submit.plan_eval([config], site, _directory(config))
         files = {CONFIG: config_files.dump(config)}
     elif task.points:
-        plan = submit.plan_sweep(
+        submission = submit.plan_sweep(
             config,
             [(point, _read(task, point)) for point in task.points],
             site,
@@ -168,15 +168,15 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
         files = {}
         why = f"is a sweep of {len(task.points)} runs, an array"
     else:
-        plan = submit.plan_run(config, site, command=task.command, to_come=bool(task.after))
-        files, slices = {CONFIG: plan.files[CONFIG]}, config.job.slices
+        submission = submit.plan_run(config, site, command=task.command, to_come=bool(task.after))
+        files, slices = {CONFIG: submission.files[CONFIG]}, config.job.slices
         if slices > 1:
             why = f"is a chain of {slices} slices, an array"
-        elif len(plan.scripts) > 1:
+        elif len(submission.scripts) > 1:
             why = "has engines beside its trainer, an array"
     if why:
-        return Planned(task=task, steps=[], plan=plan, why=why, slices=slices)
-    return replace(_single(task, config, task.after), plan=Plan(plan.directory, files, [], {}))
+        return Planned(task=task, steps=[], submission=plan, why=why, slices=slices)
+    return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, [], {}))
 
 
 def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
@@ -189,7 +189,7 @@ def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
     step = Step(
         name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1, time=job.time if job else None
     )  # fmt: skip
-    return Planned(task=task, steps=[step], plan=Plan(directory, {CONFIG: config_files.dump(config)}, [], {}))
+    return Planned(task=task, steps=[step], submission=Submission(directory, {CONFIG: config_files.dump(config)}, [], {}))
 
 
 def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
@@ -198,7 +198,7 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
         config_checks.check(config, config.launch.nproc, to_come=bool(task.after))
         return _single(task, config, after)
     site = Profile(ranks_per_node=config.launch.nproc, gpus_per_node=0)
-    plan = submit.plan_sweep(
+    submission = submit.plan_sweep(
         config,
         [(point, _read(task, point)) for point in task.points],
         site,
@@ -206,18 +206,18 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
         to_come=bool(task.after),
     )
     files = {
-        name: text for name, text in plan.files.items() if name not in plan.scripts
+        name: text for name, text in submission.files.items() if name not in submission.scripts
     }  # `megatron-rl status` and `report` know it then
     steps = [
-        Step(name=f"{task.name}_{index:03d}", words=_megatron_rl(task, plan.directory / submit.JOBS / f"{index:03d}.yaml"), after=after,
-             directory=plan.directory / f"{index:03d}")
+        Step(name=f"{task.name}_{index:03d}", words=_megatron_rl(task, submission.directory / submit.JOBS / f"{index:03d}.yaml"), after=after,
+             directory=submission.directory / f"{index:03d}")
         for index in range(len(task.points))
     ]  # fmt: skip
-    return Planned(task=task, steps=steps, plan=Plan(plan.directory, files, [], {}))
+    return Planned(task=task, steps=steps, submission=Submission(submission.directory, files, [], {}))
 
 
 def _program(task: Program, after: Sequence[str]) -> Planned:
-    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], plan=None)
+    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], submission=None)
 
 
 def _megatron_rl(task: Task, config: Path) -> list[str]:
@@ -256,14 +256,14 @@ def _apart(planned: list[Planned]) -> list[Planned]:
     """Refuses two tasks in one directory: each has its jobs/ there."""
     owners: dict[Path, str] = {}
     for one in planned:
-        if one.plan is None:
+        if one.submission is None:
             continue
-        if one.plan.directory in owners:
-            both = f"{owners[one.plan.directory]!r} and {one.task.name!r}"
+        if one.submission.directory in owners:
+            both = f"{owners[one.submission.directory]!r} and {one.task.name!r}"
             raise ConfigError(
-                f"tasks {both} both have the directory {one.plan.directory}: give each a run.name, or an output, of its own"
+                f"tasks {both} both have the directory {one.submission.directory}: give each a run.name, or an output, of its own"
             )
-        owners[one.plan.directory] = one.task.name
+        owners[one.submission.directory] = one.task.name
     return planned
 
 

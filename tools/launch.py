@@ -36,7 +36,7 @@ from experiments import Experiment, Options, Planned, Step, Task, for_local, for
 from megatron_rl.cluster import profile, slices, slurm  # noqa: E402
 from megatron_rl.cluster.profile import Profile  # noqa: E402
 from megatron_rl.cluster.render import common_settings  # noqa: E402
-from megatron_rl.commands import submit  # noqa: E402
+from megatron_rl.jobs import submit  # noqa: E402
 from megatron_rl.config.schema import ConfigError  # noqa: E402
 
 DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
@@ -204,16 +204,16 @@ def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         return 0
     slurm.require()
     for one in planned:
-        if one.plan is not None:
-            submit.refuse_busy(one.plan.directory)
+        if one.submission is not None:
+            submit.refuse_busy(one.submission.directory)
     ids = _submit_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site)
     for one in planned:
-        if one.plan is not None and one.why:
+        if one.submission is not None and one.why:
             print(f"{one.task.name} {one.why}: it goes through the scripts of slurm/")
-            submit.write(one.plan)
-            ids[one.task.name] = [*submit.send(one.plan, dependency=_dependency(one, planned, ids)).values()]
-        elif one.plan is not None:
-            submit.note(one.plan.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
+            submit.write(one.submission)
+            ids[one.task.name] = [*submit.send(one.submission, dependency=_dependency(one, planned, ids)).values()]
+        elif one.submission is not None:
+            submit.record_job(one.submission.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
     for name, jobs in ids.items():
         print(f"submitted {name}: job {', '.join(jobs)}")
     return _follow(planned, ids, args.every) if args.wait else 0
@@ -240,12 +240,12 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
     for one in planned:
         for step in one.steps:
             print(f"# ---- {step.name}, by NeMo-Run{_behind(step.after)}\n{texts[step.name]}")
-        if one.plan is not None and one.why:
-            for script in one.plan.scripts:
+        if one.submission is not None and one.why:
+            for script in one.submission.scripts:
                 print(
-                    f"# ---- {one.task.name} {one.why}: {one.plan.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}"
+                    f"# ---- {one.task.name} {one.why}: {one.submission.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}"
                 )
-                print(one.plan.files[script])
+                print(one.submission.files[script])
 
 
 def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) -> dict[str, list[str]]:
@@ -349,8 +349,8 @@ def _environment(site: Profile) -> dict[str, str]:
 
 def _written(planned: Planned) -> Sequence[Step]:
     """The task's steps, after its files are there."""
-    if planned.plan is not None and planned.steps:
-        submit.put(planned.plan)
+    if planned.submission is not None and planned.steps:
+        submit.write_files(planned.submission)
         for step in planned.steps:
             if step.directory is not None:
                 submit.allow_start(step.directory)
@@ -392,8 +392,8 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
 
 
 def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
-    if isinstance(one.task, Task) and one.plan is not None and one.task.command != "eval" and not one.task.points:
-        return slices.finished(one.plan.directory)
+    if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval" and not one.task.points:
+        return slices.finished(one.submission.directory)
     return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
 
 

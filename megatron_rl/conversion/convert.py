@@ -118,7 +118,7 @@ def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Pl
 
 
 def _parameter(source: Source, sizes: Sizes, tensors: hf.Tensors, name: str, dtype: torch.dtype | None) -> Tensor:
-    """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for numbers that are not finite."""
+    """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for non-finite numbers."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _check_finite(source, tensor, tensors.whole(tensor))

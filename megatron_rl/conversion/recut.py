@@ -1,9 +1,9 @@
 """Cuts a checkpoint anew for another layout: model and optimizer, with one parameter in memory, without ranks.
 
-megatron-core loads any layout's checkpoint by itself, but one that is cut for the reader's layout is read quicker: every
-rank has a file of its own and reads nothing else, while a rank of tp 8 that reads what tp 1 wrote reads eight times its
-share. Recutting also checks what megatron-core does not: that every tensor is known and of the model's shape, and that
-the optimizer's state is that of the weights.
+megatron-core loads any layout's checkpoint by itself, but one that is cut for the reader's layout is read quicker:
+every rank has a file of its own and reads nothing else, while a rank of tp 8 that reads what tp 1 wrote reads eight
+times its share. Recutting also checks what megatron-core does not: that every tensor is known and of the model's
+shape, and that the optimizer's state is that of the weights.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, 
     layout = experts if experts is not None and sizes.experts else dense
     if checkpoint is None:
         raise ConfigError(
-            f"{source.path} is a Hugging Face directory, which has no layout: `convert to-megatron` makes a checkpoint"
+            f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
     for what, number, by in (
         ("layers", sizes.num_layers, layout.pp),
@@ -87,7 +87,7 @@ def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, 
     ):
         if number % by or (by > 1 and not number):
             raise ConfigError(
-                f"{source.path}: {number} {what} do not divide by {by}, so no run reads that layout: change tp, pp or ep"
+                f"{source.path}: {number} {what} do not divide by {by}, so no run reads it: change tp, pp or ep"
             )
     cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
     with DistWriter(folder) as writer:
@@ -129,7 +129,7 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 def _write(
     writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
 ) -> None:
-    """Writes the pieces of one tensor, vocabulary padded. `what`: (prefix of the optimizer state or "", name, pieces)."""
+    """Writes the pieces of one tensor, vocabulary padded. `what`: (optimizer state's prefix or "", name, pieces)."""
     prefix, name, cuts = what
     matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)

@@ -20,7 +20,7 @@ from megatron_rl.weights.sizes import Sizes
 
 @dataclass(frozen=True)
 class Source:
-    """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model directory it started from."""
+    """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model it started from."""
 
     path: Path
     given_model: Path | None  # directory with config.json and tokenizer; None: where the run's config says
@@ -45,13 +45,13 @@ class Source:
         return self.path if self.checkpoint is not None else hf.tensor_files(self.path)[name]
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Returns the dtype of every stored tensor, by Hugging Face name; for a checkpoint by Megatron's, layers stacked."""
+        """Returns every stored tensor's dtype by Hugging Face name; for a checkpoint Megatron's, layers stacked."""
         if self.checkpoint is not None:
             return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
         return {name: hf.DTYPES[stored.dtype] for name, stored in headers.read_directory(self.path).items()}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Returns (shape, dtype) of every stored tensor by name; for a checkpoint Megatron's names, optimizer included."""
+        """Returns every stored tensor's (shape, dtype) by name; for a checkpoint Megatron's, optimizer included."""
         if self.checkpoint is not None:
             return {
                 name: (shape, str(dtype).removeprefix("torch."))

@@ -6,8 +6,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from megatron_rl.config.schema import ConfigError
 
@@ -18,8 +21,8 @@ SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
 def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
     """Yields an empty directory beside `target` that becomes it at the end of the block.
 
-    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one with
-    the same target removes. Raises ConfigError when something is at `target`, when another process is writing it, when
+    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one
+    with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it, when
     the disk has not `wanted_bytes` free, and when writing fails.
     """
     if target.exists():
@@ -53,6 +56,31 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def stoppable(target: Path) -> Iterator[None]:
+    """Ends the block through its own clean-up when SIGINT or SIGTERM comes, and raises SystemExit then.
+
+    Any error after the signal is taken for its consequence.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if asked:
+            print(f"interrupted; nothing was left at {target}", file=sys.stderr)
+            raise SystemExit(128 + asked[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:

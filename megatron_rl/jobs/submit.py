@@ -147,7 +147,7 @@ def plan_sweep(
         )
         if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
             raise ConfigError(
-                f"a sweep starts runs with embedded engines; with engine.kind = {own.engine.kind!r} submit each run alone"
+                f"a sweep starts runs with embedded engines; with engine.kind {own.engine.kind!r} submit each alone"
             )
         files[f"{index:03d}.yaml"] = config_files.dump(own)
         found.append({"run": own.run.name, "changes": dict(changes)})
@@ -222,6 +222,11 @@ def read_grid(path: Path) -> list[dict[str, Any]]:
     if len(points) > MAX_ELEMENTS:
         raise ConfigError(f"--sweep {path}: {len(points)} runs; an array has room for {MAX_ELEMENTS}")
     return points
+
+
+def overrides(point: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a sweep's point as a.b=c arguments."""
+    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
 
 
 def write(submission: Submission) -> None:

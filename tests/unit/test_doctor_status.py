@@ -16,7 +16,7 @@ from conftest import ROOT, environment
 from rich.console import Console
 
 from megatron_rl.cluster import profile, slices
-from megatron_rl.cluster.job import Job
+from megatron_rl.cluster.job import SlurmJob
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
@@ -30,7 +30,7 @@ from megatron_rl.run.metrics import Tracker
 from megatron_rl.session.servers import ENGINES
 
 TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
-JOB = Job(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
+JOB = SlurmJob(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
 IN_JOB = {"SLURM_JOB_ID": "17"}
 QWEN = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -235,7 +235,7 @@ def test_a_run_whose_jobs_are_gone_ended_without_a_word(run, fake_slurm):
     for body in ("true", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"):
         answers(squeue=body)
         said = shown(run)
-        assert status.NOTHING in said and "ended without a word" in said
+        assert status.NO_JOBS in said and "ended without a word" in said
     RunDirectory(run).update_summary({"finished": True})
     assert "finished; 2 of 4" in shown(run)
 

@@ -20,6 +20,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.fake import ScriptedEngine
 from megatron_rl.evaluation import text_scores
+from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
@@ -119,7 +120,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # What a kill leaves behind: some problems, and a last line that was cut in half.
     digest = evaluate._digest(
-        config, [evaluate._task(config, TOKENIZER, source) for source in evaluate._sources(config)]
+        config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)]
     )
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
