@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: memory against what the actor allocates, time against published runs, the search, and what it refuses."""
+"""Tests `megatron-rl plan`: memory against the actor's, time against published runs, the search, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ BF16 = Precision.gpu("bfloat16")
 
 
 class Duet:
-    """A recipe with two turns in a step: each draws 4 of its own, and the second role 2 of the first's."""
+    """A recipe with two generator turns and one verifier turn in a step.
+
+    A generator turn draws 4 samples of each role; a verifier turn draws 1 of the generator and 4 of the verifier.
+    """
 
     def num_steps(self):
         return 2
@@ -193,13 +196,19 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
     sizes = replace(shape.sizes, num_layers=4)  # enough of it
     shape = replace(shape, sizes=sizes)
     plan = reshard.plan(
-        layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)), layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
+        layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)),
+        layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
         trainer=Places([rank // 8 for rank in range(16)], list(range(16))),
         engine=Places([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
     ours = compute.refit_cost(
-        shape, parallel, EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0), cluster, width=2, together=False
+        shape,
+        parallel,
+        EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0),
+        cluster,
+        width=2,
+        together=False,
     )
     assert ours.sent == pytest.approx(2 * plan.sent, rel=0.02)
 
@@ -221,12 +230,16 @@ def test_the_papers_run_on_its_32_a100(capsys):
 
 
 LARGE = {
-    "70b": ("16x8xH100", "Llama-3.1-70B", "{tp: 8, pp: 2, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 8}"),
+    "70b": (
+        "16x8xH100", "Llama-3.1-70B", "{tp: 8, pp: 2, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 8}"
+    ),
     "235b": (
-        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 16}"
+        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}",
+        "{kind: vllm, replicas: 4, tp: 16}",
     ),
     "1t": (
-        "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 20, tp: 64}"
+        "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}",
+        "{kind: vllm, replicas: 20, tp: 64}",
     ),
 }  # fmt: skip
 
@@ -318,8 +331,9 @@ def test_what_cannot_be_planned_is_refused_with_its_cure(capsys, arguments, says
 
 def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsys):
     facts = {
-        "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 64, "intermediate_size": 1024, "vocab_size": 1000, "num_experts": 8, "moe_intermediate_size": 256,
+        "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 1000, "num_experts": 8,
+        "moe_intermediate_size": 256,
     }  # fmt: skip
     file = tmp_path / "config.json"
     file.write_text(json.dumps(facts))
@@ -413,8 +427,10 @@ def test_every_device_reaches_less_than_its_maker_says():
 
 @pytest.mark.multi
 def test_memory_is_what_the_actor_allocates(tmp_path):
-    """Parameters, gradients and optimizer within 5 %, what autograd saves within 15 %, on every rank. Larger models:
-    benchmarks/plan_memory.py."""
+    """Parameters, gradients and optimizer agree within 5 %, and what autograd saves within 15 %, on every rank.
+
+    benchmarks/plan_memory.py compares larger models.
+    """
     sizes = {"hidden_size": 128, "vocab_size": 256}
     dense, experts = (
         make_model(tmp_path / "dense", "qwen2", **sizes),
@@ -423,7 +439,8 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
     together = {"tp": 2, "sequence_parallel": True}
     kinds = [
         (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
-        (dense, {}, {"recompute": "selective"}), (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
+        (dense, {}, {"recompute": "selective"}),
+        (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run with real vLLM servers on a real Slurm cluster: its engines are an array of their own, and one of their nodes crashes."""
+"""Tests a run with real vLLM servers on a real Slurm cluster; the node of one engine crashes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PROMPTS, SAMPLES, START_S, TURNS = 8, 5, 400.0, 18
 
 
 def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
-    """Two ranks on two nodes and an engine for each role; the generator's comes back on another node, and the run ends by itself."""
+    """The generator's engine comes back on another node, and the run ends by itself.
+
+    The run has two ranks on two nodes and an engine for each role.
+    """
     cluster, _ = site
     run = tmp_path / "served"
     trainer, engines = submit(

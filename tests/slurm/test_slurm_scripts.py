@@ -1,4 +1,4 @@
-"""The batch scripts: as they are rendered, line by line; as shellcheck reads them; and what they ask their run."""
+"""Tests the batch scripts: their text, line by line; what shellcheck finds; and what they ask their run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.cluster import profile, slices
 from megatron_rl.cluster.address import own_address
-from megatron_rl.cluster.job import SlurmJob, Leave, job_from, leave_file
+from megatron_rl.cluster.job import Leave, SlurmJob, job_from, leave_file
 from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.cluster.slices import NextAction
 from megatron_rl.config import files as config_files
@@ -71,7 +71,7 @@ def replace_container(site: profile.Profile, container: profile.Container) -> pr
 
 
 def test_scripts_are_rendered_as_the_golden_files_have_them(monkeypatch):
-    """After a wanted change: MEGATRON_RL_GOLDEN=write pytest tests/slurm/test_slurm_scripts.py, and read the difference."""
+    """MEGATRON_RL_GOLDEN=write pytest tests/slurm/test_slurm_scripts.py writes them anew: then read the difference."""
     rendered = {name: text.replace(str(ROOT), "/shared/megatron_rl") for name, text in plans(monkeypatch).items()}
     if os.environ.get("MEGATRON_RL_GOLDEN") == "write":
         shutil.rmtree(GOLDEN)
@@ -180,7 +180,7 @@ SERVED = ["job.nodes=4", "engine.kind=vllm"]
 
 
 def test_a_second_submission_leaves_the_config_of_the_first_alone(tmp_path, capsys, fake_slurm):
-    """The next slice of the first would start with it."""
+    """Else the next slice of the first submission would start with the second's config."""
     answers, _ = fake_slurm
     words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
     assert main(words) == 0
@@ -241,7 +241,7 @@ def test_paths_with_spaces_stay_one_word(tmp_path):
 
 
 def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
-    """Also where the step is one rank: the chain would take 130 for a fault."""
+    """A step of one rank ends with 0 too: the chain would take 130 for a fault."""
     monkeypatch.setattr("megatron_rl.commands.train.run", lambda config, place: 130)
     words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
@@ -279,7 +279,7 @@ class Clock:
 
 
 def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
-    """Turns of 100 s and a save of 20 s: with a margin of 1.2 and 60 s to spare it needs 204 s."""
+    """Turns of 100 s and a save of 20 s, with a margin of 1.2 and 60 s to spare, need 204 s."""
     clock, said = Clock(), list[str]()
     job = SlurmJob(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
     clock.now = 0.0  # it loads its models and waits for engines
@@ -311,7 +311,7 @@ def test_files_ask_a_run_to_leave(tmp_path):
 
 
 def saved(run: Path, turns: int) -> None:
-    """A complete checkpoint of so many turns."""
+    """Makes a complete checkpoint of `turns` turns."""
     from megatron_rl.run.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(RunDirectory(run).checkpoints)
@@ -352,7 +352,7 @@ def test_slices_note_what_ended_them_and_decide_what_comes(tmp_path):
 
 
 def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
-    """Starts of an earlier submission do not count: what ended them has been mended."""
+    """Starts of an earlier submission do not count, because what ended them has been mended."""
     for restart in range(9):  # three times as many as job.stalled, since they ended without a word
         assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is NextAction.GO
     word, why = slices.begin(tmp_path, replace(JOB, restart=9), "n1", 3)

@@ -20,11 +20,11 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
 from megatron_rl.engines.fake import ScriptedEngine
 from megatron_rl.evaluation import text_scores
-from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
+from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.solve import Solver, Weigher
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place
@@ -119,9 +119,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # What a kill leaves behind: some problems, and a last line that was cut in half.
-    digest = evaluate._digest(
-        config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)]
-    )
+    digest = evaluate._digest(config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)])
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])
