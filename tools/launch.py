@@ -71,7 +71,7 @@ TAKEN = "/nemo_run"  # NeMo-Run replaces this by the job's directory, wherever i
 def main() -> int:
     """Launches an experiment.
 
-    Returns 0 all tasks succeeded or were submitted, 1 one failed, 2 for a wrong definition, config or argument.
+    Returns 0 (all tasks succeeded or were submitted), 1 (one failed) or 2 (wrong definition, config or arguments).
     """
     args = _parser().parse_intermixed_args()
     nemo_words = [args.experiment, *args.settings]

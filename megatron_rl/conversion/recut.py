@@ -153,8 +153,8 @@ def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: T
         for a, b in zip(copies.blocks(weight[:rows]), copies.blocks(master[:rows]), strict=True)
     ):
         raise ConfigError(
-            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: its state cannot be trusted. "
-            "`convert to-hf` takes the weights alone, for a run that starts from them"
+            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: "
+            "its state cannot be trusted. `convert to-hf` takes the weights alone, for a run that starts from them"
         )
 
 

@@ -22,8 +22,8 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
     """Yields an empty directory beside `target` that becomes it at the end of the block.
 
     A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one
-    with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it, when
-    the disk has not `wanted_bytes` free, and when writing fails.
+    with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it,
+    when the disk has not `wanted_bytes` free, and when writing fails.
     """
     if target.exists():
         raise ConfigError(f"{target} exists: remove it, or give another place")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
-from conftest import tango_settings
+from conftest import ROOT, tango_settings
 from slurm_site import logs, said, submit
-from test_engines_vllm import PYTHON
 
 from megatron_rl.cluster import slices
 from megatron_rl.engines.roster import Roster
@@ -15,6 +16,7 @@ from megatron_rl.run.directory import read_rollouts, rollout_files
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session.servers import ENGINES
 
+PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),

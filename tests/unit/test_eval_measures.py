@@ -459,6 +459,6 @@ def test_settings_that_cannot_work_are_refused(change, says, capsys):
     words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            evaluate._sources(config_files.load(EvalConfig, [], words[1:]))
+            read_sets(config_files.load(EvalConfig, [], words[1:]))
         return
     assert main(words) == 2 and says in capsys.readouterr().err
