@@ -1,4 +1,4 @@
-"""Between tokens and text: decoding with the place of every token, so that text positions lead back to the model's own tokens."""
+"""Converts between tokens and text. Decoding keeps every token's place, so text positions lead back to the tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds a model type's own kind
-    of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and ids would change."""
+    """Loads the tokenizer of a model directory or hub name.
+
+    A tokenizer.json is taken as it is. transformers 5 would rebuild the model type's own kind of tokenizer instead (a
+    word-level one beside a Qwen2 config becomes byte-level BPE), and token ids would change.
+    """
     local = local_directory(directory)
     if (local / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(local)
@@ -27,11 +30,12 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
 
 
 def decode_with_offsets(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:
-    """[T] tokens -> (text, ends): ends[i] characters of `text` are there once token i is. Special tokens add nothing.
+    """Decodes [T] tokens into (text, ends): the first ends[i] characters of `text` come from tokens 0 to i.
 
-    `text` is what `tokenizer.decode(tokens, skip_special_tokens=True)` gives without clean-up, and is never tokenised again. A token
-    that completes no character (a part of a multi-byte one) ends where the one before it does; what stays incomplete at the end of
-    the sequence (U+FFFD in the text) belongs to the last token. Any token ids are allowed; `ends` never falls, and ends at len(text).
+    `text` is what `tokenizer.decode(tokens, skip_special_tokens=True)` gives without clean-up, and is never tokenised
+    again. Special tokens add nothing. A token that completes no character (a part of a multi-byte one) ends where the
+    one before it does; a character that stays incomplete at the end of the sequence (U+FFFD in the text) belongs to the
+    last token. Any token ids are allowed. `ends` never falls, and its last element is len(text).
     """
     backend = tokenizer.backend_tokenizer
     ids = [int(token) for token in tokens]
@@ -44,19 +48,19 @@ def decode_with_offsets(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, lis
 
 
 def decode_all(tokenizer: Any, sequences: Sequence[Sequence[int]]) -> list[str]:
-    """The text of each, as `decode_with_offsets` gives it."""
+    """Returns the text of each sequence of tokens, as `decode_with_offsets` gives it."""
     return tokenizer.backend_tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=True)
 
 
 def token_span(start: int, end: int, ends: Sequence[int]) -> tuple[int, int]:
-    """Characters [start, end) -> tokens [first, last + 1) that hold them, by the offsets of `decode_with_offsets`."""
+    """Returns the tokens [first, last + 1) that hold the characters [start, end). `ends`: of `decode_with_offsets`."""
     first = min(bisect.bisect_right(ends, start), max(len(ends) - 1, 0))
     last = min(bisect.bisect_left(ends, end), max(len(ends) - 1, 0))
     return first, last + 1
 
 
 def read_template(name: str) -> str:
-    """A prompt text: a packaged name (`tango_generator`) or a path to a text file. Raises FileNotFoundError with both places."""
+    """Reads a prompt template by its packaged name (`tango_generator`) or from a file. Raises FileNotFoundError."""
     packaged = PROMPTS / f"{name}.txt"
     path = packaged if packaged.exists() else Path(name)
     if not path.is_file():
@@ -66,13 +70,13 @@ def read_template(name: str) -> str:
 
 
 def fill(template: str, **values: str) -> str:
-    """Replaces `{name}` by each value; other braces (LaTeX) stay. Values are not searched for names."""
+    """Replaces every `{name}` by its value. Other braces (LaTeX) stay, and values are not searched for names."""
     pieces = [template]
     for name, value in values.items():
         mark = "{" + name + "}"
         parted: list[str] = []
         for i, piece in enumerate(pieces):
-            if i % 2:  # a value that was put in
+            if i % 2:  # odd pieces are values that were put in
                 parted.append(piece)
                 continue
             for k, part in enumerate(piece.split(mark)):
@@ -82,11 +86,11 @@ def fill(template: str, **values: str) -> str:
 
 
 def _byte_level_ends(backend: Any, ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Byte-level BPE: the tokens' bytes through an incremental UTF-8 decoder -> (text, ends)."""
+    """Returns (text, ends) of byte-level BPE tokens, whose bytes pass an incremental UTF-8 decoder."""
     alphabet = _byte_alphabet()
     pieces: dict[int, bytes] = {i: b"" for i, added in backend.get_added_tokens_decoder().items() if added.special}
     for i in set(ids).difference(pieces):
-        token = backend.id_to_token(i) or ""  # ids beyond the vocabulary add nothing
+        token = backend.id_to_token(i) or ""  # an id beyond the vocabulary adds nothing
         known = all(character in alphabet for character in token)
         pieces[i] = bytes(alphabet[character] for character in token) if known else token.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -104,7 +108,7 @@ def _byte_level_ends(backend: Any, ids: Sequence[int]) -> tuple[str, list[int]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table): printable ones are themselves."""
+    """Returns the byte of each character in a byte-level vocabulary (GPT-2's table). Printable bytes are themselves."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("\u00a1"), ord("\u00ac") + 1),
@@ -115,7 +119,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _single_ends(backend: Any, ids: Sequence[int], text: str) -> list[int] | None:
-    """A decoder whose tokens read alone, one after the other, are the text -> ends; None for any other."""
+    """Returns the ends for a decoder whose tokens, decoded one by one, make up the text; None for any other decoder."""
     known = sorted(set(ids))
     pieces = dict(zip(known, backend.decode_batch([[i] for i in known], skip_special_tokens=True), strict=True))
     if "".join(pieces[i] for i in ids) != text:
@@ -124,7 +128,10 @@ def _single_ends(backend: Any, ids: Sequence[int], text: str) -> list[int] | Non
 
 
 def _windowed_ends(backend: Any, ids: Sequence[int], text: str) -> list[int]:
-    """Any decoder: what each token adds behind the tokens of the last addition, as far as `text` agrees -> ends."""
+    """Returns the ends for any decoder.
+
+    Each token is decoded behind the last tokens that added text, and counts for what it adds as far as `text` agrees.
+    """
     ends: list[int] = []
     length = start = read = 0  # text[:length] is settled by ids[:read]; ids[start:read] are the context
     context = ""
@@ -142,7 +149,7 @@ def _windowed_ends(backend: Any, ids: Sequence[int], text: str) -> list[int]:
 
 
 def _common_prefix(piece: str, text: str, offset: int) -> int:
-    """How many characters of `piece` stand at text[offset:]."""
+    """Returns how many characters of `piece` stand at text[offset:]."""
     if text.startswith(piece, offset):
         return len(piece)
     return next(k for k, character in enumerate(piece) if text[offset + k : offset + k + 1] != character)

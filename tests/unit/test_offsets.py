@@ -1,4 +1,4 @@
-"""Text positions lead back to the sampled tokens: decoding with offsets, over three kinds of tokenizers and any token ids."""
+"""Tests decoding with offsets, by which text positions lead back to tokens, over three kinds of tokenizers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def word_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """The Llama 2 and Gemma kind: `▁` for spaces, bytes as <0xE6> tokens, one leading space stripped."""
+    """Makes a tokenizer like Llama 2's and Gemma's: `▁` for spaces, <0xE6> for bytes, one leading space stripped."""
     words = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁日", "b", "</", "step", ">", "▁<step>"]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -85,8 +85,10 @@ def test_many_sequences_decode_as_each_does(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_counts_the_characters_that_are_already_settled(kind):
-    """ends[i] is how far the text of tokens[:i + 1], or of fewer, agrees with the whole text (a byte-fallback decoder takes back what it
-    has shown while a character is incomplete)."""
+    """ends[i] is how far the text of tokens[:i + 1], or of fewer tokens, agrees with the whole text.
+
+    A byte-fallback decoder takes back what it has shown while a character is incomplete.
+    """
     tokenizer, rng = KINDS[kind](), random.Random(1)
     compared = 0
     for _ in range(200):
