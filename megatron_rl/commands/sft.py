@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: supervised fine-tuning of one model on prompt/response pairs, on the same actor as reinforcement learning."""
+"""`megatron-rl sft`: fine-tunes one model on prompt/response pairs, by the same actor as reinforcement learning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from megatron_rl.world import TorchWorld
 
 
 def run(config: SftConfig, place: Place) -> int:
-    """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
+    """Trains, validates and saves; writes the model to dir/name/model. Every rank runs it.
+
+    Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
+    """
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world)
 
@@ -49,7 +52,8 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         if driver.finished:
             return 0
         driver.say(
-            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens"
+            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; "
+            f"{sum(len(s.tokens) for s in samples)} tokens"
         )
         done = _resume(driver, policy)
         own = (samples, validation) if world.rank == 0 else None
@@ -101,13 +105,14 @@ def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) 
     steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
     if steps < 1:
         raise ConfigError(
-            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last"
+            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: "
+            "that makes zero steps; lower samples_per_step"
         )
     return steps, bool(validation)
 
 
 def _samples_of(samples: Sequence[Rollout], step: int, config: SftConfig) -> list[Rollout]:
-    """The samples of one step: epochs one after the other, each in its own deterministic order."""
+    """Returns the samples of one step. Epochs follow each other, each in its own deterministic order."""
     wanted = range(step * config.samples_per_step, (step + 1) * config.samples_per_step)
     orders = {epoch: _order(len(samples), epoch, config) for epoch in {i // len(samples) for i in wanted}}
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]

@@ -21,7 +21,7 @@ from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import Micro, Numbers
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, read_shape
 from megatron_rl.types import Author, Rollout, spans_of
 
@@ -108,12 +108,12 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
-    micro = Micro(
+    micro = MicroBatchLoad(
         tokens=layout.cp * max(part.tokens.numel() for part in packed),
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )
-    plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
+    plan = memory.training(shape, cut, micro, Precision.cpu(dtype), stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_rl.engines.fake import ScriptedEngine
 from tiny_models import make_model
 from toys import EOS, characters, graded
 from transformers import AutoModelForCausalLM
@@ -18,12 +19,12 @@ from megatron_rl.config.schema import ConfigError, EvalConfig
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
-from megatron_rl.engines.fake import ScriptedEngine
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
+from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.solve import Solver, Weigher
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place
@@ -124,9 +125,7 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
     # A kill leaves some problems behind, and a last line that was cut in half.
-    digest = evaluate._digest(
-        config, [evaluate._task(config, TOKENIZER, source) for source in evaluate._sources(config)]
-    )
+    digest = evaluate._digest(config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)])
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])
@@ -466,6 +465,6 @@ def test_settings_that_cannot_work_are_refused(change, says, capsys):
     words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            evaluate._sources(config_files.load(EvalConfig, [], words[1:]))
+            read_sets(config_files.load(EvalConfig, [], words[1:]))
         return
     assert main(words) == 2 and says in capsys.readouterr().err

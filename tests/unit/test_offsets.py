@@ -107,8 +107,9 @@ def test_many_sequences_decode_as_each_does(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_counts_the_characters_that_are_already_settled(kind):
-    """The whole characters before ends[i] are how far the text of tokens[:i + 1], or of fewer, agrees with the whole text (a byte-fallback decoder takes back what it
-    has shown while a character is incomplete)."""
+    """The whole characters before ends[i] are how far the text of tokens[:i + 1], or of fewer, agrees with the whole text. A
+    byte-fallback decoder takes back what it
+    has shown while a character is incomplete."""
     tokenizer, rng = KINDS[kind](), random.Random(1)
     compared = 0
     for _ in range(200):
