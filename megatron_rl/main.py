@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import inspect
 import json
 import os
-import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from megatron_rl.commands import cluster, conversions, plan
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
+from megatron_rl.config.base import field_comments
 from megatron_rl.session import launch
 
 LEFT = 130  # of a run that was asked to save and leave
@@ -165,23 +164,22 @@ _RAW = argparse.RawDescriptionHelpFormatter
 
 
 def _settings(schema: Any) -> str:
-    """Every setting with its default and its comment in config.py, for --help."""
+    """Returns every setting with its default and its comment in the config's source, for --help."""
     return "\n".join(["settings, their defaults and what they mean:", *_lines(schema, "")])
 
 
 def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
     """`made`: the instance that stands when the section is not given; None where each field has its own default."""
-    sources = "\n".join(inspect.getsource(kind) for kind in schema.__mro__ if dataclasses.is_dataclass(kind))
-    hints, out = typing.get_type_hints(schema), []
+    comments, hints, out = field_comments(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
-        comment = re.search(rf"^    {field.name}:.*?  # (.*)$", sources, re.MULTILINE)
+        comment = comments.get(field.name)
         inside = [
             kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)
         ]
         place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"
         default = getattr(made, field.name) if made is not None else _default(field)
         if inside:
-            out += [f"  {place}: {comment[1]}"] if comment else []
+            out += [f"  {place}: {comment}"] if comment else []
             if len(inside) > 1:
                 out.append(f"  {place}.kind = " + " | ".join(json.dumps(kind.kind) for kind in inside))
             for kind in inside:
@@ -193,7 +191,7 @@ def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
                 ]
         else:
             value = "" if default is dataclasses.MISSING else f" = {json.dumps(default)}"
-            out.append(f"  {place}{value}{'  # ' + comment[1] if comment else ''}")
+            out.append(f"  {place}{value}{'  # ' + comment if comment else ''}")
     return out
 
 

@@ -123,8 +123,8 @@ def _suffix_sums(rollout: Rollout, scores: np.ndarray | None) -> np.ndarray | fl
     ends, length = rollout.marks_of(STEP).ranges[:, 1], len(rollout.tokens)
     order = np.argsort(ends, kind="stable")
     ends = ends[order]
-    if not (0 < ends[0] and ends[-1] <= length):
-        wrong = ends[-1] if 0 < ends[0] else ends[0]
+    if not (ends[0] > 0 and ends[-1] <= length):
+        wrong = ends[-1] if ends[0] > 0 else ends[0]
         raise ValueError(f"group {rollout.group!r}: a step ends at {wrong}, outside its {length} tokens")
     sums = np.append(np.cumsum(scores[order][::-1])[::-1], 0.0)
     return np.repeat(sums, np.diff(ends, prepend=0, append=length))

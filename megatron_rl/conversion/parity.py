@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.batches.batch import pack
 from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron import parallel, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.types import Stop, Trajectory, pack
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.weights.rectangles import hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
@@ -59,12 +61,16 @@ def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor
     groups = parallel.create(Layout())
     policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
     policy.load(checkpoint)
-    own = Trajectory(
-        group="0", tokens=tokens.tolist(), trainable=[False] + [True] * (POSITIONS - 1), logprobs=[0.0] * POSITIONS, version=0,
-        stop=Stop.EOS, advantages=[0.0] * POSITIONS,
-    )  # fmt: skip
+    own = Rollout(
+        role="model",
+        group="0",
+        tokens=tokens.numpy(),
+        logprobs=np.zeros(POSITIONS),
+        spans=spans_of((POSITIONS, Author.ENVIRONMENT, NO_VERSION)),
+        advantages=0.0,
+    )
     like = next(policy.chunks[0].parameters())
-    micro = step.make_micro_batch(pack([own]), [0], RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
+    micro = step.make_micro_batch(pack([own]), RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
     return logits[0, :, : policy.arch.vocab].float().cpu()

@@ -19,7 +19,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.jobs.submit import jobs_of, read_sweep, runs_of
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.metrics import MetricsRow, read_metrics
 from megatron_rl.session.servers import ENGINES
 
 RECENT = 10  # turns that rates are taken from
@@ -37,7 +37,7 @@ class Status:
     planned: int | None
     saved: int  # turns in the newest complete checkpoint
     seconds_per_turn: float | None
-    last: Mapping[str, Row]  # the newest line of each scope
+    last: Mapping[str, MetricsRow]  # the newest line of each scope
     slices: Sequence[Slice]
     engines: Sequence[tuple[Listing, bool]]  # and whether it lives
     jobs: Sequence[slurm.Queued]

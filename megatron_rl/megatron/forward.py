@@ -42,9 +42,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
         # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
         # next chunk out of these holes, and a CPU's heap would grow with every chunk.
-        out = torch.empty(len(head.names), len(hidden), device=hidden.device)
+        found = {name: torch.empty(len(hidden), device=hidden.device) for name in head.names}
         logsum = torch.empty(len(hidden), device=hidden.device)
-        found = dict(zip(head.names, out, strict=True))
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
@@ -70,7 +69,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
                 kept.append(logits.sub_(log[:, None]))
         ctx.save_for_backward(hidden, weight, labels, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return out
+        return torch.stack([*found.values()])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

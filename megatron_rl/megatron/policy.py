@@ -279,10 +279,11 @@ class MegatronPolicy:
 
     def _check_experts(self, work: Work) -> None:
         """Raises ValueError for choices of another model's experts."""
-        experts = work.flat.experts
+        if (experts := work.flat.experts) is None:
+            return
         wanted = self.arch.num_layers, self.arch.config.num_experts_per_tok
-        highest = int(experts.max()) if experts is not None and experts.size else 0
-        if experts is not None and (experts.shape[1:] != wanted or highest >= self.arch.experts):
+        highest = int(experts.max()) if experts.size else 0
+        if experts.shape[1:] != wanted or highest >= self.arch.experts:
             raise ValueError(
                 f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
                 f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"

@@ -144,6 +144,11 @@ def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return figures
 
 
+def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
+    """Returns the mean of one reward; 0.0 for no rollouts."""
+    return fmean(rollout.rewards[reward] for rollout in rollouts) if rollouts else 0.0
+
+
 def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
     """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong then."""
     expected = None if tandem is None else tandem.rule.senior_share

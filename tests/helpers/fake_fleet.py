@@ -111,13 +111,14 @@ class Fleet:
             self.roster.write(listing)
         return listing
 
-    def open(self, *, connector: Any = None, **settings: Any) -> Pool:
+    def open(self, *, connector: Any = None, fixed: bool = False, **settings: Any) -> Pool:
         """A pool that the caller's thread owns."""
         given = Vllm(
             **{"replicas": 2, "wait_s": 60.0, "request_timeout_s": 60.0, "lost_after_s": 30.0, "max_sequences": 32}
             | settings
         )
-        self.pool = Pool(ROLE, given, self.roster, connector or connect(given, TOKEN, 20.0), look_s=LOOK_S)
+        client = connector or connect(given, TOKEN, 20.0)
+        self.pool = Pool(ROLE, given, self.roster, client, fixed=fixed, look_s=LOOK_S)
         self._stack.callback(self.pool.close)
         return self.pool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,7 @@ class TablePolicy:
         sums: dict[str, Tensor] = {}
         for micro in work.micros(step):
             batch = work.batch(micro)
-            batch = batch if batch.num_sequences else batch.dummy(1)
+            batch = _doubled(batch if batch.num_sequences else batch.dummy(1))
             total, figures = loss(self._forward(batch, table, statistics_needed(loss.needs)), batch)
             if table.requires_grad:
                 total.backward()
@@ -113,6 +114,13 @@ class TablePolicy:
         mean = logprobs.detach().mean(-1) if "vocab_mean" in names else None
         labels = torch.where(batch.counted, batch.labels, 0)
         return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean)
+
+
+def _doubled(batch: Batch) -> Batch:
+    """The batch with log-probs in float64."""
+    names = ("engine_logprobs", "old_logprobs", "reference_logprobs")
+    own = {name: values.double() for name in names if (values := getattr(batch, name)) is not None}
+    return replace(batch, **own)
 
 
 def _over_ranks(values: Tensor) -> Tensor:

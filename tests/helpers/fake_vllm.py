@@ -51,6 +51,7 @@ class FakeVllm:
         self.joined: dict[str, Any] | None = None
         self.experts = False  # whether it tells which it chose
         self.seen: list[str] = []  # paths, without /health
+        self.prompts: list[tuple[int, ...]] = []  # that it was asked
         self.scored: list[int] = []  # sequences of each request
         self.running = self.most_running = 0  # requests that generate
         self._faults: dict[str, list[str]] = defaultdict(list)
@@ -130,6 +131,7 @@ class FakeVllm:
         params, arrays = unpack(frame)
         prompt = arrays["tokens"].tolist()
         with self._change:
+            self.prompts.append(tuple(prompt))
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             texts, spans, end = self._write(prompt, params)

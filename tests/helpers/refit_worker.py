@@ -190,7 +190,7 @@ def actors(out: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def actor(case: dict[str, Any]) -> dict[str, Any]:
     """A real trained model's ranks bring engines in the same ranks to its weights, before and after an update."""
-    from actor_worker import WeightedLogprobs, make_batch  # here: the other workers start without Megatron
+    from layouts_worker import learn  # here: the other workers start without Megatron
 
     from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
     from megatron_rl.megatron import parallel
@@ -223,7 +223,7 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
         for name, (_, rects) in engine.own.items():
             fill(wanted[name], rects, model)
         equal.append(all(torch.equal(engine.tensors[name], t) for name, t in wanted.items()))
-        policy.update(make_batch(96), WeightedLogprobs())
+        learn(policy)
     side.close()
     return {"equal": equal, "figures": figures}
 

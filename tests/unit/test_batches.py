@@ -25,7 +25,9 @@ VOCAB, LAYERS, CHOSEN = 12, 3, 2
 def rollout(rng, number, *, advantages="float", experts=False, trained=True):
     """A rollout whose spans alternate at random; it may begin with a token that the policy wrote."""
     authors = rng.integers(0, 3, rng.integers(1, 5)) if trained else [2]
-    parts = [(int(rng.integers(1, 6)), int(a), int(rng.integers(0, 3))) for a in authors] + [(1, int(not trained) * 2, 4)]
+    parts = [(int(rng.integers(1, 6)), int(a), int(rng.integers(0, 3))) for a in authors] + [
+        (1, int(not trained) * 2, 4)
+    ]
     size = sum(n for n, _, _ in parts)
     return Rollout(
         role="generator",

@@ -66,7 +66,16 @@ def select(batch, sequences):
     cu = batch.cu_seqlens.tolist()
     index = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in sequences])
     lengths = torch.tensor([0] + [cu[s + 1] - cu[s] for s in sequences])
-    names = ("tokens", "labels", "mask", "weights", "engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
+    names = (
+        "tokens",
+        "labels",
+        "mask",
+        "weights",
+        "engine_logprobs",
+        "advantages",
+        "old_logprobs",
+        "reference_logprobs",
+    )
     own = {name: None if (values := getattr(batch, name)) is None else values[index] for name in names}
     return Batch(cu_seqlens=lengths.cumsum(0), **own), index
 
@@ -390,9 +399,7 @@ def towards_teacher(live, batch):
 
 def test_an_objective_is_named_in_the_config():
     logprobs, entropy, batch = make(4)
-    loss = PolicyLoss(
-        LossConfig(objective="test_losses:positive_only", objective_args={"least": 0.5}, kl_coef=0.0)
-    )
+    loss = PolicyLoss(LossConfig(objective="test_losses:positive_only", objective_args={"least": 0.5}, kl_coef=0.0))
     total, sums = loss(Statistics(logprobs, entropy), batch)
     kept = batch.mask & (batch.advantages > 0.5)
     close(total.detach(), -(logprobs * batch.advantages)[kept].sum().detach())

@@ -7,48 +7,29 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
 from megatron_rl.megatron.replay import RouterReplay, of_tokens
-from megatron_rl.training.rollouts import trajectories_from_jsonl, trajectories_to_jsonl
-from megatron_rl.types import FREE, Stop, Trajectory, pack
+from megatron_rl.training.update import policy_logprobs
+from megatron_rl.types import FREE, Author, Rollout, spans_of
+from megatron_rl.world import OneProcess
 
 LAYERS, CHOSEN = 3, 2
 
 
-def trajectory(length, experts=True):
-    chosen = torch.randint(0, 300, (length - 1, LAYERS, CHOSEN), generator=torch.Generator().manual_seed(length)).to(
-        torch.int16
-    )
-    return Trajectory(
+def rollout(length, experts=True):
+    draw = np.random.default_rng(length)
+    return Rollout(
+        role="generator",
         group="a",
-        tokens=[*range(length)],
-        trainable=[i > 0 for i in range(length)],
-        logprobs=[0.0] * length,
-        version=0,
-        stop=Stop.EOS,
-        advantages=[0.0] * length,
-        experts=chosen if experts else None,
+        tokens=np.arange(length),
+        logprobs=np.zeros(length),
+        spans=spans_of((1, Author.ENVIRONMENT, -1), (length - 1, Author.POLICY, 0)),
+        experts=draw.integers(0, 300, (length - 1, LAYERS, CHOSEN)).astype(np.int16) if experts else None,
     )
-
-
-def test_choices_survive_a_record():
-    rows = [trajectory(5), trajectory(4, experts=False)]
-    again = trajectories_from_jsonl(trajectories_to_jsonl(rows))
-    assert again == rows and again[1].experts is None
-    assert again[0].experts.dtype == torch.int16 and torch.equal(again[0].experts, rows[0].experts)
-
-
-def test_a_batch_has_a_row_for_each_token_and_says_where_nothing_is_known():
-    rows = [trajectory(5), trajectory(4, experts=False), trajectory(3)]
-    batch = pack(rows)
-    assert batch.experts.shape == (12, LAYERS, CHOSEN)
-    assert torch.equal(batch.experts[:4], rows[0].experts) and torch.equal(batch.experts[9:11], rows[2].experts)
-    assert (batch.experts[[4, 5, 6, 7, 8, 11]] == FREE).all(), "last tokens go through no layer of the engine"
-    assert torch.equal(batch.select([2, 0]).experts[:2], rows[2].experts)
-    assert pack([trajectory(4, experts=False)]).experts is None
 
 
 def test_the_routers_of_tensor_ranks_see_their_share_position_by_position():
@@ -115,8 +96,9 @@ def test_choices_of_another_model_are_refused(tmp_path):
             MegatronPolicy(replace(role, model=Model(path=str(dense))), groups)
         policy = MegatronPolicy(role, groups)
         with pytest.raises(ValueError, match="another model"):
-            policy.logprobs(pack([trajectory(5)]))
-        known = replace(trajectory(5), experts=torch.ones(4, policy.arch.num_layers, 2, dtype=torch.int16))
-        assert policy.logprobs(pack([known, trajectory(4, experts=False)])).isfinite().all()
+            policy_logprobs(OneProcess(), policy, [rollout(5)])
+        known = replace(rollout(5), experts=np.ones((4, policy.arch.num_layers, 2), np.int16))
+        found = policy_logprobs(OneProcess(), policy, [known, rollout(4, experts=False)])
+        assert [len(one) for one in found] == [5, 4] and all(np.isfinite(one).all() for one in found)
     finally:
         torch.distributed.destroy_process_group()

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.config.schema import Run
 from megatron_rl.run import report_figures as figures
 from megatron_rl.run.directory import open_run
-from megatron_rl.run.metrics import Row, Tracker, read_metrics
+from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
 from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
@@ -257,7 +257,8 @@ def test_pairs_and_confusion_sums():
     assert pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
     counts = {"confusion/tp": 1.0, "confusion/fp": 2.0, "confusion/tn": 3.0, "confusion/fn": 4.0}
     rows = [
-        Row(turn=0, step=0, scope="verifier", time={}, metrics=metrics) for metrics in (counts, {"loss": 1.0}, counts)
+        MetricsRow(turn=0, step=0, scope="verifier", time={}, metrics=metrics)
+        for metrics in (counts, {"loss": 1.0}, counts)
     ]
     assert confusion(rows) == {"tp": 2.0, "fp": 4.0, "tn": 6.0, "fn": 8.0}
     assert confusion(rows[1:2]) == {}
