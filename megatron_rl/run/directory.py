@@ -1,4 +1,4 @@
-"""The run directory: what is in it, who may start in it, the summary written to it, and leaving on a signal."""
+"""The directory of a run: its places, who may start in it, its summary; and leaving a run on a signal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from megatron_rl.run.metrics import FILE_NAME
 
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
 FREE_KEYS = (
-    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every", "run.hang_after_s",
-    "sinks", "job",
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
+    "run.hang_after_s", "sinks", "job",
 )  # fmt: skip
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
-_END = b"\0"  # no signal has number 0
+_END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
 _log = logging.getLogger(__name__)
 
 
@@ -71,32 +71,32 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def has_begun(self) -> bool:
-        """Whether the run logged or saved anything."""
+        """Returns whether the run logged or saved anything."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(
             self.checkpoints
         ).newest() is not None
 
     def read_summary(self) -> dict[str, Any]:
-        """The figures written so far; empty before the first."""
+        """Returns the figures written so far; none before the first."""
         return read_json(self.summary) if self.summary.exists() else {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge `values` into summary.json (mappings key by key, anything else replaced) and return the whole."""
+        """Merges `values` into summary.json, mappings key by key, and returns the whole."""
         merged = _merged(self.read_summary(), values)
         write_json(self.summary, merged)
         return merged
 
 
 def open_run(run: Run, config_text: str) -> RunDirectory:
-    """Make or re-enter run.dir/run.name for the resolved config. Driver only, before anything else touches the directory.
+    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
 
     `run.resume`:
-      auto   start in an empty directory; continue in one that holds the same config (from its newest complete checkpoint, or
-             from the beginning when it has none)
-      never  start in an empty directory only
-      must   continue, also under a changed config; there has to be a complete checkpoint. The old config is kept as
+      auto   starts in an empty directory; continues in one that holds the same config (from its newest complete
+             checkpoint, or from the beginning when it has none)
+      never  starts in an empty directory only
+      must   continues, also under a changed config; there has to be a complete checkpoint. The old config is kept as
              config.1.yaml, config.2.yaml, ...
-    A few keys (FREE_KEYS) never count as a change. Raises RunError otherwise, naming the keys that differ and the cure.
+    Some settings (FREE_KEYS) never count as a change. Raises RunError otherwise; it names the settings that differ.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else None
@@ -107,7 +107,8 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
             )
     elif run.resume == "never" and (old_text is not None or directory.metrics.exists()):
         raise RunError(
-            f"run.resume=never, but {directory.path} holds a run: give another run.name, or continue it with run.resume=auto"
+            f"run.resume=never, but {directory.path} holds a run: "
+            "give another run.name, or continue it with run.resume=auto"
         )
     elif old_text is None and directory.metrics.exists():
         raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
@@ -132,8 +133,11 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Holds the run directory for this process, until it ends in whatever way. Raises RunError when another one has it: two trainers would
-    write the same files and bring the same engines to different weights."""
+    """Holds the run directory for this process, until it ends in whatever way.
+
+    Raises RunError when another process has it: two trainers would write the same files and bring the same engines to
+    different weights.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
         try:
@@ -150,7 +154,7 @@ def only_one(directory: Path) -> Iterator[None]:
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:
-    """`key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
+    """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
     old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
     absent = "(not set)"
     return [
@@ -162,12 +166,13 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
 
 
 class Interrupts:
-    """`with Interrupts() as stop: ... if stop.requested: save and leave`. Main thread only; handlers are restored at the end.
+    """A block in which signals ask to leave: `with Interrupts() as stop: ... if stop.requested: save and leave`.
 
-    The first SIGINT, SIGTERM or SIGUSR1 (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with
-    status 130, if it comes more than SAME_PRESS_S after the first (a terminal and a launcher may both deliver one Ctrl-C); also while
-    the main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that the
-    interpreter writes to.
+    It is for the main thread; the handlers from before are back at the end. The first SIGINT, SIGTERM or SIGUSR1
+    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130, if it comes more
+    than SAME_PRESS_S after the first: a terminal and a launcher may both deliver one Ctrl-C. That works also while the
+    main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that
+    the interpreter writes to.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -204,7 +209,7 @@ class Interrupts:
         signal.set_wakeup_fd(self._old_wakeup)
 
     def _forget(self) -> None:
-        """In a forked child: its signals are its own, and must not be counted as ours."""
+        """Restores the handlers in a forked child, whose signals are its own and must not count as the parent's."""
         if self._active:
             self._restore()
 

@@ -132,7 +132,7 @@ class ReplayPlayer(_Position):
 
 
 @dataclass(frozen=True)
-class _Done:
+class _PlayedTurn:
     """A turn that was played."""
 
     turn: Turn
@@ -145,7 +145,7 @@ class _Exchange:
     """The news between the thread that plays and the one that trains. Both hold `change` while they look or write."""
 
     change: threading.Condition = field(default_factory=threading.Condition)
-    ready: list[_Done] = field(default_factory=list)
+    ready: list[_PlayedTurn] = field(default_factory=list)
     failure: BaseException | None = None
     trained: int = 0  # turns done since the player began
     closed: bool = False
@@ -216,7 +216,7 @@ class Player:
             raise ValueError("a turn is due after the last one of the schedule")
         return turn
 
-    def _await(self) -> _Done:
+    def _await(self) -> _PlayedTurn:
         if self._thread is None:  # only now: what came before, like an evaluation at the start, is not disturbed
             self._thread = threading.Thread(target=self._produce, name="rollouts", daemon=True)
             self._thread.start()
@@ -248,19 +248,19 @@ class Player:
                 exchange.failure = error
                 exchange.change.notify_all()
 
-    def _one(self, turn: Turn) -> _Done:
+    def _one(self, turn: Turn) -> _PlayedTurn:
         """Plays a turn, or takes it from the store where a run that was killed left it."""
         with self._disk:
             kept = self._store.get(turn)
         if kept is not None:
             self._maker.restore(kept[1])
-            return _Done(turn, *kept)
+            return _PlayedTurn(turn, *kept)
         played = self._maker.play(turn)
         state = _as_json(self._maker.state())
         with self._disk:
             if not self._exchange.closed:  # a process that ends must not do so in the middle of a write
                 self._store.put(turn, played, state)
-        return _Done(turn, played, state)
+        return _PlayedTurn(turn, played, state)
 
 
 def upcoming(schedule: Schedule, progress: Mapping[str, Any]) -> Iterator[Turn]:

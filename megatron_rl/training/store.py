@@ -35,7 +35,7 @@ class StoreError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Head:
+class _FileHead:
     """The metadata of a file: its turn, the settings it was played under, and what is not in its rows. JSON values."""
 
     format: int
@@ -257,7 +257,7 @@ def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
             schema,
             compression="zstd",
             compression_level=1,
-            use_dictionary=REPEATED,
+            use_dictionary=REPEATED,  # pyright: ignore[reportArgumentType]  # the stub knows no column names
             column_encoding={"logprobs.list.element": "BYTE_STREAM_SPLIT"},
             write_statistics=False,
             write_page_checksum=True,
@@ -293,7 +293,7 @@ def _seal(path: Path) -> None:
 
 
 def _footer(file: BinaryIO) -> bytes:
-    """Returns the footer with the bytes after it. Raises OSError or ValueError for a file that is too short to have one."""
+    """Returns the footer with the bytes after it. Raises OSError or ValueError for a file too short to have one."""
     file.seek(-_TAIL_BYTES, os.SEEK_END)
     length = int.from_bytes(file.read(4), "little") + _TAIL_BYTES
     file.seek(-length, os.SEEK_END)
@@ -310,18 +310,18 @@ def _opened(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, page_checksum_verification=True)
 
 
-def _head(file: pq.ParquetFile) -> _Head:
+def _head(file: pq.ParquetFile) -> _FileHead:
     """Raises ValueError for a file of another format, and for one with rows missing."""
     values = json.loads(file.metadata.metadata[_HEAD])
     if values["format"] != FORMAT:
         raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
-    head = _Head(**{**values, "roles": tuple(values["roles"])})
+    head = _FileHead(**{**values, "roles": tuple(values["roles"])})
     if file.metadata.num_rows != sum(head.rows.values()):
         raise ValueError(f"it has {file.metadata.num_rows} rows of {sum(head.rows.values())}")
     return head
 
 
-def _head_of(path: Path, consequence: str) -> _Head | None:
+def _head_of(path: Path, consequence: str) -> _FileHead | None:
     """Returns None, with a warning, for a file that cannot be read."""
     try:
         with _opened(path) as file:
@@ -336,7 +336,7 @@ def _was_kept(path: Path) -> bool:
     return head is not None and head.kept
 
 
-def _rollouts(file: pq.ParquetFile, head: _Head) -> dict[str, list[Rollout]]:
+def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
     """Returns the rollouts by role, in the order that they were played in."""
     found = [
         rollout for group in range(file.num_row_groups) for rollout in from_table(file.read_row_group(group, _EXACTLY))

@@ -25,7 +25,7 @@ def rollout(role: str = "a", tokens=(7, 1), **changes) -> Rollout:
 
 
 class Counting:
-    """A maker whose state is the number of turns it played. `trained`: how many turns were trained when a turn began, by turn."""
+    """A maker whose state is the number of turns it played. `begun_at`: by turn, turns trained when it began."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.played, self.begun_at, self.trained, self.fails_at = 0, list[int](), 0, fails_at
@@ -222,7 +222,7 @@ def test_closing_waits_for_a_turn_that_is_being_written(tmp_path):
 def test_a_turn_that_is_played_after_closing_is_not_written(tmp_path):
     allowed, done = threading.Event(), threading.Event()
 
-    class Slow(Counting):
+    class SlowSecond(Counting):
         def play(self, turn):
             assert turn.number == 0 or allowed.wait(30)
             return super().play(turn)
@@ -232,7 +232,7 @@ def test_a_turn_that_is_played_after_closing_is_not_written(tmp_path):
                 done.set()
             return super().state()
 
-    player = make(tmp_path, Slow(), k=1)
+    player = make(tmp_path, SlowSecond(), k=1)
     player.take(next(upcoming(SCHEDULE, START)))
     player.close()
     allowed.set()
@@ -244,7 +244,7 @@ def test_a_turn_that_is_played_after_closing_is_not_written(tmp_path):
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["turn_000000.parquet"]
 
 
-class Reader:
+class Numbers:
     """An endless stream of prompts 0, 1, 2, ..."""
 
     def __init__(self, name: str) -> None:
@@ -262,7 +262,7 @@ class Reader:
 
 
 class Greedy(Recipe):
-    """Takes prompts until their sum is even; trains a role on each, or several. `wrong`: what it returns instead, by turn."""
+    """A recipe that takes prompts until their sum is even. `wrong`: by turn, what it returns instead."""
 
     def __init__(self, wrong=None) -> None:
         self.seen, self.wrong = list[str](), wrong or {}
@@ -295,8 +295,8 @@ def table(**own) -> Table:
 
 def turn_player(recipe=None, **own) -> TurnPlayer:
     """Roles a and c share a reader; b has its own."""
-    shared = Reader("s")
-    readers = {"a": shared, "b": Reader("b"), "c": shared}
+    shared = Numbers("s")
+    readers = {"a": shared, "b": Numbers("b"), "c": shared}
     return TurnPlayer(recipe=recipe or Greedy(), readers=readers, table=table(), prompts_per_step=2, **own)
 
 
@@ -323,8 +323,8 @@ def test_a_turn_has_the_reader_of_its_first_role_and_takes_what_it_wants(tmp_pat
     played = [maker.play(turn) for turn in turns]
     assert [list(p.rollouts) for p in played] == [["a"], ["b"], ["c", "b"], ["a", "c"], ["b", "a"]]
     taken = [[r.group for r in next(iter(p.rollouts.values()))] for p in played]
-    assert taken == [["s0", "s1", "s2", "s3"], ["b0", "b1", "b2", "b3"], ["s4", "s5", "s6", "s7"], ["s8", "s9", "s10", "s11"],
-                     ["b4", "b5", "b6", "b7"]]  # fmt: skip
+    expected = [("s", range(4)), ("b", range(4)), ("s", range(4, 8)), ("s", range(8, 12)), ("b", range(4, 8))]
+    assert taken == [[f"{name}{i}" for i in places] for name, places in expected]
     assert maker.state()["data"] == {"a": {"place": 12}, "b": {"place": 8}, "c": {"place": 12}}
 
 

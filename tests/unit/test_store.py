@@ -62,7 +62,7 @@ def bare(**changes) -> Rollout:
 
 
 def bits(value):
-    """What two values must share to be the same to the last bit."""
+    """Returns what two values must share to be the same to the last bit."""
     if isinstance(value, Rollout):
         return [(name, bits(getattr(value, name))) for name in Rollout.__dataclass_fields__]
     if isinstance(value, Marks):
@@ -182,10 +182,12 @@ def any_rollout(draw):
     experts = np.arange(max(length - 1, 0) * 6, dtype=np.int16).reshape(-1, 3, 2)
     return Rollout(
         role=draw(st.sampled_from(["a", "b"])), group=draw(names), tokens=numbers, logprobs=floats, spans=spans,
-        stop=draw(st.sampled_from(list(Stop))), payload=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)),
+        stop=draw(st.sampled_from(list(Stop))),
+        payload=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)),
         rewards=draw(st.dictionaries(names, st.floats(allow_nan=False), max_size=2)), marks=marks,
         advantages=draw(st.sampled_from([None, floats[::-1].copy()]) | st.floats()), partner_weight=draw(st.floats()),
-        values=draw(st.dictionaries(names, st.just(floats), max_size=2)), experts=draw(st.sampled_from([None, experts])),
+        values=draw(st.dictionaries(names, st.just(floats), max_size=2)),
+        experts=draw(st.sampled_from([None, experts])),
     )  # fmt: skip
 
 
