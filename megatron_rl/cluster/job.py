@@ -29,7 +29,6 @@ class SlurmJob:
         return f"{self.id}.{self.restart}"
 
 
-Job = SlurmJob  # the name that session/launch.py imports
 
 
 def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
