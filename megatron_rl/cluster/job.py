@@ -29,8 +29,6 @@ class SlurmJob:
         return f"{self.id}.{self.restart}"
 
 
-
-
 def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
     """Reads the job of an environment. Returns None outside of Slurm."""
     if "SLURM_JOB_ID" not in environment:

@@ -68,9 +68,9 @@ def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     """Imports the command, and torch with it, and returns its function (config, place) -> exit status."""
     if args.command == "train":
-        from megatron_rl.commands.train import run
+        from megatron_rl.session.train import run
     elif args.command == "drift":
-        from megatron_rl.commands import drift
+        from megatron_rl.session import drift
 
         run = functools.partial(drift.run, updates=args.updates)
     elif args.command == "sft":

@@ -174,7 +174,11 @@ class RunPlan:
 
 def own_cluster(config: TrainConfig) -> str:
     """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80."""
-    engines = len(config.roles) * config.engine.replicas * config.engine.tp if isinstance(config.engine, Servers) else 0
+    engines = (
+        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        if isinstance(config.engine, Servers)
+        else 0
+    )
     return f"{config.job.nodes + -(-engines // PER_NODE)}x{PER_NODE}xA100-80"
 
 
@@ -192,10 +196,11 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     }
     samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
     trained = {turn.role for turn in work}
-    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
+    held = [name for name, role in config.roles.items() if role.has_policy]
+    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster) for name in config.roles]
+        [_server(config, config.engine, name, models[name], cluster) for name in config.engine_roles]
         if isinstance(config.engine, Servers)
         else []
     )
@@ -210,12 +215,16 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
 
     Raises ConfigError when they leave nothing.
     """
-    wanted = len(config.roles) * config.engine.replicas * config.engine.tp if isinstance(config.engine, Servers) else 0
+    wanted = (
+        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        if isinstance(config.engine, Servers)
+        else 0
+    )
     left = cluster.gpus - wanted
     left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
     if left < 1:
         raise ConfigError(
-            f"{len(config.roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
+            f"{len(config.engine_roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
             f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
             "for the trainer: lower engine.replicas, or take more nodes"
         )

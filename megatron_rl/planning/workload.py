@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config.schema import ConfigError, TrainConfig, Use
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """A recipe that says how many samples its turns draw."""
-
-    def drawn(self, role: str) -> Mapping[str, int]:
-        """Returns the samples per prompt that each role draws in a turn of `role`, in the order of drawing."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +51,9 @@ def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[Turn
         turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
         drawn = {name: {name: group} for name in turns}
     else:
-        turns = list(recipe.turns(recipe.num_steps() // 2))
-        if isinstance(recipe, Drawing):
-            drawn = {name: recipe.drawn(name) for name in turns}
-        else:
-            drawn = {name: {name: recipe.group_sizes[name]} for name in turns}
+        schedule, parts = recipe.schedule(), recipe.roles()
+        turns = [name for roles in schedule[len(schedule) // 2] for name in roles]
+        drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
     return [
         TurnWork(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name))
         for name in dict.fromkeys(turns)

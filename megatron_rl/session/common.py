@@ -179,7 +179,6 @@ def _opened(
                 yield driver
                 return
             tracker.truncate(done)
-            directory.drop_rollouts(done)
             if newest is not None:
                 console.message(f"going on from {driver.resumed} ({done} turns done)")
             yield driver

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
-from megatron_rl.config.schema import Launch, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -30,7 +29,7 @@ from megatron_rl.text import decode_all, load_tokenizer
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
-from megatron_rl.training.store import FORMAT, ROLLOUTS, TurnStore
+from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.types import Prompt
 from megatron_rl.world import TorchWorld
@@ -155,18 +154,15 @@ def _player(
 
     Turns played under other settings are not taken from the store: all that is not of the machine counts, and the form of the file.
     """
-    settings = dataclasses.replace(
-        config, launch=Launch(), sinks=Sinks(), run=dataclasses.replace(config.run, steps=None, keep=2)
-    )
-    fingerprint = hashlib.sha256(f"{FORMAT}\n{config_files.dump(settings)}".encode()).hexdigest()[:16]
     store = TurnStore(
-        driver.directory.path / ROLLOUTS, fingerprint, keep_every=config.run.save_rollouts_every,
+        driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
         decode=lambda role, sequences: decode_all(models.tokenizers[role], sequences),
     )  # fmt: skip
+    store.clean(progress.number)
     ahead = config.rollouts.max_staleness
     maker: TurnMaker
     if config.debug.replay:
-        recorded = TurnStore(Path(config.debug.replay))
+        recorded = open_replay(Path(config.debug.replay), own=driver.directory.path)
         maker = ReplayPlayer(recipe=recipe, readers=models.readers, recorded=recorded)
     else:
         maker = TurnPlayer(
@@ -179,6 +175,14 @@ def _player(
         )
     turns = upcoming(recipe.schedule()[: config.run.steps], progress.state_dict())
     return Player(maker, turns, store, max_staleness=ahead, watch=driver.watch, idle=fleet.tend)
+
+
+def _fingerprint(config: TrainConfig) -> str:
+    """Stands for all settings that rollouts may depend on: those of the machine, and how often is saved, are left out."""
+    free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
+    run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
+    plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
+    return fingerprint(config_files.dump(plain))
 
 
 def _one_at_a_time(grade: Grade) -> Grade:
