@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config"],
     [
-        *("algorithms", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion"),
     ],
-    ["training.rollouts", "training.batching", "training.turns", "data", "run.metrics", "world"],
+    ["training.rollouts", "training.turns", "data", "run.metrics", "world"],
     ["training", "evaluation", "run"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["session", "conversion", "jobs"],
