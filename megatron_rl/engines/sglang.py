@@ -1,4 +1,6 @@
-"""An SGLang server: how it is started, and a client of it. SGLang is imported by nothing here: it lives in the server's environment."""
+"""An SGLang server: how it is started, and a client of it. SGLang is imported by nothing here: it lives in the server's
+environment.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,13 @@ NOTHING = np.empty(0)
 def command(
     settings: Sglang, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool
 ) -> Command:
-    """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess sees to it)."""
+    """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess
+    sees to it).
+    """
     words = [
-        python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host, "--port", str(port),
-        "--dtype", dtype, "--tp-size", str(settings.tp), "--max-running-requests", str(settings.max_batch),
+        python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host,
+        "--port", str(port), "--dtype", dtype, "--tp-size", str(settings.tp),
+        "--max-running-requests", str(settings.max_batch),
         "--sampling-defaults", "openai",  # not the model directory's idea of temperature and penalties
         "--skip-server-warmup",  # its requests do not have the token
         "--log-level-http", "warning",
@@ -56,7 +61,8 @@ def command(
         words += ["--mem-fraction-static", str(settings.memory_share)]
     else:
         words += [
-            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+            "--disable-overlap-schedule",
             "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
             "--max-total-tokens", str(_cache_tokens(settings, model, dtype)),
         ]  # fmt: skip
@@ -72,7 +78,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a server says of itself at /server_info."""
+    """Facts about a server, from /server_info."""
 
     tp: int
     longest_prompt: int
@@ -83,9 +89,10 @@ class _Facts:
 class SglangServer:
     """Implements server.Server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
 
-    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all.
-    Under top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang tells only
-    what the model thought before the truncation.
+    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded
+    by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all. Under
+    top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang
+    tells only what the model thought before the truncation.
     """
 
     def __init__(
@@ -109,8 +116,9 @@ class SglangServer:
         self._http.close()
 
     def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs SGLang does not tell.
-        A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty."""
+        """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs
+        SGLang does not tell. A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty.
+        """
         sampler.check(sampling)
         self._check_tokens(prompt)
         facts = self._facts()
@@ -122,14 +130,16 @@ class SglangServer:
             return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
 
     def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
-        """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is a few tokens
-        shorter than the context."""
+        """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
+        a few tokens shorter than the context.
+        """
         longest = self._facts().longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)
             if len(tokens) > longest:
                 raise RequestRefused(
-                    f"a sequence of {len(tokens)} tokens: {self.url} scores at most {longest}; raise engine.max_model_len"
+                    f"a sequence of {len(tokens)} tokens: {self.url} scores at most {longest}; "
+                    "raise engine.max_model_len"
                 )
         body = {
             "input_ids": [tokens.tolist() for tokens in sequences],
@@ -187,8 +197,9 @@ class SglangServer:
         if _truncated(sampling):
             if not 1 <= sampling.top_k <= facts.longest_mask:
                 raise ValueError(
-                    f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p} and min_p = {sampling.min_p}: SGLang tells the "
-                    f"log-probs of what it draws then only under a top_k of 1 to {facts.longest_mask}; set one, or leave truncation off"
+                    f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p} and min_p = {sampling.min_p}: "
+                    "SGLang tells the log-probs of what it draws then only under a top_k of 1 to "
+                    f"{facts.longest_mask}; set one, or leave truncation off"
                 )
             body["return_sampling_mask"] = True
         if facts.heeds_seeds or _truncated(sampling):  # "n" knows one seed, and fails with masks
@@ -265,7 +276,9 @@ class SglangServer:
                 raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes of loaded weights."""
+        """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes
+        of loaded weights.
+        """
         packed = base64.b64encode(
             pickle.dumps(order)
         ).decode()  # of numbers and text alone: SGLang unpickles nothing else
@@ -287,7 +300,9 @@ class SglangServer:
             self._post("/begin_weight_update", {"selector": "target"})
 
     def _flush(self) -> None:
-        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause retracted, too."""
+        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause
+        retracted, too.
+        """
         end = time.monotonic() + FLUSH_S
         while True:
             try:

@@ -1,4 +1,6 @@
-"""Sessions with servers: asks at any time with a sampling each, prefixes that are kept, scores; and servers whose weights are fixed."""
+"""Sessions with servers: asks at any time with a sampling each, prefixes that are kept, scores; and servers whose
+weights are fixed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the SGLang client asks for and makes of answers, with a stand-in for the server: also what the real one only does on a GPU."""
+"""What the SGLang client asks for and makes of answers, with a stand-in for the server: also what the real one only
+does on a GPU.
+"""
 
 from __future__ import annotations
 
