@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.config.schema import ConfigError, Sglang, Vllm
+from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
@@ -50,9 +50,9 @@ class Command:
     environment: Mapping[str, str]  # beside the inherited one
 
 
-def interpreter(settings: Vllm | Sglang) -> str:
+def interpreter(settings: Servers) -> str:
     """The Python that servers run in. Raises ConfigError when there is no such program."""
-    python, kind = settings.python or sys.executable, settings.kind
+    python, kind = settings.python or sys.executable, "sglang" if isinstance(settings, Sglang) else "vllm"
     if shutil.which(python) is None:
         target = {"vllm": "engines", "sglang": "engines-sglang"}[kind]
         raise ConfigError(

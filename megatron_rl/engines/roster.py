@@ -55,8 +55,8 @@ class Roster:
         )
 
     def all(self, start: str = "") -> list[Listing]:
-        """Lists the servers whose file's name starts so. Files that are not listings are left out: one may be of another version of
-        this program.
+        """Lists the servers whose file's name starts so. Files that are no listings are left
+        out: one may be another version's.
         """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):

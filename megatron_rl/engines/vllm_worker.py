@@ -167,7 +167,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack_experts(layer: nn.Module) -> None:
-    """Packs experts again: on a CPU vLLM packs them for its kernels when a model is loaded, and not again when it is reloaded (0.32)."""
+    """Packs experts again: on a CPU vLLM (0.32) packs them for its kernels when it loads a model, and not when it
+    reloads it.
+    """
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
         kernel.fused_experts.process_weights_after_loading(layer)

@@ -6,10 +6,11 @@ Needs vLLM in an environment of its own: `make engines`, or another interpreter 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import conformance
 import pytest
-from test_engines_vllm import PYTHON, VOCAB
+from ranks import ROOT
 from tiny_models import make_model
 from toys import characters
 
@@ -19,6 +20,8 @@ from megatron_rl.engines.launch import Command, ServerProcess, free_port
 from megatron_rl.engines.openai import Endpoint, OpenAiServer, open_endpoint
 from megatron_rl.engines.vllm import command
 
+PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+VOCAB = 97
 pytestmark = [
     pytest.mark.servers,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),

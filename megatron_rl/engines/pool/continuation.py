@@ -1,4 +1,4 @@
-"""Completions that refits cut short: which versions wrote what, the seed they go on with, how their parts are joined."""
+"""Completions that refits cut short: which versions wrote what, the seed to go on with, how parts are joined."""
 
 from __future__ import annotations
 
