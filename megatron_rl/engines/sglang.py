@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import pickle
 import threading
 import time
@@ -19,9 +20,12 @@ import numpy as np
 from megatron_rl.config.schema import Sglang
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
+from megatron_rl.engines.sglang_route import PATH as GENERATE
+from megatron_rl.engines.sglang_route import parts
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
@@ -127,7 +131,7 @@ class SglangServer:
         n = 1 if sampling.temperature == 0 else sampling.n
         answers = self._ask(self._request(prompt.tolist(), sampling, n, seed, facts), n, timeout_s)
         with self._understood():
-            return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
+            return [self._completion(about, own, sampling) for about, own in answers] * (sampling.n // n)
 
     def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
         """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
@@ -149,9 +153,7 @@ class SglangServer:
         }
         answers = self._ask(body, len(sequences), timeout_s)
         with self._understood():
-            return [
-                self._scores(answer["meta_info"], tokens) for answer, tokens in zip(answers, sequences, strict=True)
-            ]
+            return [self._scores(*answer, tokens) for answer, tokens in zip(answers, sequences, strict=True)]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
@@ -210,13 +212,16 @@ class SglangServer:
             "sampling_params": parameters | {"n": n},
         }  # the prompt is worked through once for all n
 
-    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[Mapping[str, Any]]:
+    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[tuple[Mapping[str, Any], Arrays]]:
+        """Returns what the server says of each completion, and its arrays."""
         with self._counted():
-            answers = self._http.call("POST", "/generate", body, timeout_s=timeout_s)
-        answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != count:
-            raise ServerLost(f"{self.url} sent {len(answers)} completions, not {count}")
-        return answers
+            answer = self._http.exchange(GENERATE, json.dumps(body).encode(), "application/json", timeout_s=timeout_s)
+        with self._understood():
+            about, arrays = unpack(answer)
+            found = list(zip(about, parts(about, arrays), strict=True))
+        if len(found) != count:
+            raise ServerLost(f"{self.url} sent {len(found)} completions, not {count}")
+        return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         """Raises RequestRefused for what SGLang would die of, or take."""
@@ -225,10 +230,9 @@ class SglangServer:
                 f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
             )
 
-    def _completion(self, answer: Mapping[str, Any], sampling: Sampling) -> Completion:
-        tokens, about = answer["output_ids"], answer["meta_info"]
-        scaled = _first_of(about.get("output_token_logprobs"))  # after temperature, before truncation; greedy: at 1
-        drawn = np.array(about.get("output_token_sampling_logprobs") or []) if _truncated(sampling) else scaled
+    def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling) -> Completion:
+        tokens, scaled = own["tokens"], own["scaled"]
+        drawn = own.get("drawn", NOTHING) if _truncated(sampling) else scaled
         if not len(tokens) == len(scaled) == len(drawn):
             raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
         self._check_finite(scaled, drawn)
@@ -238,11 +242,11 @@ class SglangServer:
             logprobs=np.zeros(len(tokens)) if greedy else drawn,  # greedy decoding draws from a point mass
             stop=self._stop(about["finish_reason"], sampling),
             model_logprobs=scaled if greedy or sampling.temperature == 1 else None,
-            versions=[(span["start"], _version(span["version"])) for span in about.get("weight_versions") or []],
+            versions=[(span["start"], _version(span["version"])) for span in about["weight_versions"] or []],
         )
 
-    def _scores(self, about: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-        told = _first_of((about.get("input_token_logprobs") or [])[1:])  # nothing is told of the first token
+    def _scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray) -> np.ndarray:
+        told = own["prompt"][1:]  # nothing is told of the first token
         if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
             raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
         self._check_finite(told)
@@ -338,11 +342,6 @@ class SglangServer:
                 heeds_seeds=told["enable_deterministic_inference"],
             )
         return self._known
-
-
-def _first_of(entries: Sequence[Sequence[Any]] | None) -> np.ndarray:
-    """Turns [T] of [log-prob, token, text] into [T] float32."""
-    return np.array(entries, object)[:, 0].astype(np.float32) if entries else np.empty(0, np.float32)
 
 
 def _truncated(sampling: Sampling) -> bool:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
+from megatron_rl.engines.sglang_route import Framed
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
@@ -37,9 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs in the process of the web server and the tokenizer. Raises SystemExit for settings that open a way around the
-    guard.
-    """
+    """Runs the web server and the tokenizer. Raises SystemExit for settings that open a way around the guard."""
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -55,7 +54,8 @@ def main() -> None:
             "leave them out"
         )
     arguments.resolve_once()
-    app.add_middleware(Guard)
+    app.add_middleware(Framed)
+    app.add_middleware(Guard)  # the last stands before all others
     _hook(FREEZE, _freeze_gc)
     if (
         arguments.nnodes == 1

@@ -19,6 +19,7 @@ from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.launch import Command, ServerProcess, free_port
 from megatron_rl.engines.openai import Endpoint, OpenAiServer, open_endpoint
 from megatron_rl.engines.vllm import command
+from megatron_rl.types import Stop
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 VOCAB = 97
@@ -100,8 +101,10 @@ def test_text_prompts_and_answers_are_those_of_the_token_ids(endpoint, engine, j
     sampling = Sampling(max_tokens=8, temperature=0.0)
     [[one]], [[other]] = complete(by_text, [prompt], sampling), complete(engine, [prompt], sampling)
     by_text.close()
-    text = characters().decode(other.tokens.tolist(), skip_special_tokens=True)
+    ended = other.stop is Stop.EOS  # by a token that is not in the text
+    text = characters().decode(other.tokens[: len(other.tokens) - ended].tolist(), skip_special_tokens=True)
     assert characters().decode(one.tokens.tolist(), skip_special_tokens=True) == text and one.model_logprobs is None
+    assert one.stop is other.stop
 
 
 def test_a_wrong_key_is_a_matter_of_the_config(endpoint, base):
