@@ -9,7 +9,7 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import common
 
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
-from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.vllm import Boundaries, VllmServer, command, with_tandem
 
@@ -31,28 +31,13 @@ MAX_BATCH = 256  # sequences under way, on both sides
 SEED_MASK = (1 << 62) - 1  # as the pool cuts its seeds
 
 
-class Untrained(VllmServer):
-    """A server that keeps the weights it was started with: no trainer refits it."""
-
-    def join(self, host: str, port: int, replica: int) -> None: ...
-
-    def pause(self) -> None: ...
-
-    def update(self, version: int, wait_s: float) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        drawn = super().generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
-        return [replace(completion, versions=[]) for completion in drawn]
-
-
 @contextlib.contextmanager
 def open_pool(
     directory: Path, model: Path, settings: Vllm, eos: int, *, boundaries: Boundaries | None = None
 ) -> Iterator[tuple[Pool, int]]:
-    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the model is its own
-    junior."""
+    """A pool whose one server is ready, and that server's process. With `boundaries`, of its tandem's strategies, the
+    model is its own junior.
+    """
     token_file = directory / "token"
     token, port = make_token(token_file), free_port(settings.host)
     assert settings.python is not None
@@ -65,15 +50,13 @@ def open_pool(
     listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
 
     def connect(found: Listing) -> VllmServer:
-        return Untrained(found.url, token, settings, ends={eos}, refit_timeout_s=60.0, boundaries=boundaries)
+        return VllmServer(found.url, token, settings, ends={eos}, refit_timeout_s=60.0, boundaries=boundaries)
 
     roster = Roster(directory / "engines")
     try:
         process.wait_until(connect(listing).ready, START_S)
         with Announcement(roster, listing, alive=lambda: process.ended() is None):
-            pool = Pool(ROLE, settings, roster, connect)
-            pool.begin_refit(0, ("", 0), wait_s=60.0)
-            pool.end_refit()
+            pool = Pool(ROLE, settings, roster, connect, fixed=True)
             yield pool, process.pid
             pool.close()
     finally:
@@ -132,8 +115,9 @@ class Offline:
 def compare(
     directory: Path, model: Path, prompts: list[list[int]], sampling: Sampling, *, python: str, rounds: int, eos: int
 ) -> dict[str, float]:  # fmt: skip
-    """Tokens per second and per CPU-second of both, the medians of the rounds' ratios, and which share of the pool's CPU-seconds is spent
-    in this process. `directory`: for logs."""
+    """Tokens per second and per CPU-second of both, the medians of the rounds' ratios, and which share of the pool's
+    CPU-seconds is spent in this process. `directory`: for logs.
+    """
     settings = Vllm(python=python, max_batch=MAX_BATCH, wait_s=60.0)
     offline = Offline(model, settings, directory / "offline.log")
     found: list[dict[str, float]] = []
@@ -141,7 +125,7 @@ def compare(
         for number in range(rounds + 1):
             drawn = replace(sampling, seed=number)
             here, before, start = time.process_time(), common.cpu_seconds([server]), time.perf_counter()
-            groups = pool.generate(prompts, drawn)
+            groups = complete(pool, prompts, drawn)
             seconds, here = time.perf_counter() - start, time.process_time() - here
             spent = common.cpu_seconds([server]) - before + here
             tokens = sum(len(completion.tokens) for group in groups for completion in group)

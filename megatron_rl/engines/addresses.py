@@ -13,11 +13,19 @@ FAILURES = 2  # looks, one after the other, without an answer: whoever answers t
 
 
 class Addresses:
-    """Looks at each of a role's URLs from a thread of its own. A server that was away gets a new incarnation: no weights of it count."""
+    """Looks at each of a role's URLs from a thread of its own. A server that was away gets a new incarnation: no
+    weights of it count.
+    """
 
     def __init__(
-        self, roster: Roster, role: str, urls: Sequence[str], connect: Callable[[Listing], Server], *, look_s: float = BEAT_S
-    ) -> None:  # fmt: skip
+        self,
+        roster: Roster,
+        role: str,
+        urls: Sequence[str],
+        connect: Callable[[Listing], Server],
+        *,
+        look_s: float = BEAT_S,
+    ) -> None:
         self._roster, self._connect, self._look_s = roster, connect, look_s
         self._closed = threading.Event()
         self._threads = [

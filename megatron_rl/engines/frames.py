@@ -1,4 +1,5 @@
-"""Arrays as bytes on the wire: a short JSON header, then the arrays' raw bytes. Servers import it too: it needs numpy alone.
+"""Arrays as bytes on the wire: a short JSON header, then the arrays' raw bytes. Servers import it too: it needs numpy
+alone.
 
 A frame is: the header's length (4 bytes, little-endian), the header, the arrays one after the other. The header is
 {"about": any JSON, "arrays": [[name, kind, shape], ...]} with the kinds of `KINDS`.
@@ -19,7 +20,9 @@ Arrays = dict[str, np.ndarray]  # by name
 
 
 def pack(about: Any, arrays: Arrays) -> bytes:
-    """Returns the frame of some JSON values and of named arrays. Raises KeyError for an array of another kind than those of `KINDS`."""
+    """Returns the frame of some JSON values and of named arrays. Raises KeyError for an array of another kind than
+    those of `KINDS`.
+    """
     named = [[name, array.dtype.name, list(array.shape)] for name, array in arrays.items()]
     header = json.dumps({"about": about, "arrays": named}).encode()
     header += b" " * (-(LENGTH_BYTES + len(header)) % LENGTH_BYTES)  # the arrays begin where memory is aligned
@@ -28,7 +31,9 @@ def pack(about: Any, arrays: Arrays) -> bytes:
 
 
 def unpack(frame: bytes) -> tuple[Any, Arrays]:
-    """Returns (about, arrays by name) of a frame; the arrays are read-only views of it. Raises ValueError for bytes that are no frame."""
+    """Returns (about, arrays by name) of a frame; the arrays are read-only views of it. Raises ValueError for bytes
+    that are no frame.
+    """
     start = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
     if not LENGTH_BYTES < start <= len(frame):
         raise ValueError(f"{len(frame)} bytes are no frame: its header would end at byte {start}")

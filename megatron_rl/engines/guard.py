@@ -24,7 +24,9 @@ Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application around another. Raises KeyError or OSError at start when there is no token: a server is never open by mistake."""
+    """An ASGI application around another. Raises KeyError or OSError at start when there is no token: a server is never
+    open by mistake.
+    """
 
     def __init__(self, app: Application) -> None:
         self._app = app

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
-from megatron_rl.config.schema import ConfigError, Sglang, Vllm
+from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
@@ -50,9 +50,9 @@ class Command:
     environment: Mapping[str, str]  # beside the inherited one
 
 
-def interpreter(settings: Vllm | Sglang) -> str:
+def interpreter(settings: Servers) -> str:
     """The Python that servers run in. Raises ConfigError when there is no such program."""
-    python, kind = settings.python or sys.executable, settings.kind
+    python, kind = settings.python or sys.executable, "sglang" if isinstance(settings, Sglang) else "vllm"
     if shutil.which(python) is None:
         target = {"vllm": "engines", "sglang": "engines-sglang"}[kind]
         raise ConfigError(
@@ -65,8 +65,9 @@ class ServerProcess:
     """One server. Its output goes to `log`; it leads a process group of its own, which ends with it."""
 
     def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
-        """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from which the server
-        imports this package. Raises StartError when there is no such program."""
+        """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from
+        which the server imports this package. Raises StartError when there is no such program.
+        """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(filter(None, (str(_only_this_package(imports)), inherited.get("PYTHONPATH"))))
@@ -101,7 +102,9 @@ class ServerProcess:
         return self._process.poll()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float, stop: Callable[[], bool] = lambda: False) -> bool:
-        """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is ended then."""
+        """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is
+        ended then.
+        """
         end = time.monotonic() + timeout_s
         while True:
             answers, status = (
@@ -123,7 +126,9 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Asks it to leave, and kills what is left of its group. A second call does nothing: the group's number may be another's."""
+        """Asks it to leave, and kills what is left of its group. A second call does nothing: the group's number may be
+        another's.
+        """
         if self._stopped:
             return
         self._stopped = True
@@ -176,8 +181,9 @@ def make_token(path: Path) -> str:
 
 
 def _only_this_package(directory: Path) -> Path:
-    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment has its own torch.
-    What names the plug-in that vLLM loads stands there too."""
+    """Makes it a place to import this package from, and nothing that is installed beside it: the server's environment
+    has its own torch. What names the plug-in that vLLM loads stands there too.
+    """
     package, link = Path(megatron_rl.__file__).resolve().parent, directory.resolve() / "megatron_rl"
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink() or link.resolve() != package:

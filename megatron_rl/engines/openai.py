@@ -1,4 +1,5 @@
-"""An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it takes them.
+"""An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it
+takes them.
 
 What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is refitted.
 """
@@ -29,7 +30,8 @@ PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the en
 def open_endpoint(
     role: str, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
 ) -> ServerEngine:
-    """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence tokens.
+    """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence
+    tokens.
 
     Raises ConfigError for an API key that is not there.
     """
@@ -40,7 +42,9 @@ def open_endpoint(
 
 
 def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is not there."""
+    """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is
+    not there.
+    """
     if endpoint.key_file is not None:
         try:
             return Path(endpoint.key_file).expanduser().read_text(encoding="utf-8").strip()
@@ -56,8 +60,8 @@ def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | N
 class OpenAiServer:
     """Implements server.Server over an endpoint. Verified with vLLM 0.32's own server.
 
-    Where an answer has no token ids its text is tokenised: the log-probs of such a completion are nan, as are those that are not of the
-    distribution that was sampled from (endpoints tell those of the model at temperature 1).
+    Where an answer has no token ids its text is tokenised: the log-probs of such a completion are nan, as are those
+    that are not of the distribution that was sampled from (endpoints tell those of the model at temperature 1).
     """
 
     def __init__(self, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
@@ -72,8 +76,9 @@ class OpenAiServer:
         return self._http.answers(MODELS)
 
     def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """See server.Server. Raises ValueError for impossible sampling settings, and for those that the endpoint has no words for. A
-        prompt that fills the context comes back empty where the endpoint tells its context."""
+        """See server.Server. Raises ValueError for impossible sampling settings, and for those that the endpoint has no
+        words for. A prompt that fills the context comes back empty where the endpoint tells its context.
+        """
         self._check(prompt, sampling)
         context = self._room(timeout_s)
         room = sampling.max_tokens if context is None else context - len(prompt)
@@ -163,7 +168,9 @@ class OpenAiServer:
         return body
 
     def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float) -> list[Any]:
-        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
+        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused,
+        ConfigError.
+        """
         answer = self._call("POST", COMPLETIONS, body, timeout_s)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -199,7 +206,9 @@ class OpenAiServer:
         )
 
     def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
-        """Says why a completion ended. vLLM tells by what; elsewhere stop strings and the end of the text look the same."""
+        """Says why a completion ended. vLLM tells by what; elsewhere stop strings and the end of the text look the
+        same.
+        """
         match choice["finish_reason"], choice.get("stop_reason"):
             case "stop", int(token):
                 return Stop.EOS if token in self._ends else Stop.STOP
@@ -216,8 +225,8 @@ class OpenAiServer:
         told = _logprobs(choice)
         if told is None or len(told) < len(tokens):
             raise EngineError(
-                f"{self.url} told {0 if told is None else len(told)} log-probs of a prompt of {len(tokens)} tokens: it does "
-                "not score prompts (`echo` with `logprobs`); give the role an engine that does"
+                f"{self.url} told {0 if told is None else len(told)} log-probs of a prompt of {len(tokens)} tokens: "
+                "it does not score prompts (`echo` with `logprobs`); give the role an engine that does"
             )
         return np.concatenate([np.zeros(1, np.float32), told[1 : len(tokens)]])
 
@@ -252,7 +261,9 @@ class OpenAiServer:
 
 
 def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:
-    """Returns the log-probs that a choice tells of its tokens, [T] float32, nan for those it has none of; None when it tells nothing."""
+    """Returns the log-probs that a choice tells of its tokens, [T] float32, nan for those it has none of; None when it
+    tells nothing.
+    """
     told = (choice.get("logprobs") or {}).get("token_logprobs")
     return None if told is None else np.array(told, object).astype(np.float32)  # null becomes nan
 

@@ -1,4 +1,6 @@
-"""Which servers there are: one small file each in a directory that all hosts of a job see, renewed while the server lives."""
+"""Which servers there are: one small file each in a directory that all hosts of a job see, renewed while the server
+lives.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,15 @@ class Roster:
         self.directory = directory
 
     def read(self, role: str) -> list[Listing]:
-        """Of a role, by replica."""
+        """Lists the servers of a role, by replica."""
         return sorted(
             (listing for listing in self.all(f"{role}-") if listing.role == role), key=lambda listing: listing.replica
         )
 
     def all(self, start: str = "") -> list[Listing]:
-        """Those whose file's name starts so. Files that are not listings are left out: one may be of another version of this program."""
+        """Lists the servers whose file's name starts so. Files that are no listings are left
+        out: one may be another version's.
+        """
         found = []
         for path in sorted(self.directory.glob(f"{start}*.json")):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -61,7 +65,7 @@ class Roster:
         return found
 
     def has(self, listing: Listing) -> bool:
-        """Whether there is a file of that name, readable or not."""
+        """Tells whether there is a file of that name, readable or not."""
         return self._path(listing).exists()
 
     def write(self, listing: Listing) -> None:
@@ -100,7 +104,7 @@ class Announcement:
         self._roster.remove(self._listing)
 
     def silent_s(self) -> float:
-        """How long the server has given no sign of life."""
+        """Returns how long the server has given no sign of life."""
         return time.monotonic() - self._last
 
     def _beat(self) -> None:

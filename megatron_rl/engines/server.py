@@ -1,4 +1,6 @@
-"""The protocol of one server of rollouts, as a pool needs it, and the ways in which it can fail; HTTP that tells these apart."""
+"""The protocol of one server of rollouts, as a pool needs it, and the ways in which it can fail; HTTP that tells these
+apart.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ REFUSED = "refuses the job's token: was it started by another run?"
 
 
 class ServerLost(RuntimeError):
-    """The server did not answer, or not sensibly: another one may. `retry_after_s`: how long it asks to be left alone."""
+    """The server did not answer, or not sensibly: another may. `retry_after_s`: how long it asks to be left alone."""
 
     def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -51,12 +53,15 @@ class Server(Protocol):
         ...
 
     def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """Returns `sampling.n` completions of [T] int32, each with its `versions`; one that a refit cut short has Stop.ABORTED. Sample j
-        draws by `seed` + j."""
+        """Returns `sampling.n` completions of [T] int32, each with its `versions`; one that a refit cut short has
+        Stop.ABORTED. Sample j draws by `seed` + j.
+        """
         ...
 
     def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
-        """Returns for each [T] int32 the log-probs [T] float32 of its tokens under the model at temperature 1, 0 for the first."""
+        """Returns for each [T] int32 the log-probs [T] float32 of its tokens under the model at temperature 1, 0 for
+        the first.
+        """
         ...
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
@@ -68,8 +73,9 @@ class Server(Protocol):
         ...
 
     def update(self, version: int, wait_s: float) -> None:
-        """Takes part in the refit that comes within `wait_s`; returns when the weights are in, under this version, and no old cache is
-        left."""
+        """Takes part in the refit that comes within `wait_s`; returns when the weights are in, under this version, and
+        no old cache is left.
+        """
         ...
 
     def resume(self) -> None: ...
@@ -79,7 +85,7 @@ class Server(Protocol):
         ...
 
     def hang_up(self) -> None:
-        """Breaks off the verbs under way in other threads, which raise ServerLost now. May be called from any thread."""
+        """Breaks off the verbs under way in other threads, which raise ServerLost now. Any thread may call it."""
         ...
 
     def close(self) -> None:
@@ -88,7 +94,7 @@ class Server(Protocol):
 
 
 class Http:
-    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Calls come from many threads."""
+    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Many threads may use it."""
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
         """`refused`: what is wrong, and the cure, when the server does not know who asks."""
@@ -103,7 +109,8 @@ class Http:
         self._closed = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True) -> Any:
-        """Sends `body` as JSON -> the answer's JSON; None for an empty answer, or when what it `says` is of no interest.
+        """Sends `body` as JSON -> the answer's JSON; None for an empty answer, or when what it `says` is of no
+        interest.
 
         Raises ServerLost, RequestRefused, and ConfigError when the server does not know who asks.
         """
@@ -196,7 +203,7 @@ class Http:
 
 
 def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
-    """Returns a class of connections that tell their sockets, and are taken for dropped when they were idle for long."""
+    """Returns a class of connections that tell their sockets, and count as dropped when they were idle for long."""
 
     class Remembered(base):
         used = 0.0

@@ -1,9 +1,12 @@
-"""An SGLang server: how it is started, and a client of it. SGLang is imported by nothing here: it lives in the server's environment."""
+"""An SGLang server: how it is started, and a client of it. SGLang is imported by nothing here: it lives in the server's
+environment.
+"""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import pickle
 import threading
 import time
@@ -17,9 +20,12 @@ import numpy as np
 from megatron_rl.config.schema import Sglang
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
+from megatron_rl.engines.sglang_route import PATH as GENERATE
+from megatron_rl.engines.sglang_route import parts
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
@@ -38,10 +44,13 @@ NOTHING = np.empty(0)
 def command(
     settings: Sglang, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool
 ) -> Command:
-    """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess sees to it)."""
+    """The server's command line and environment. This package must be importable for `python` too (launch.ServerProcess
+    sees to it).
+    """
     words = [
-        python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host, "--port", str(port),
-        "--dtype", dtype, "--tp-size", str(settings.tp), "--max-running-requests", str(settings.max_batch),
+        python, "-m", "megatron_rl.engines.sglang_worker", "--model-path", str(model), "--host", settings.host,
+        "--port", str(port), "--dtype", dtype, "--tp-size", str(settings.tp),
+        "--max-running-requests", str(settings.max_batch),
         "--sampling-defaults", "openai",  # not the model directory's idea of temperature and penalties
         "--skip-server-warmup",  # its requests do not have the token
         "--log-level-http", "warning",
@@ -56,7 +65,8 @@ def command(
         words += ["--mem-fraction-static", str(settings.memory_share)]
     else:
         words += [
-            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule",
+            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+            "--disable-overlap-schedule",
             "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
             "--max-total-tokens", str(_cache_tokens(settings, model, dtype)),
         ]  # fmt: skip
@@ -72,7 +82,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a server says of itself at /server_info."""
+    """Facts about a server, from /server_info."""
 
     tp: int
     longest_prompt: int
@@ -83,9 +93,10 @@ class _Facts:
 class SglangServer:
     """Implements server.Server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
 
-    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all.
-    Under top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang tells only
-    what the model thought before the truncation.
+    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded
+    by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all. Under
+    top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang
+    tells only what the model thought before the truncation.
     """
 
     def __init__(
@@ -109,8 +120,9 @@ class SglangServer:
         self._http.close()
 
     def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs SGLang does not tell.
-        A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty."""
+        """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs
+        SGLang does not tell. A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty.
+        """
         sampler.check(sampling)
         self._check_tokens(prompt)
         facts = self._facts()
@@ -119,17 +131,19 @@ class SglangServer:
         n = 1 if sampling.temperature == 0 else sampling.n
         answers = self._ask(self._request(prompt.tolist(), sampling, n, seed, facts), n, timeout_s)
         with self._understood():
-            return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
+            return [self._completion(about, own, sampling) for about, own in answers] * (sampling.n // n)
 
     def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
-        """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is a few tokens
-        shorter than the context."""
+        """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
+        a few tokens shorter than the context.
+        """
         longest = self._facts().longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)
             if len(tokens) > longest:
                 raise RequestRefused(
-                    f"a sequence of {len(tokens)} tokens: {self.url} scores at most {longest}; raise engine.max_model_len"
+                    f"a sequence of {len(tokens)} tokens: {self.url} scores at most {longest}; "
+                    "raise engine.max_model_len"
                 )
         body = {
             "input_ids": [tokens.tolist() for tokens in sequences],
@@ -139,9 +153,7 @@ class SglangServer:
         }
         answers = self._ask(body, len(sequences), timeout_s)
         with self._understood():
-            return [
-                self._scores(answer["meta_info"], tokens) for answer, tokens in zip(answers, sequences, strict=True)
-            ]
+            return [self._scores(*answer, tokens) for answer, tokens in zip(answers, sequences, strict=True)]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
@@ -187,8 +199,9 @@ class SglangServer:
         if _truncated(sampling):
             if not 1 <= sampling.top_k <= facts.longest_mask:
                 raise ValueError(
-                    f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p} and min_p = {sampling.min_p}: SGLang tells the "
-                    f"log-probs of what it draws then only under a top_k of 1 to {facts.longest_mask}; set one, or leave truncation off"
+                    f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p} and min_p = {sampling.min_p}: "
+                    "SGLang tells the log-probs of what it draws then only under a top_k of 1 to "
+                    f"{facts.longest_mask}; set one, or leave truncation off"
                 )
             body["return_sampling_mask"] = True
         if facts.heeds_seeds or _truncated(sampling):  # "n" knows one seed, and fails with masks
@@ -199,13 +212,16 @@ class SglangServer:
             "sampling_params": parameters | {"n": n},
         }  # the prompt is worked through once for all n
 
-    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[Mapping[str, Any]]:
+    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[tuple[Mapping[str, Any], Arrays]]:
+        """Returns what the server says of each completion, and its arrays."""
         with self._counted():
-            answers = self._http.call("POST", "/generate", body, timeout_s=timeout_s)
-        answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != count:
-            raise ServerLost(f"{self.url} sent {len(answers)} completions, not {count}")
-        return answers
+            answer = self._http.exchange(GENERATE, json.dumps(body).encode(), "application/json", timeout_s=timeout_s)
+        with self._understood():
+            about, arrays = unpack(answer)
+            found = list(zip(about, parts(about, arrays), strict=True))
+        if len(found) != count:
+            raise ServerLost(f"{self.url} sent {len(found)} completions, not {count}")
+        return found
 
     def _check_tokens(self, tokens: np.ndarray) -> None:
         """Raises RequestRefused for what SGLang would die of, or take."""
@@ -214,10 +230,9 @@ class SglangServer:
                 f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
             )
 
-    def _completion(self, answer: Mapping[str, Any], sampling: Sampling) -> Completion:
-        tokens, about = answer["output_ids"], answer["meta_info"]
-        scaled = _first_of(about.get("output_token_logprobs"))  # after temperature, before truncation; greedy: at 1
-        drawn = np.array(about.get("output_token_sampling_logprobs") or []) if _truncated(sampling) else scaled
+    def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling) -> Completion:
+        tokens, scaled = own["tokens"], own["scaled"]
+        drawn = own.get("drawn", NOTHING) if _truncated(sampling) else scaled
         if not len(tokens) == len(scaled) == len(drawn):
             raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
         self._check_finite(scaled, drawn)
@@ -227,11 +242,11 @@ class SglangServer:
             logprobs=np.zeros(len(tokens)) if greedy else drawn,  # greedy decoding draws from a point mass
             stop=self._stop(about["finish_reason"], sampling),
             model_logprobs=scaled if greedy or sampling.temperature == 1 else None,
-            versions=[(span["start"], _version(span["version"])) for span in about.get("weight_versions") or []],
+            versions=[(span["start"], _version(span["version"])) for span in about["weight_versions"] or []],
         )
 
-    def _scores(self, about: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
-        told = _first_of((about.get("input_token_logprobs") or [])[1:])  # nothing is told of the first token
+    def _scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray) -> np.ndarray:
+        told = own["prompt"][1:]  # nothing is told of the first token
         if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
             raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
         self._check_finite(told)
@@ -265,7 +280,9 @@ class SglangServer:
                 raise ServerLost(f"SGLang ended a completion for an unknown reason: {other}")
 
     def _in_session(self, order: dict[str, Any], version: int | None, timeout_s: float) -> None:
-        """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes of loaded weights."""
+        """Hands an order to every rank (sglang_worker.Refits), between the calls that undo and redo what SGLang makes
+        of loaded weights.
+        """
         packed = base64.b64encode(
             pickle.dumps(order)
         ).decode()  # of numbers and text alone: SGLang unpickles nothing else
@@ -287,7 +304,9 @@ class SglangServer:
             self._post("/begin_weight_update", {"selector": "target"})
 
     def _flush(self) -> None:
-        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause retracted, too."""
+        """Again until the last batch has left. Not by the route's own timeout: with that it waits for what a pause
+        retracted, too.
+        """
         end = time.monotonic() + FLUSH_S
         while True:
             try:
@@ -323,11 +342,6 @@ class SglangServer:
                 heeds_seeds=told["enable_deterministic_inference"],
             )
         return self._known
-
-
-def _first_of(entries: Sequence[Sequence[Any]] | None) -> np.ndarray:
-    """Turns [T] of [log-prob, token, text] into [T] float32."""
-    return np.array(entries, object)[:, 0].astype(np.float32) if entries else np.empty(0, np.float32)
 
 
 def _truncated(sampling: Sampling) -> bool:

@@ -1,4 +1,5 @@
-"""What of this package runs inside an SGLang server: its start behind our guard, and the part of every tensor-parallel rank in a refit.
+"""What of this package runs inside an SGLang server: its start behind our guard, and the part of every tensor-parallel
+rank in a refit.
 
 python -m megatron_rl.engines.sglang_worker ARGUMENTS OF SGLANG'S OWN LAUNCHER
 """
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
+from megatron_rl.engines.sglang_route import Framed
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
@@ -36,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """In the process of the web server and the tokenizer. Raises SystemExit for settings that open a way around the guard."""
+    """Runs the web server and the tokenizer. Raises SystemExit for settings that open a way around the guard."""
     from sglang.srt.entrypoints.http_server import app, launch_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -48,10 +50,12 @@ def main() -> None:
         or os.environ.get("SGLANG_RUST_SERVER", "0") not in ("", "0")
     ):
         sys.exit(
-            "SGLang's further web workers, its gRPC port and its Rust server ask nobody for the job's token: leave them out"
+            "SGLang's further web workers, its gRPC port and its Rust server ask nobody for the job's token: "
+            "leave them out"
         )
     arguments.resolve_once()
-    app.add_middleware(Guard)
+    app.add_middleware(Framed)
+    app.add_middleware(Guard)  # the last stands before all others
     _hook(FREEZE, _freeze_gc)
     if (
         arguments.nnodes == 1
@@ -64,7 +68,7 @@ def main() -> None:
 
 
 def run_rank(*arguments: Any, **options: Any) -> None:
-    """In the process of one rank: SGLang's scheduler, whose updates of weights by tensors are our refits."""
+    """Runs in the process of one rank: SGLang's scheduler, whose updates of weights by tensors are our refits."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     _hook(UPDATE, Refits().update)
@@ -72,11 +76,12 @@ def run_rank(*arguments: Any, **options: Any) -> None:
 
 
 class Landing:
-    """Implements refit.engine_side.Endpoint for an SGLang model, within a session of /begin_weight_update and /end_weight_update, which
-    undo and redo what SGLang makes of loaded weights.
+    """Implements refit.engine_side.Endpoint for an SGLang model, within a session of /begin_weight_update and
+    /end_weight_update, which undo and redo what SGLang makes of loaded weights.
 
-    Plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. Fused experts, whose rows SGLang
-    may permute (no shape tells), land in tensors of their own and are copied at the commit, to be permuted again at the session's end.
+    Plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. Fused
+    experts, whose rows SGLang may permute (no shape tells), land in tensors of their own and are copied at the commit,
+    to be permuted again at the session's end.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +116,9 @@ class Refits:
         self._side: EngineSide | None = None
 
     def update(self, updater: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
-        """On every rank of a server -> whether it was done, and where why not; the same on all. Raises nothing: SGLang would die."""
+        """Carries out an order, on every rank of a server -> whether it was done, and where why not; the same on all.
+        Raises nothing: SGLang would die.
+        """
         try:
             with torch.inference_mode(False), torch.no_grad():
                 self._carry_out(updater, named_tensors)
@@ -135,7 +142,9 @@ class Refits:
                 raise ValueError("this server takes its weights in refits of megatron_rl alone")
 
     def _join(self, updater: Any, address: Address, replica: int) -> None:
-        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
+        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when
+        nobody answers.
+        """
         if self._side is not None:
             self._side.close()
             self._side = None
@@ -167,7 +176,9 @@ class Refits:
 
 
 def _hook(target: str, stand_in: Any) -> None:
-    """Raises RuntimeError when SGLang does not have it there, or keeps its own: another version than this was written for."""
+    """Raises RuntimeError when SGLang does not have it there, or keeps its own: another version than this was written
+    for.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     try:
@@ -181,7 +192,9 @@ def _hook(target: str, stand_in: Any) -> None:
 
 
 def _meeting_place() -> str:
-    """A directory of this process's own. Those of processes that are gone are removed: SGLang ends by SIGKILL, and cleans up nothing."""
+    """A directory of this process's own. Those of processes that are gone are removed: SGLang ends by SIGKILL, and
+    cleans up nothing.
+    """
     prefix = f"megatron_rl-{os.getuid()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # somebody else was faster, or it is in use
@@ -194,7 +207,7 @@ def _meeting_place() -> str:
 
 
 def _lock(directory: str | Path) -> None:
-    """For as long as this process lives. Raises OSError when another has it."""
+    """Takes the lock for as long as this process lives. Raises OSError when another has it."""
     fcntl.flock(os.open(directory, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -215,7 +228,7 @@ def _freeze_gc(arguments: Any) -> None:
 
 
 def _told_all(value: Any) -> list[Any]:
-    """What every rank of this server has."""
+    """Returns what every rank of this server has."""
     from sglang.srt.runtime_context import get_parallel
 
     if _tp_size() == 1:
@@ -233,7 +246,7 @@ def _tp_size() -> int:
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Whether SGLang uses the layer's parameters as they were loaded."""
+    """Tells whether SGLang uses the layer's parameters as they were loaded."""
     from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 
     method = getattr(layer, "quant_method", None)

@@ -1,4 +1,6 @@
-"""A vLLM server: how it is started, and a client of it. vLLM itself is imported by nothing here: it lives in the server's environment."""
+"""A vLLM server: how it is started, and a client of it. vLLM itself is imported by nothing here: it lives in the
+server's environment.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,17 @@ Boundaries = Callable[[Strategy], frozenset[int]]
 def command(
     settings: Vllm, *, python: str, model: Path, dtype: str, port: int, token_file: Path, on_gpu: bool
 ) -> Command:
-    """The server's command line and environment. `python`: interpreter of an environment that has vLLM. Raises ConfigError."""
+    """The server's command line and environment. `python`: interpreter of an environment that has vLLM. Raises
+    ConfigError.
+    """
     if settings.expert_parallel and not on_gpu:
         raise ConfigError(
-            "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; set it to false, tp cuts experts too"
+            "engine.expert_parallel without a GPU: vLLM's kernels for CPUs end with a fault; "
+            "set it to false, tp cuts experts too"
         )
     words = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
-        "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host,
+        "--port", str(port), "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
         "--middleware", "megatron_rl.engines.vllm_route.Routes",
         "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
@@ -60,7 +65,8 @@ def command(
     if on_gpu:
         words += ["--gpu-memory-utilization", str(settings.memory_share)]
     else:
-        # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU: "CPU Generator does not use offset".
+        # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU:
+        # "CPU Generator does not use offset".
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -70,12 +76,14 @@ def command(
 
 
 def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -> Command:
-    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in: launch.PLUGIN.
-    Raises ConfigError for a model that does not name its class."""
+    """The command of a server whose model is a senior (`model`) and a frozen junior. Its imports need vLLM's plug-in:
+    launch.PLUGIN. Raises ConfigError for a model that does not name its class.
+    """
     architectures = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
     if not architectures:
         raise ConfigError(
-            f"{model}/config.json has no `architectures`: a tandem must be told the senior's class, such as Qwen2ForCausalLM"
+            f"{model}/config.json has no `architectures`: "
+            "a tandem must be told the senior's class, such as Qwen2ForCausalLM"
         )
     settings = {"architectures": architectures, "junior": str(junior), "tokenizer": str(tokenizer)}
     words = [
@@ -92,7 +100,8 @@ def with_experts(start: Command, *, on_gpu: bool) -> Command:
     """The command of a server that tells which experts it chose for each token. Raises ConfigError without a GPU."""
     if not on_gpu:
         raise ConfigError(
-            "router_replay without a GPU: of vLLM's two model runners one tells the experts, and that one needs Triton; set it to false"
+            "router_replay without a GPU: of vLLM's two model runners one tells the experts, "
+            "and that one needs Triton; set it to false"
         )
     return Command(
         [*start.words, "--enable-return-routed-experts"], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -118,7 +127,9 @@ class VllmServer:
         return self._http.answers("/health")
 
     def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """See server.Server. Raises ValueError for impossible sampling settings. A prompt that fills the context comes back empty."""
+        """See server.Server. Raises ValueError for impossible sampling settings. A prompt that fills the context comes
+        back empty.
+        """
         sampler.check(sampling)
         room = self._room() - len(prompt)
         if room <= 0:
@@ -233,8 +244,9 @@ class VllmServer:
         return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
     def _agree(self, strategy: Strategy) -> None:
-        """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is
-        asked."""
+        """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would
+        ignore what is asked.
+        """
         if strategy in self._agreed:
             return
         if self._boundaries is None:
@@ -245,7 +257,8 @@ class VllmServer:
             found = set(answer["results"])
         if found != {fingerprint(ids)}:
             raise RequestRefused(
-                f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; start it by this config"
+                f"{self.url} is no tandem, or has another tokenizer: its boundaries are {found}; "
+                "start it by this config"
             )
         self._agreed[strategy] = ids
 

@@ -1,9 +1,10 @@
 """The routes of a vLLM server that rollouts are asked of and scored by: tokens in, tokens and log-probs out, as bytes.
 
-vLLM has such a route (`/inference/v1/generate`). What the web layer around it costs (validation, an object for every token, metrics of
-routes) is more than the engine's own work for short completions of a small model (docs/benchmarks.md), so these go past it to the
-engine client, which is public and does its own checks. They are
-middleware, an extension point of vLLM's: `--middleware`. Runs inside the server: torch and the rest of this project are not imported.
+vLLM has such a route (`/inference/v1/generate`). What the web layer around it costs (validation, an object for every
+token, metrics of routes) is more than the engine's own work for short completions of a small model
+(docs/benchmarks.md), so these go past it to the engine client, which is public and does its own checks. They are
+middleware, an extension point of vLLM's: `--middleware`. Runs inside the server: torch and the rest of this project are
+not imported.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ Answer = tuple[int, bytes]  # status, and a frame (200) or an error as JSON
 
 
 class Routes:
-    """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames (engines/frames.py).
+    """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames
+    (engines/frames.py).
 
-    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters. It answers with the n samples one after the other:
-    `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows, layers, k] where the server
-    tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`, `stop_reason`, `weight_versions` as [first token, version].
-    SCORE_PATH takes `tokens` of sequences one after the other and their lengths; it answers with `logprobs` float32 in the same order, those of the
-    model at temperature 1, 0 for the first of each. Status 400 for what the engine refuses.
+    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters. It answers with the n samples one after
+    the other: `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows,
+    layers, k] where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`,
+    `stop_reason`, `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the
+    other and their lengths; it answers with `logprobs` float32 in the same order, those of the model at temperature 1,
+    0 for the first of each. Status 400 for what the engine refuses.
     """
 
     def __init__(self, app: Application) -> None:
@@ -72,12 +75,13 @@ class Routes:
         return pack(None, {"logprobs": np.concatenate([np.empty(0, np.float32), *scores])})
 
     async def _score_one(self, engine: Any, tokens: list[int]) -> np.ndarray:
-        """Returns [T] float32. The last token is not part of the prompt, so that a sequence may fill the context: it is one of the tokens
-        whose log-probs the one draw tells."""
+        """Returns [T] float32. The last token is not part of the prompt, so that a sequence may fill the context: it is
+        one of the tokens whose log-probs the one draw tells.
+        """
         if len(tokens) < 2:
             return np.zeros(len(tokens), np.float32)
         *prompt, last = tokens
-        asked = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "logprob_token_ids": [last], "detokenize": False}
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "logprob_token_ids": [last], "detokenize": False}
         result = await self._ask(engine, prompt, asked)
         drawn, told = result.outputs[0].logprobs, result.prompt_logprobs
         if len(told.logprobs) != len(prompt) - 1 or last not in drawn.token_ids:

@@ -1,8 +1,10 @@
-"""Two models inside one vLLM, which itself pages the caches of both with one block table; loaded by vLLM as a plug-in, without a patch.
+"""Two models inside one vLLM, which itself pages the caches of both with one block table; loaded by vLLM as a plug-in,
+without a patch.
 
-`TandemForCausalLM` runs senior and junior over the same tokens. `Authors`, a logits processor, keeps for every request who writes its
-next token, and puts the junior's logits in the place of the senior's where it is the junior's turn: temperature, truncation, the draw
-and its log-prob are then vLLM's own. The junior's weights stay as they were loaded; a refit is given the senior alone.
+`TandemForCausalLM` runs senior and junior over the same tokens. `Authors`, a logits processor, keeps for every request
+who writes its next token, and puts the junior's logits in the place of the senior's where it is the junior's turn:
+temperature, truncation, the draw and its log-prob are then vLLM's own. The junior's weights stay as they were loaded; a
+refit is given the senior alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class TandemForCausalLM(nn.Module):
         context = vllm_config.model_config.max_model_len
         if other.max_position_embeddings < context:
             raise ValueError(
-                f"the junior reads {other.max_position_embeddings} tokens, the server {context}: lower engine.max_model_len"
+                f"the junior reads {other.max_position_embeddings} tokens, the server {context}: "
+                "lower engine.max_model_len"
             )
         self._junior_directory = settings["junior"]
         self._widths = [own.hidden_size, other.hidden_size]
@@ -62,7 +65,11 @@ class TandemForCausalLM(nn.Module):
         return self.senior.embed_input_ids(input_ids)
 
     def forward(
-        self, input_ids: Tensor | None, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """[N] tokens -> [N, h_senior + h_junior]."""
         if input_ids is None or inputs_embeds is not None:
@@ -99,7 +106,9 @@ class Text:
 
 
 class Authors(LogitsProcessor):
-    """Puts the junior's logits into the rows that it writes. Requests without `extra_args["tandem"]` are the senior's alone."""
+    """Puts the junior's logits into the rows that it writes. Requests without `extra_args["tandem"]` are the senior's
+    alone.
+    """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -136,7 +145,8 @@ class Authors(LogitsProcessor):
         model = self._places[PLACE]
         if model.junior_logits is None or model.junior_logits.shape != logits.shape:
             raise RuntimeError(
-                f"no logits of the junior for rows of shape {tuple(logits.shape)}: speculative decoding is not for tandems"
+                f"no logits of the junior for rows of shape {tuple(logits.shape)}: "
+                "speculative decoding is not for tandems"
             )
         index = torch.tensor(others, device=logits.device)
         logits[index] = model.junior_logits[index].to(logits.dtype)

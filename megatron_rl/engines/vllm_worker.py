@@ -1,4 +1,4 @@
-"""The part of a refit that runs inside vLLM's worker processes; vLLM itself loads it, through `--worker-extension-cls`."""
+"""The part of a refit that runs inside vLLM's worker processes; vLLM loads it, through `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Join(WeightTransferInitInfo):
-    """Where the trainer is, and which replica of its engines this is."""
+    """An order to join: where the trainer is, and which replica of its engines this is."""
 
     host: str = ""
     port: int = 0
@@ -50,9 +50,9 @@ class TakePart(WeightTransferUpdateInfo):
 class Landing:
     """Implements refit.engine_side.Endpoint for a vLLM model.
 
-    On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What vLLM has
-    repacked since it was loaded (every linear layer on a CPU, fused experts) lands in tensors of its own, and goes through vLLM's
-    layerwise reload at the commit; until then the old weights stay whole.
+    On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What
+    vLLM has repacked since it was loaded (every linear layer on a CPU, fused experts) lands in tensors of its own, and
+    goes through vLLM's layerwise reload at the commit; until then the old weights stay whole.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
@@ -108,7 +108,9 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
     _side: EngineSide | None = None
 
     def init_transfer_engine(self, init_info: Join) -> None:
-        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when nobody answers."""
+        """Raises ValueError when the trainer's model or layout is another than this engine's, TransportError when
+        nobody answers.
+        """
         self.shutdown()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         landing = Landing(trained, self.model_config, self.device)
@@ -151,7 +153,9 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Every layer with parameters of its own, and the prefix of their names; a head that shares the embedding's weight has its name."""
+    """Every layer with parameters of its own, and the prefix of their names; a head that shares the embedding's weight
+    has its name.
+    """
     embedding = next((n for n, _ in model.named_parameters() if n.endswith("embed_tokens.weight")), "")
     shared = dict(model.named_parameters(remove_duplicate=False))
     tied = "lm_head.weight" in shared and shared["lm_head.weight"] is shared.get(embedding)
@@ -163,30 +167,36 @@ def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _pack_experts(layer: nn.Module) -> None:
-    """On a CPU vLLM packs experts for its kernels when a model is loaded, and not again when it is reloaded (0.32)."""
+    """Packs experts again: on a CPU vLLM (0.32) packs them for its kernels when it loads a model, and not when it
+    reloads it.
+    """
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     if kernel is not None and next(layer.parameters(recurse=False)).device.type == "cpu":
         kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _plain(layer: nn.Module) -> bool:
-    """Whether vLLM uses the layer's parameters as they were loaded, off the CPU."""
+    """Tells whether vLLM uses the layer's parameters as they were loaded, off the CPU."""
     method = getattr(layer, "quant_method", None)
     return method is None or type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class Extension:
-    """What vLLM mixes into its worker class, callable by /collective_rpc. Importing this module registers the refits' backend."""
+    """A mixin of vLLM's worker class, callable by /collective_rpc. Importing this module registers the refits'
+    backend.
+    """
 
     model_runner: Any
 
     def tandem_boundaries(self, strategy: Strategy) -> str | None:
-        """Fingerprint of the boundaries that this server's tandem goes by; None when it is none."""
+        """Returns the fingerprint of the boundaries that this server's tandem goes by; None when it is none."""
         found = self._authors()
         return None if found is None else fingerprint(found.boundaries(strategy))
 
     def tandem_records(self, keep: bool = True) -> dict[str, list[bool]]:
-        """Who wrote the tokens of the requests since the last call with `keep`, by key: what the engine did, to hold a replay against."""
+        """Returns who wrote the tokens of the requests since the last call with `keep`, by key: what the engine did, to
+        hold a replay against.
+        """
         found = self._authors()
         if found is None:
             return {}

@@ -1,4 +1,6 @@
-"""Servers for an evaluation: started here from model directories, or found at given addresses with the models they have."""
+"""Servers for an evaluation: started here from model directories, or found at given addresses with the models they
+have.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that 
 
 
 def start(
-    config: EvalConfig, settings: Servers, models: Sequence[Model], tokenizers: Mapping[Model, Any], stack: contextlib.ExitStack,
-    environment: Mapping[str, str],
+    config: EvalConfig, settings: Servers, models: Sequence[Model], tokenizers: Mapping[Model, Any],
+    stack: contextlib.ExitStack, environment: Mapping[str, str],
 ) -> dict[Model, ServerEngine]:  # fmt: skip
     """Returns the engines of an evaluation's models, on the driver. Servers that are started here end with `stack`.
 
@@ -59,7 +61,9 @@ def start(
 
 
 def _names(config: EvalConfig) -> dict[Model, str]:
-    """Returns the names that engine.urls has for the models: those of their settings; the first of a model with two parts."""
+    """Returns the names that engine.urls has for the models: those of their settings; the first of a model with two
+    parts.
+    """
     judging = None if config.verifier is None else config.verifier.model
     parts = {"model": config.model, "junior": config.junior, "verifier": judging}
     return {model: name for name, model in reversed(parts.items()) if model is not None}
@@ -82,7 +86,8 @@ class _Starter:
         port = free_port(settings.host)
         words = command(settings)(
             settings, python=python, model=model, dtype=dtype, port=port,
-            token_file=Path(settings.token_file) if settings.token_file else self.directory / TOKEN, on_gpu=has_gpu(environment),
+            token_file=Path(settings.token_file) if settings.token_file else self.directory / TOKEN,
+            on_gpu=has_gpu(environment),
         )  # fmt: skip
         log = self.directory.parent / "logs" / f"engine_{name}_{number}.log"
         process = ServerProcess(words, log, environment, imports=self.directory / "imports")

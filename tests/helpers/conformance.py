@@ -1,6 +1,8 @@
-"""Checks that every rollout engine must pass, whatever it is: against transformers and against the words of engines/base.py.
+"""Checks that every rollout engine must pass, whatever it is: against transformers and against the words of
+engines/base.py.
 
-Each check takes (engine, judge): an engine that holds the weights of the judge's model directory. `CHECKS` has them by name.
+Each check takes (engine, judge): an engine that holds the weights of the judge's model directory. `CHECKS` has them by
+name.
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ def arrays_have_their_types(engine: Engine, judge: Judge) -> None:
 
 
 def every_ask_has_its_own_sampling_and_key(engine: Engine, judge: Judge) -> None:
-    """What is drawn for a key does not depend on what else the session was asked, nor on when."""
+    """A key's draw does not depend on what else the session was asked, nor on when."""
     one, other = prompts(judge)[1], prompts(judge)[3]
     sampling = Sampling(max_tokens=9, n=2, seed=11)
     session = engine.session()

@@ -1,4 +1,5 @@
-"""A trainer of one rank and one real SGLang server of two: what it refuses, whether it conforms, refits, and one while requests run.
+"""A trainer of one rank and one real SGLang server of two: what it refuses, whether it conforms, refits, and one while
+requests run.
 
 engines_sglang_worker.py OUT CONFIG     under run_ranks; the run starts its server itself
 """
@@ -43,7 +44,7 @@ CONTROL = (
 
 
 def outcome(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """What it raised, and how long it took."""
+    """Returns what a call raised, and how long it took."""
     start = time.monotonic()
     try:
         said = function(*arguments, **options)
@@ -53,7 +54,7 @@ def outcome(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
 
 
 def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
-    """Of a server that has joined nobody yet."""
+    """Returns what a server refuses that has joined nobody yet."""
     stranger = SglangServer(server.url, "not the token", config.engine, ends=(), vocab=97, refit_timeout_s=10)  # type: ignore[arg-type]
     order = base64.b64encode(pickle.dumps({"verb": "take part", "version": 0, "wait_s": 1.0})).decode()
     body = {"serialized_named_tensors": [order] * 2, "flush_cache": False}
@@ -108,8 +109,8 @@ def main() -> None:
         scenario = Scenario(world, policy, fleet, answer.parent, policy.arch.vocab)
         pool = scenario.pool
         assert pool is not None
-        wait_for("the server", lambda: len(pool._living()) == 1)
-        [member] = pool._living()
+        wait_for("the server", lambda: len(pool.members.living()) == 1)
+        [member] = pool.members.living()
         scenario.found["refusals"] = refusals(member.server, config)  # type: ignore[arg-type]
         scenario.found["listeners"] = listeners(member.listing.url.rpartition(":")[2])
         scenario.conforms(Path(role.model.path))

@@ -1,11 +1,11 @@
-"""Four trainer ranks (tp 2 x pp 2) and real servers of a role's rollouts: refits, pauses, a killed replica and its return.
+"""Four trainer ranks (tp 2 x pp 2) and real servers of a role's rollouts: refits, pauses, a killed replica and its
+return.
 
 engines_worker.py OUT CONFIG     under run_ranks; the run starts its servers itself
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -14,11 +14,12 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import conformance
+import numpy as np
 import psutil
 import torch
 import urllib3
@@ -27,9 +28,10 @@ from toys import characters
 
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, complete
+from megatron_rl.engines.frames import pack
 from megatron_rl.engines.guard import HEADER
-from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.pool.pool import Pool, given
 from megatron_rl.engines.vllm_route import PATH as GENERATE
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -37,6 +39,7 @@ from megatron_rl.run.directory import RunDirectory
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
+from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
 ROLE = "generator"
@@ -62,7 +65,14 @@ def prompts(vocab: int) -> list[list[int]]:
 
 
 def plain(groups: list[list[Completion]]) -> list[list[dict[str, Any]]]:
-    return [[asdict(c) | {"stop": c.stop.value} for c in group] for group in groups]
+    """Returns completions as JSON values."""
+    return [[{name: _plain(value) for name, value in asdict(c).items()} for c in group] for group in groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value.value if isinstance(value, Stop) else value
 
 
 def wait_for(what: str, condition) -> None:
@@ -70,21 +80,6 @@ def wait_for(what: str, condition) -> None:
     while not condition():
         assert time.monotonic() < end, f"{what} did not come"
         time.sleep(0.1)
-
-
-class OneServer:
-    """A server as an engine."""
-
-    def __init__(self, server: Any) -> None:
-        self._server = server
-
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
-        with concurrent.futures.ThreadPoolExecutor(8) as threads:
-            asked = [
-                threads.submit(self._server.generate, p, sampling, seed=sampling.seed * 1000 + 10 * i, timeout_s=60)
-                for i, p in enumerate(prompts)
-            ]
-            return [a.result() for a in asked]
 
 
 class Scenario:
@@ -97,7 +92,7 @@ class Scenario:
 
     def everybody_is_there(self) -> None:
         def wait() -> None:
-            wait_for("both servers", lambda: self.pool is not None and len(self.pool._living()) == 2)
+            wait_for("both servers", lambda: self.pool is not None and len(self.pool.members.living()) == 2)
 
         self.world.from_driver(wait)
 
@@ -106,10 +101,9 @@ class Scenario:
 
         def check() -> None:
             assert self.pool is not None
-            server = self.pool._living()[0].server
-            self.found["conformance"] = conformance.run_all(
-                OneServer(server), conformance.Judge(directory, characters())
-            )
+            server = self.pool.members.living()[0].server
+            one = given(ROLE, [server], replace(self.pool.members.limits, servers=1))
+            self.found["conformance"] = conformance.run_all(one, conformance.Judge(directory, characters()))
 
         self.world.from_driver(check)
 
@@ -119,44 +113,44 @@ class Scenario:
                 self.policy.update(make_batch(self.vocab), WeightedLogprobs())
             self.refit(version)
             self.keep_weights(f"v{version}")
-            self.ask(f"greedy_v{version}", lambda pool: pool.generate(prompts(self.vocab), GREEDY))
+            self.ask(f"greedy_v{version}", lambda pool: complete(pool, prompts(self.vocab), GREEDY))
             self.world.from_driver(self.each_server, f"each_v{version}")
 
     def each_server(self, name: str) -> None:
         """Greedy answers of every replica by itself."""
         assert self.pool is not None
-        for member in self.pool._living():
-            answers = [member.server.generate(p, GREEDY, seed=0, timeout_s=60) for p in prompts(self.vocab)]
+        for member in self.pool.members.living():
+            answers = [
+                member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=60) for p in prompts(self.vocab)
+            ]
             self.found[f"{name}_{member.listing.replica}"] = plain(answers)
 
     def sampled(self) -> None:
         some = prompts(self.vocab)
-        self.ask("sampled", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3)))
-        self.ask("sampled_again", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3)))
+        self.ask("sampled", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3)))
+        self.ask("sampled_again", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3)))
         self.ask(
-            "cool", lambda pool: pool.generate(some, Sampling(max_tokens=10, n=4, seed=3, temperature=0.7, top_k=5))
+            "cool", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3, temperature=0.7, top_k=5))
         )
         self.ask(
             "stopped",
-            lambda pool: pool.generate(
-                some, Sampling(max_tokens=40, stop_tokens=tuple(range(0, self.vocab, 3)), seed=3)
+            lambda pool: complete(
+                pool, some, Sampling(max_tokens=40, stop_tokens=tuple(range(0, self.vocab, 3)), seed=3)
             ),
         )
-        self.ask("full", lambda pool: pool.generate([[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
+        self.ask("full", lambda pool: complete(pool, [[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
 
     def given_up(self) -> None:
         """A request whose client goes while it runs is dropped: the server does not write all that it would have."""
 
         def give_up() -> None:
             assert self.pool is not None
-            server = self.pool._living()[0].server
+            server = self.pool.members.living()[0].server
             before = self.metric(server.url, "generation_tokens_total")
-            asked = {
-                "token_ids": [5] * 9,
-                "sampling_params": {"n": LONG.n, "max_tokens": LONG.max_tokens, "ignore_eos": True, "seed": 1},
-            }
+            parameters = {"n": LONG.n, "max_tokens": LONG.max_tokens, "ignore_eos": True, "seed": 1}
+            asked = pack(parameters, {"tokens": np.full(9, 5, np.int32)})
             with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as client:
-                client.request("POST", GENERATE, json.dumps(asked), {HEADER: self.token()})
+                client.request("POST", GENERATE, asked, {HEADER: self.token()})
                 wait_for("its first tokens", lambda: self.metric(server.url, "generation_tokens_total") > before)
             wait_for("the end of what nobody waits for", lambda: self.metric(server.url, "num_requests_running") == 0)
             self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - before
@@ -167,7 +161,7 @@ class Scenario:
         return (self.driver.directory.path / "engines/token").read_text()
 
     def metric(self, url: str, name: str) -> float:
-        """Of vLLM's own."""
+        """Returns one of vLLM's own figures."""
         text = urllib3.request("GET", f"{url}/metrics", headers={HEADER: self.token()}).data.decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
 
@@ -175,30 +169,32 @@ class Scenario:
         def ask() -> None:
             assert self.pool is not None
             many = prompts(self.vocab)[:3] * 12
-            self.found[f"during_{mode}"] = plain(self.pool.generate(many, Sampling(max_tokens=150, n=3, seed=version)))
+            self.found[f"during_{mode}"] = plain(complete(self.pool, many, Sampling(max_tokens=150, n=3, seed=version)))
 
         thread = threading.Thread(target=ask)
         self.policy.update(make_batch(self.vocab), WeightedLogprobs())
         self.world.barrier()  # every rank is ready for the refit, which must find requests under way
         if self.pool is not None:
-            for member in self.pool._living():
+            for member in self.pool.members.living():
                 member.server._pause = mode
             thread.start()
-            wait_for("requests under way", lambda: all(m.load for m in self.pool._living()))
+            wait_for("requests under way", lambda: all(m.load for m in self.pool.members.living()))
             time.sleep(0.3)  # for first tokens
         self.refit(version)
         self.keep_weights(f"v{version}")
         if self.pool is not None:
             thread.join()
-        self.ask(f"after_{mode}", lambda pool: pool.generate(prompts(self.vocab), GREEDY))
+        self.ask(f"after_{mode}", lambda pool: complete(pool, prompts(self.vocab), GREEDY))
 
     def killed_in_the_middle(self) -> None:
-        """One server's whole process group, by SIGKILL, while both work; then it comes back with the weights that it was started with."""
+        """One server's whole process group, by SIGKILL, while both work; then it comes back with the weights that it
+        was started with.
+        """
 
         def kill() -> None:
             assert self.pool is not None
-            wait_for("work on both", lambda: all(m.load for m in self.pool._living()))
-            victim = self.pool._living()[0].listing
+            wait_for("work on both", lambda: all(m.load for m in self.pool.members.living()))
+            victim = self.pool.members.living()[0].listing
             self.found["killed"] = victim.replica
             port = victim.url.rpartition(":")[2]
             for process in psutil.process_iter(["cmdline"]):
@@ -212,7 +208,7 @@ class Scenario:
             thread = threading.Thread(target=kill)
             thread.start()
             many = prompts(self.vocab)[:3] * 8
-            self.found["through_the_kill"] = plain(self.pool.generate(many, Sampling(max_tokens=100, n=3, seed=9)))
+            self.found["through_the_kill"] = plain(complete(self.pool, many, Sampling(max_tokens=100, n=3, seed=9)))
             thread.join()
             self.found["requests_sent_again"] = self.pool.failures
 
@@ -221,14 +217,14 @@ class Scenario:
     def back_with_old_weights(self) -> None:
         def back() -> None:
             assert self.pool is not None
-            wait_for("the killed server's return", lambda: len(self.pool._living()) == 2)
-            [member] = [m for m in self.pool._living() if m.listing.replica == self.found["killed"]]
+            wait_for("the killed server's return", lambda: len(self.pool.members.living()) == 2)
+            [member] = [m for m in self.pool.members.living() if m.listing.replica == self.found["killed"]]
             self.found["version_at_return"] = [member.version, member.server.version()]
             self.found["refits_before"] = len(self.driver.refits)
-            self.found["at_return"] = plain(self.pool.generate(prompts(self.vocab) * 2, GREEDY))
+            self.found["at_return"] = plain(complete(self.pool, prompts(self.vocab) * 2, GREEDY))
             wait_for(
                 "its refit",
-                lambda: self.pool.generate(prompts(self.vocab)[:1], GREEDY) and member.version == self.pool.version,
+                lambda: complete(self.pool, prompts(self.vocab)[:1], GREEDY) and member.version == self.pool.version,
             )
             self.found["version_after"] = [member.version, member.server.version(), self.pool.version]
             self.each_server("each_at_end")
@@ -236,7 +232,7 @@ class Scenario:
         self.world.from_driver(back)
 
     def weights_that_are_no_numbers(self, version: int) -> None:
-        """After this no server answers anything of use."""
+        """Spoils the weights: after this no server answers anything of use."""
         for tensor in self.policy.shards().values():
             tensor.detach().fill_(torch.nan)
         self.refit(version)
@@ -244,7 +240,7 @@ class Scenario:
         def ask() -> None:
             assert self.pool is not None
             try:
-                self.pool.generate(prompts(self.vocab), Sampling(max_tokens=10, n=2))
+                complete(self.pool, prompts(self.vocab), Sampling(max_tokens=10, n=2))
             except RuntimeError as error:
                 self.found["no_numbers"] = f"{type(error).__name__}: {error}"
 
@@ -258,7 +254,7 @@ class Scenario:
         self.world.from_driver(answer)
 
     def keep_weights(self, name: str) -> None:
-        """As a Hugging Face directory, for the judge."""
+        """Writes a Hugging Face directory, for the judge."""
         tensors = {n: t.detach().clone() for n, t in self.policy.weights()}
         if self.world.rank == 0:
             hf.write_tensors(self.out / name, tensors)

@@ -11,7 +11,8 @@ from typing import Any
 class FakeEndpoint:
     """Writes the tokens 10, 11, ... for every prompt, or the text "abc". Listens from its making to `close`.
 
-    `ids`: it gives token ids. `scores`: it echoes prompts with log-probs. `faults`: (status, headers, body) of the next answers.
+    `ids`: it gives token ids. `scores`: it echoes prompts with log-probs. `faults`: (status, headers, body) of the next
+    answers.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def until(what: str, condition: Callable[[], Any], timeout_s: float = 30.0) -> N
 def expected(
     prompt: list[int], sampling: Sampling, index: int, *, first: int = 0, tokens: int | None = None
 ) -> list[list[int]]:
-    """What the fakes write for the n samples of the prompt with this index when nothing interrupts them."""
+    """Returns what the fakes write for the n samples of the prompt with this index when nothing interrupts them."""
     seed = sampler.stream_key(sampling.seed, index, 0) & (1 << 62) - 1
     places = range(first, sampling.max_tokens if tokens is None else tokens)
     return [[token_at(prompt, seed + j, place) for place in places] for j in range(sampling.n)]
@@ -99,7 +99,7 @@ class Fleet:
         return process
 
     def announce(self, url: str, replica: int = 0, *, beats: bool = True) -> Listing:
-        """As a supervisor does, until the fleet ends."""
+        """Lists a server as a supervisor does, until the fleet ends."""
         log = self.directory / f"engine_{replica}.log"
         log.write_text(f"hello\nthe last words of {replica}\n")
         listing = Listing(role=ROLE, replica=replica, url=url, incarnation=uuid.uuid4().hex, log=str(log))

@@ -1,4 +1,5 @@
-"""A server that speaks the routes of vLLM which engines/vllm.py uses, without a model: tokens are a function of prompt, seed and place.
+"""A server that speaks the routes of vLLM which engines/vllm.py uses, without a model: tokens are a function of prompt,
+seed and place.
 
 In a thread for most tests; as a program, for those that kill or stop it. It starts in a moment: it needs numpy alone.
 """
@@ -43,7 +44,9 @@ def experts_of(tokens: Sequence[int]) -> np.ndarray:
 
 
 class FakeVllm:
-    """Listens from its making to `close`. `stall_after`: generation waits behind so many tokens until it is set to None."""
+    """Listens from its making to `close`. `stall_after`: generation waits behind so many tokens until it is set to
+    None.
+    """
 
     def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0, stall_after: int | None = None) -> None:
         self.token, self.version, self.context, self.stall_after = token, "default", 200, stall_after
@@ -71,7 +74,9 @@ class FakeVllm:
         self._server.server_close()
 
     def fail(self, path: str, *kinds: str) -> None:
-        """The next requests to `path` go wrong in these ways: error, hang, garbage, shape, few, nan, refuse, redirect; or not: none."""
+        """The next requests to `path` go wrong in these ways: error, hang, garbage, shape, few, nan, refuse, redirect;
+        or not: none.
+        """
         with self._change:
             self._faults[path] += kinds
 
@@ -122,7 +127,7 @@ class FakeVllm:
         self._paused = True
 
     def abort(self) -> None:
-        """As /abort_requests does: without a pause."""
+        """Ends all requests as /abort_requests does: without a pause."""
         with self._change:
             self._aborts += 1
             self._change.notify_all()

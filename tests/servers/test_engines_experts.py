@@ -1,4 +1,6 @@
-"""Models with experts on a real vLLM server: its answers are those of transformers, before an update of the actor and after it."""
+"""Models with experts on a real vLLM server: its answers are those of transformers, before an update of the actor and
+after it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
 CONFIG = """
-roles: {{generator: {{model: {{path: {base}/model}}, layout: {{ep: 2}}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}}}
+roles:
+  generator: {{model: {{path: {base}/model}}, layout: {{ep: 2}}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}
 recipe: {{target: megatron_rl.recipes.grpo:Grpo}}
 data: {{path: nowhere.jsonl}}
 engine: {{kind: vllm, python: {python}, kv_cache_gib: 0.25, max_batch: 16}}
@@ -27,7 +30,9 @@ refit: {{timeout_s: 300, message_timeout_s: 60, verify: full}}
 
 
 def test_experts_reach_the_server_whole_and_packed_as_it_wants_them(tmp_path):
-    """An actor with its experts over two ranks. vLLM packs experts on a CPU when it loads them, and forgets to when it reloads them."""
+    """An actor with its experts over two ranks. vLLM packs experts on a CPU when it loads them, and forgets to when it
+    reloads them.
+    """
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     make_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB, eos_token_id=7, **sizes)
     characters().save_pretrained(tmp_path / "model")

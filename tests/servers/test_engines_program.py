@@ -1,4 +1,6 @@
-"""`megatron-rl train` with real servers in processes of their own: rollouts ahead of training, a killed trainer, servers that live on."""
+"""`megatron-rl train` with real servers in processes of their own: rollouts ahead of training, a killed trainer,
+servers that live on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ROLES = ("generator", "verifier")
 
 @pytest.fixture(scope="module")
 def run(last_letter, tmp_path_factory):
-    """A run of seven turns whose trainer is killed with SIGKILL after the third, and started again; its servers are started once."""
+    """A run of seven turns whose trainer is killed with SIGKILL after the third, and started again; its servers are
+    started once.
+    """
     out = tmp_path_factory.mktemp("served")
     arguments = [
         *tango_settings(last_letter, out, "run"), "engine.kind=vllm", f"engine.python={PYTHON}", "engine.start=false",

@@ -1,5 +1,5 @@
-"""A tandem in a real, unpatched vLLM server: authors and their log-probs are true, also where requests are preempted, and a refit reaches
-the senior alone.
+"""A tandem in a real, unpatched vLLM server: authors and their log-probs are true, also where requests are preempted,
+and a refit reaches the senior alone.
 
 Needs vLLM in an environment of its own: `make engines`, or another interpreter in MEGATRON_RL_VLLM_PYTHON.
 """
@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import conformance
+import numpy as np
 import pytest
 from engines_worker import prompts
 from ranks import ROOT, run_ranks
@@ -34,7 +35,9 @@ roles:
     micro_batch_tokens: 64
 recipe: {{target: megatron_rl.recipes.tandem:Tandem}}
 data: {{path: nowhere.jsonl}}
-engine: {{kind: vllm, python: {python}, max_batch: 16, start_timeout_s: 1200, args: [--block-size, "32", --num-gpu-blocks-override, "20"]}}
+engine:
+  {{kind: vllm, python: {python}, max_batch: 16, start_timeout_s: 1200,
+    args: [--block-size, "32", --num-gpu-blocks-override, "20"]}}
 run: {{dir: {base}, name: run}}
 refit: {{timeout_s: 120, message_timeout_s: 20}}
 """
@@ -88,7 +91,7 @@ def replayed(strategy, place, sample, tokens):
 def check(judges, version, prompt, completion, *, model_logprobs=False):
     """Each token has the log-prob that its author gives it."""
     senior, junior = judges[version].logprobs(prompt, completion), judges["junior"].logprobs(prompt, completion)
-    wanted = [a if mine else b for a, b, mine in zip(senior, junior, completion.authors, strict=True)]
+    wanted = np.where(completion.authors, senior, junior)
     assert (completion.model_logprobs if model_logprobs else completion.logprobs) == pytest.approx(wanted, abs=1e-4)
 
 
@@ -101,7 +104,7 @@ def test_every_token_has_its_authors_log_prob_after_a_refit_of_the_senior_alone(
     ):
         for j, c in enumerate(group):
             check(judges, version, prompt, c)
-            assert c.authors == replayed(strategy, place, j, c.tokens)
+            assert c.authors.tolist() == replayed(strategy, place, j, c.tokens.tolist())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -113,7 +116,7 @@ def test_the_replay_is_what_the_server_did(found, strategy):
     for place, group in enumerate(groups):
         for j, c in enumerate(group):
             kept = records[str(sampler.request_seed(SEED, place) + j)]
-            assert len(c.tokens) - len(kept) in (0, 1) and kept == c.authors[: len(kept)]
+            assert len(c.tokens) - len(kept) in (0, 1) and kept == c.authors[: len(kept)].tolist()
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -122,9 +125,9 @@ def test_greedy_texts_are_their_authors_likeliest_tokens(found, judges, version)
         assert len(group) == 3
         for c in group:
             check(judges, version, prompt, c, model_logprobs=True)
-    assert any(len({tuple(c.tokens) for c in group}) > 1 for group in completions(found[f"greedy_v{version}"])), (
-        "authors differ by sample"
-    )
+    assert any(
+        len({tuple(c.tokens.tolist()) for c in group}) > 1 for group in completions(found[f"greedy_v{version}"])
+    ), "authors differ by sample"
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -140,19 +143,19 @@ def test_requests_that_were_preempted_keep_their_authors(found, judges):
     for place, (prompt, group) in enumerate(zip(prompts(VOCAB) * 3, groups, strict=True)):
         for j, c in enumerate(group[:3]):
             check(judges, 0, prompt, c)
-            assert c.authors == replayed("word", place, j, c.tokens)
+            assert c.authors.tolist() == replayed("word", place, j, c.tokens.tolist())
 
 
 def test_a_text_that_a_refit_cut_goes_on_with_the_same_authors(found, judges):
     mixed = 0
     for place, (prompt, group) in enumerate(zip(prompts(VOCAB)[:3] * 4, completions(found["during"]), strict=True)):
         for j, c in enumerate(group):
-            assert c.authors == replayed("word", place, j, c.tokens)
+            assert c.authors.tolist() == replayed("word", place, j, c.tokens.tolist())
             mixed += len(c.versions) > 1
             ends = [start for start, _ in c.versions[1:]] + [len(c.tokens)]
             junior = judges["junior"].logprobs(prompt, c)
             for (start, version), end in zip(c.versions, ends, strict=True):
                 senior = judges[version].logprobs(prompt, c)
-                wanted = [a if mine else b for a, b, mine in zip(senior, junior, c.authors, strict=True)]
+                wanted = np.where(c.authors, senior, junior)
                 assert c.logprobs[start:end] == pytest.approx(wanted[start:end], abs=1e-4)
     assert mixed

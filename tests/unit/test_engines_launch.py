@@ -1,4 +1,6 @@
-"""Starting servers and ending them, the job's token, the guard in front of a server, and `megatron-rl serve`, with a fake engine."""
+"""Starting servers and ending them, the job's token, the guard in front of a server, and `megatron-rl serve`, with a
+fake engine.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,9 @@ def test_a_stopped_server_is_never_signalled_again(tmp_path, monkeypatch):
 
 
 def test_a_servers_environment(tmp_path):
-    """TORCHELASTIC_USE_AGENT_STORE made its ranks wait for torchrun's store; the packages beside this one hid its own torch."""
+    """TORCHELASTIC_USE_AGENT_STORE made its ranks wait for torchrun's store; the packages beside this one hid its own
+    torch.
+    """
     (tmp_path / "engine.py").write_text(
         "import megatron_rl.engines.guard, os\nroot = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
         "print(sorted(os.listdir(root)), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' in k or 'RANK' in k])"
@@ -377,7 +381,9 @@ def test_serve_announces_starts_again_and_gives_up(config):
 
 
 def test_serve_leaves_when_it_is_told_to(config):
-    """By a signal, also while its parent's pipe is open (the interpreter then aborted at its end), and at the end of that pipe."""
+    """By a signal, also while its parent's pipe is open (the interpreter then aborted at its end), and at the end of
+    that pipe.
+    """
     with contextlib.ExitStack() as stack:
         told, child, held = (
             stack.enter_context(Serving(config, *words, replica=i)) for i, words in enumerate([[], [WITH], [WITH]])

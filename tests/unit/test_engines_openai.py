@@ -1,4 +1,6 @@
-"""Engines behind the URL of an OpenAI-compatible endpoint: what is asked, what is made of answers, and how errors are told."""
+"""Engines behind the URL of an OpenAI-compatible endpoint: what is asked, what is made of answers, and how errors are
+told.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,11 @@ def test_busy_and_broken_answers_are_asked_for_again_and_counted(opened, monkeyp
     fake = FakeEndpoint()
     engine = opened(fake)
     fake.faults = [
-        (429, {"Retry-After": "0"}, '{"error": "slow down"}'), (503, {}, "overloaded"), (200, {}, "no JSON"), (200, {}, '{"choices": 3}'),
-    ]  # fmt: skip
+        (429, {"Retry-After": "0"}, '{"error": "slow down"}'),
+        (503, {}, "overloaded"),
+        (200, {}, "no JSON"),
+        (200, {}, '{"choices": 3}'),
+    ]
     [[one]] = complete(engine, [[5]], Sampling(max_tokens=2))
     assert len(one.tokens) == 2 and engine.failures == 4
 

@@ -1,4 +1,6 @@
-"""The pool over fake servers that listen on real sockets: dispatch, servers that fail in every way, waiting, and the roster."""
+"""The pool over fake servers that listen on real sockets: dispatch, servers that fail in every way, waiting, and the
+roster.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Refits of a pool's servers: who serves what when, what becomes of requests under way, and servers that fail or come back."""
+"""Refits of a pool's servers: who serves what when, what becomes of requests under way, and servers that fail or come
+back.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_a_refit_goes_through_its_steps_in_order(fleet: Fleet):
     assert pool.end_refit() == 1
     first = [path for path in fake.seen if path != "/v1/models"]
     assert first == [
-        JOIN, PAUSE, "/start_weight_update", UPDATE, "/finish_weight_update", "/reset_prefix_cache", "/weight_info", "/resume",
+        JOIN, PAUSE, "/start_weight_update", UPDATE, "/finish_weight_update", "/reset_prefix_cache", "/weight_info",
+        "/resume",
     ]  # fmt: skip
     assert fake.joined == {"host": "127.0.0.1", "port": 1, "secret": "s3", "replica": 0} and fake.version == "4"
     fleet.refit(5)
@@ -327,7 +330,9 @@ def test_refits_and_requests_from_two_threads(fleet: Fleet):
 
 
 def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
-    """A run that was asked to leave lost its rollouts when all servers took weights; a long refit was said to be a wait, and ended it."""
+    """A run that was asked to leave lost its rollouts when all servers took weights; a long refit was said to be a
+    wait, and ended it.
+    """
     fake = fleet.start()
     asked = under_way(fleet, fake, wait_s=0.5)
     fleet.pool.hopeless = lambda: "asked to leave"

@@ -1,4 +1,6 @@
-"""Refits of a pool's servers as a run makes them: all servers come to the weights, late ones too, and one that reaches nobody is tried again."""
+"""Refits of a pool's servers as a run makes them: all servers come to the weights, late ones too, and one that reaches
+nobody is tried again.
+"""
 
 from __future__ import annotations
 

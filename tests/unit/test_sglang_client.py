@@ -1,7 +1,10 @@
-"""What the SGLang client asks for and makes of answers, with a stand-in for the server: also what the real one only does on a GPU."""
+"""What the SGLang client asks for and makes of answers, with a stand-in for the server: also what the real one only
+does on a GPU.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import pickle
@@ -14,9 +17,11 @@ from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError, Sglang
 from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.frames import unpack
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.sglang import SglangServer, command
+from megatron_rl.engines.sglang_route import OWN, PATH, Framed, framed
 from megatron_rl.types import Stop
 
 INFO = {"tp_size": 2, "max_req_input_len": 506, "sampling_mask_max_tokens": 50, "enable_deterministic_inference": False}
@@ -45,13 +50,15 @@ class Stub:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                stub.asked.append((self.path, json.loads(body) if body else None))
-                left = stub.answers.get(self.path, [{}])
+                path = OWN if self.path == PATH else self.path
+                stub.asked.append((path, json.loads(body) if body else None))
+                left = stub.answers.get(path, [{}])
                 said = left.pop(0) if len(left) > 1 else left[0]
                 status, said = said if isinstance(said, tuple) else (200, said)
                 self.send_response(401 if self.headers[HEADER] != "t" else status)
                 self.end_headers()
-                self.wfile.write(said.encode() if isinstance(said, str) else json.dumps(said).encode())
+                content = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+                self.wfile.write(framed(content) if path == OWN and not isinstance(said, str) else content)
 
             do_GET = do_POST
 
@@ -156,12 +163,44 @@ def test_scores_are_those_of_the_prompts_tokens(stub):
         (scored(-1.5), "scored 1 of 3 tokens"),
         (scored(-1.5, -2.5, reason="abort"), "abort"),
         (scored(-1.5, float("nan")), "log-probs that are not numbers"),
-        ({"output_ids": []}, "not SGLang's"),
+        ("{}", "not SGLang's"),
     ):
         with pytest.raises(ServerLost, match=says):
-            stub(generate=[[broken]]).client().score(sequences[:1], timeout_s=5)
+            stub(generate=[broken]).client().score(sequences[:1], timeout_s=5)
     with pytest.raises(RequestRefused, match="a sequence of 507 tokens: .* scores at most 506"):
         one.client().score([np.ones(507, np.int32)], timeout_s=5)
+
+
+def test_the_servers_middleware_turns_good_answers_into_bytes_and_leaves_the_rest():
+    async def sglang(scope, receive, send):
+        seen.append(scope["path"])
+        status = 200 if (await receive())["body"] else 400
+        await send({"type": "http.response.start", "status": status, "headers": [(b"x", b"y")]})
+        said = json.dumps(answer()).encode()
+        for part in (said[:9], said[9:]):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    def post(path, body):
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": body}
+
+        async def send(message):
+            sent.append(message)
+
+        asyncio.run(Framed(sglang)({"type": "http", "path": path, "raw_path": path.encode()}, receive, send))
+        return sent[0], b"".join(message.get("body", b"") for message in sent[1:])
+
+    seen: list[str] = []
+    start, content = post(PATH, b"{}")
+    about, arrays = unpack(content)
+    assert arrays["tokens"].tolist() == [5, 6] and arrays["scaled"].tolist() == [-5.0, -6.0]
+    assert about[0]["finish_reason"]["type"] == "length" and about[0]["weight_versions"][0]["version"] == "3"
+    assert dict(start["headers"])[b"content-length"] == str(len(content)).encode()
+    start, content = post(PATH, b"")
+    assert start["status"] == 400 and start["headers"] == [(b"x", b"y")] and json.loads(content) == answer()
+    assert json.loads(post("/model_info", b"{}")[1]) == answer() and seen == [OWN, OWN, "/model_info"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Completions that refits cut short: which versions wrote what, the seed they go on with, and how the parts are joined."""
+"""Completions that refits cut short: which versions wrote what, the seed to go on with, how parts are joined."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from megatron_rl.engines.base import Completion
 
 
 def seed_after(seed: int, written: int) -> int:
-    """Returns the seed for continuing a completion of so many tokens. It differs from the seeds of the other samples of the same prompt,
-    which are consecutive."""
+    """Returns the seed for continuing a completion of so many tokens. It differs from the seeds of the other samples of
+    the same prompt, which are consecutive.
+    """
     return seed if written == 0 else sampler.stream_key(seed, 0, written) & (1 << 62) - 1
 
 
@@ -40,13 +41,14 @@ def nothing_of(begun: Completion) -> Completion:
 
 
 def dated(completion: Completion, version: int) -> Completion:
-    """Returns the completion with the versions that wrote it: as the server says, or `version` where it says nothing."""
+    """Returns the completion with the versions that wrote it: as the server says, or `version` where it is silent."""
     return replace(completion, versions=spans(completion.versions or [(0, version)], len(completion.tokens)))
 
 
 def spans(versions: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Returns (first token, version) without the spans that hold none of the `length` tokens, and those that go on with the version of
-    the one before."""
+    """Returns (first token, version) without the spans that hold none of the `length` tokens, and those that go on with
+    the version of the one before.
+    """
     out: list[tuple[int, int]] = []
     for start, version in versions:
         if out and out[-1][0] == start:

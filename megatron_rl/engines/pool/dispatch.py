@@ -1,4 +1,6 @@
-"""Where a request goes: to the least loaded server that serves, rather to one that holds its prefix; elsewhere when a server fails it."""
+"""Where a request goes: to the least loaded server that serves, rather to one that holds its prefix; elsewhere when a
+server fails it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request(Generic[T]):
-    """A request that any server may answer. `ask` gets the server and the version of its weights; it raises ServerLost when another one
-    should answer. `sequences`: how many the server works on at once for it. `prefer`: the server that holds its prefix."""
+    """A request that any server may answer. `ask` gets the server and the version of its weights; it raises ServerLost
+    when another one should answer. `sequences`: how many the server works on at once for it. `prefer`: the server that
+    holds its prefix.
+    """
 
     ask: Callable[[Member, int], T]
     sequences: int
@@ -59,8 +63,8 @@ class Work:
 class Dispatcher:
     """Sends requests to the members, each from a thread of its own.
 
-    `tend` is called whenever a caller waits. `refitting` tells whether servers are taking weights, so that some will serve soon.
-    `hopeless` tells why no server will come any more, or None.
+    `tend` is called whenever a caller waits. `refitting` tells whether servers are taking weights, so that some will
+    serve soon. `hopeless` tells why no server will come any more, or None.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class Dispatcher:
     def wait(self, work: Work, waiting: Waiting | None) -> Any:
         """Looks after the servers and waits a moment -> what a task found, or None when none ended.
 
-        Raises what the task raised; EngineError when there is no point in waiting. `waiting` is None when nothing is under way.
+        Raises what the task raised; EngineError when there is no point in waiting. `waiting` is None when nothing is
+        under way.
         """
         self._tend()
         if waiting is not None:
@@ -105,8 +110,8 @@ class Dispatcher:
     def send(self, work: Work, request: Request[T]) -> tuple[T, Member]:
         """Asks until some server answers -> its answer, and which it was. Runs on a thread.
 
-        Raises EngineError when too many living ones fail, and when nobody waits for `work` any more; RequestRefused for a request that no
-        server would take.
+        Raises EngineError when too many living ones fail, and when nobody waits for `work` any more; RequestRefused for
+        a request that no server would take.
         """
         failures: list[str] = []
         failed: set[Member] = set()
@@ -133,8 +138,9 @@ class Dispatcher:
             self._pause(pause_s, failed)
 
     def _take(self, work: Work, request: Request[T], failed: set[Member]) -> tuple[Member, int]:
-        """Waits for a server with room and takes it -> the server, and the version of its weights. Takes one that has `failed` only when
-        there is no other."""
+        """Waits for a server with room and takes it -> the server, and the version of its weights. Takes one that has
+        `failed` only when there is no other.
+        """
         members, at_once = self.members, self.members.limits.at_once
         with members.change:
             while True:
@@ -157,7 +163,9 @@ class Dispatcher:
 
 
 def _best(free: list[Member], prefer: Member | None, at_once: int) -> Member:
-    """Returns the least loaded server that has not failed lately; rather the preferred one, unless it is much more loaded."""
+    """Returns the least loaded server that has not failed lately; rather the preferred one, unless it is much more
+    loaded.
+    """
     now = time.monotonic()
     least = min(free, key=lambda m: (now - m.failed < FAILED_S, m.load, m.listing.replica))
     if prefer is not None and prefer in free and prefer.load - least.load <= PREFIX_SHARE * at_once:

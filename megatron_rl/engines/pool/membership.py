@@ -1,4 +1,4 @@
-"""The servers of one role: which of them live, which serve, how loaded each is; and a watch over those that a roster lists."""
+"""The servers of one role: which live, which serve, how loaded each is; and a watch over those that a roster lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Address = tuple[str, int, str]  # of a refit board: host, port, and the secret t
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many requests servers get, and how long they are waited for."""
+    """Limits of what servers are asked at once, and of how long they are waited for."""
 
     servers: int  # at most
     at_once: int  # sequences asked of one server at once
@@ -42,8 +42,9 @@ class Limits:
 
 @dataclass(eq=False)
 class Member:
-    """A server. It serves while it is not lost and `version` is that of all members. The watch changes `listing` and `seen`; the rest is
-    changed under the members' lock."""
+    """A server. It serves while it is not lost and `version` is that of all members. The watch changes `listing` and
+    `seen`; the rest is changed under the members' lock.
+    """
 
     listing: Listing
     server: Server
@@ -59,8 +60,9 @@ class Member:
 
 
 class Members:
-    """The servers of one role, by replica. Those of this class are given once and for all and always taken for living: a request that
-    one fails goes to another. `change` guards every member and is notified when one begins or ends to serve, or has room again.
+    """The servers of one role, by replica. Those of this class are given once and for all and always taken for living:
+    a request that one fails goes to another. `change` guards every member and is notified when one begins or ends to
+    serve, or has room again.
 
     `fixed`: the servers keep the weights that they are started with, which are version 0.
     """
@@ -116,8 +118,9 @@ class Members:
 
 
 class ListedMembers(Members):
-    """The servers that a roster lists. A thread watches them come, beat, fall silent and go. Unless they are `fixed`, a server has no
-    weights that count until a refit gives it some, also one that comes back."""
+    """The servers that a roster lists. A thread watches them come, beat, fall silent and go. Unless they are `fixed`, a
+    server has no weights that count until a refit gives it some, also one that comes back.
+    """
 
     def __init__(
         self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
@@ -148,7 +151,9 @@ class ListedMembers(Members):
         self._hang_up_for_good()  # a server that came meanwhile
 
     def look(self, listings: Sequence[Listing], now: float) -> None:
-        """Takes in what was read at `now`. To ask a server whether it is ready may take seconds, in which others beat unseen."""
+        """Takes in what was read at `now`. To ask a server whether it is ready may take seconds, in which others beat
+        unseen.
+        """
         for listing in listings:
             if 0 <= listing.replica < self.limits.servers:
                 self._look_at(listing, now)
@@ -207,8 +212,9 @@ class Waiting:
         self._next = 0.0  # when the next line is due
 
     def on(self) -> None:
-        """Takes note that no server serves. Raises EngineError when there is no point in waiting: after `limits.wait_s` without `over`,
-        when it is hopeless, and when the members are closed."""
+        """Takes note that no server serves. Raises EngineError when there is no point in waiting: after `limits.wait_s`
+        without `over`, when it is hopeless, and when the members are closed.
+        """
         self._members.check_open()
         if why := self._hopeless():
             raise EngineError(why)

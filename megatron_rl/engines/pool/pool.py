@@ -1,4 +1,6 @@
-"""Servers as one engine. Requests go to the least loaded, failures elsewhere; none answers with weights that are not current."""
+"""Servers as one engine. Requests go to the least loaded, failures elsewhere; none answers with weights that are not
+current.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from megatron_rl.config.schema import Servers
 from megatron_rl.engines.base import Tokens
 from megatron_rl.engines.pool.dispatch import Dispatcher, Request, Work
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
-from megatron_rl.engines.pool.refits import Refits
+from megatron_rl.engines.pool.refits import PoolRefits
 from megatron_rl.engines.pool.session import PoolSession
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.engines.server import Server, ServerLost
@@ -20,10 +22,11 @@ SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # of one request
 
 
 class ServerEngine:
-    """Implements engines.base.Engine over servers with weights of their own that nobody changes: `members` is what they are.
+    """Implements engines.base.Engine over servers with weights of their own that nobody changes: `members` is what they
+    are.
 
-    Requests may come from any thread; they wait while there is no server for them. `hopeless`, when set, tells why no server will come
-    any more, or None: waiting ends then.
+    Requests may come from any thread; they wait while there is no server for them. `hopeless`, when set, tells why no
+    server will come any more, or None: waiting ends then.
     """
 
     def __init__(self, members: Members, *, look_s: float = LOOK_S) -> None:
@@ -31,8 +34,8 @@ class ServerEngine:
         self.hopeless: Callable[[], str | None] | None = None
         self._look_s = look_s
         self._dispatcher = Dispatcher(
-            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=lambda: self.hopeless and self.hopeless()
-        )  # fmt: skip
+            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=self._hopeless
+        )
 
     @property
     def version(self) -> int:
@@ -72,6 +75,9 @@ class ServerEngine:
     def _refitting(self) -> bool:
         return False
 
+    def _hopeless(self) -> str | None:
+        return None if self.hopeless is None else self.hopeless()
+
     def _score(self, work: Work, places: Sequence[int], sequences: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Runs on a thread -> scores by place."""
 
@@ -88,9 +94,10 @@ class ServerEngine:
 class Pool(ServerEngine):
     """The servers of one role that a roster lists, as one engine on the driver.
 
-    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `fixed`: the servers keep the weights
-    that they are started with. `refresh`, when set, brings the given replicas to the current weights while others serve. It is called
-    when a server that has none is there, from within the owner's own calls alone, because it is collective.
+    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `fixed`: the servers
+    keep the weights that they are started with. `refresh`, when set, brings the given replicas to the current weights
+    while others serve. It is called when a server that has none is there, from within the owner's own calls alone,
+    because it is collective.
     """
 
     def __init__(
@@ -100,28 +107,32 @@ class Pool(ServerEngine):
         self.refresh: Callable[[list[int]], None] | None = None
         self._owner = threading.get_ident()
         members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s)
-        self._refits = Refits(members)
+        self._refits = PoolRefits(members)
         super().__init__(members, look_s=look_s)
 
     def begin_refit(
         self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
     ) -> list[int]:
-        """Gets the servers that live (of the replicas `only`) to take part in a refit that the trainer, at `address`, begins now.
+        """Gets the servers that live (of the replicas `only`) to take part in a refit that the trainer, at `address`,
+        begins now.
 
-        -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as `engine.pause` says, and
-        none of them serves until it has the weights. Raises EngineError when none comes within `engine.wait_s`.
+        -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as
+        `engine.pause` says, and none of them serves until it has the weights. Raises EngineError when none comes within
+        `engine.wait_s`.
         """
         waiting = self._dispatcher.waiting()
         return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
 
     def end_refit(self) -> int:
-        """Waits for the servers after the trainer is done: those that have the weights serve, the others are out until they take them.
-        -> how many serve."""
+        """Waits for the servers after the trainer is done: those that have the weights serve, the others are out until
+        they take them. -> how many serve.
+        """
         return self._refits.end()
 
     def tend(self) -> None:
-        """Brings servers that are there without current weights to them, when the owner calls; not in the middle of a refit, which other
-        servers may be the object of."""
+        """Brings servers that are there without current weights to them, when the owner calls; not in the middle of a
+        refit, which other servers may be the object of.
+        """
         if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
             return
         if stale := self._refits.stale():
@@ -136,7 +147,9 @@ class Pool(ServerEngine):
 
 
 def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
-    """Returns an engine over servers that keep the weights they have. Each takes part from now on, and is asked whatever it failed."""
+    """Returns an engine over servers that keep the weights they have. Each takes part from now on, and is asked
+    whatever it failed.
+    """
     return ServerEngine(Members(role, limits, servers=servers))
 
 

@@ -15,7 +15,7 @@ AGAIN_S = 30.0  # from a refit that a server failed to the next one for it alone
 _log = logging.getLogger(__name__)
 
 
-class Refits:
+class PoolRefits:
     """The servers' side of refits, one after the other. `under_way` is True between `begin` and `end`."""
 
     def __init__(self, members: Members) -> None:
@@ -29,8 +29,15 @@ class Refits:
         self._threads.shutdown(cancel_futures=True)
 
     def begin(
-        self, version: int, address: Address, only: Sequence[int] | None, *, wait_s: float, waiting: Waiting, look_s: float
-    ) -> list[int]:  # fmt: skip
+        self,
+        version: int,
+        address: Address,
+        only: Sequence[int] | None,
+        *,
+        wait_s: float,
+        waiting: Waiting,
+        look_s: float,
+    ) -> list[int]:
         """See Pool.begin_refit."""
         while True:
             members = [m for m in self._members.living() if only is None or m.listing.replica in only]

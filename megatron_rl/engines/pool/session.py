@@ -1,4 +1,6 @@
-"""A session with servers: prompts are asked at any time, each with a sampling of its own, and answered when they are done."""
+"""A session with servers: prompts are asked at any time, each with a sampling of its own, and answered when they are
+done.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class PoolSession:
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """See engines.base.Session. Raises ValueError also for an impossible sampling setting; EngineError after `close`."""
+        """See engines.base.Session. Raises ValueError also for an impossible sampling setting; EngineError after
+        `close`.
+        """
         sampler.check(sampling)
         prompt = np.array(tokens, np.int32)
         with self._lock:
@@ -80,9 +84,9 @@ class PoolSession:
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
         """See engines.base.Session.
 
-        While no server has the current weights it waits, and says so. Raises EngineError when none comes within `engine.wait_s`, or
-        `engine.attempts` living servers failed a request; RequestRefused for a request that no server would take; ConfigError when
-        servers are another run's. All that was asked is called off then.
+        While no server has the current weights it waits, and says so. Raises EngineError when none comes within
+        `engine.wait_s`, or `engine.attempts` living servers failed a request; RequestRefused for a request that no
+        server would take; ConfigError when servers are another run's. All that was asked is called off then.
         """
         waiting = self._dispatcher.waiting()
         ended = False
@@ -166,7 +170,9 @@ class PoolSession:
         return answers
 
     def _checked(self, member: Member, version: int, answer: Completion) -> Completion:
-        """Returns a completion with the versions that wrote it, none of which is older than the server's when it was asked."""
+        """Returns a completion with the versions that wrote it, none of which is older than the server's when it was
+        asked.
+        """
         members = self._dispatcher.members
         if members.fixed:
             answer = replace(answer, versions=[(0, version)])
