@@ -1,64 +1,52 @@
-"""One engine on every rank, used as one: the driver's rows are dealt to all ranks, and each generates its share."""
+"""One engine on every rank, used as one: the rows of a round are dealt to all ranks, and each draws its share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
-from megatron_rl.engines.base import Completion, Row, Sampling
+from megatron_rl.engines.base import Completion, Sampling, Tokens
+from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.world import World
 
 
 class RowEngine(Protocol):
-    """An engine of this rank alone whose draws depend on a row's indices and the seed, not on its neighbours."""
+    """An engine of this rank alone whose draws depend on a row's key and sample and the seed, not on its neighbours."""
 
     version: int
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None: ...
 
-    def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]: ...
+    def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None: ...
+
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]: ...
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]: ...
 
 
 E = TypeVar("E", bound=RowEngine)
 
 
 class SpreadEngine(Generic[E]):
-    """Implements engines.base.Engine over a world. Every rank makes it, under the same `name` and over its own `engine`.
+    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own `engine`.
 
-    What it generates does not depend on the number of ranks, as far as a row's log-probs do not depend on its neighbours.
+    Implements engines.base.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the number of ranks, as
+    far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank fails.
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
         self._world, self._engine = world, engine
-        self._call = f"generate/{name}"
-        world.serve(self._call, self._generate_here)
+        self._generate, self._score = f"generate/{name}", f"score/{name}"
+        world.serve(self._generate, lambda rows: engine.generate_rows(rows) if rows else [])
+        world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
 
     @property
     def version(self) -> int:
         return self._engine.version
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """[P] prompts -> [P][n] completions, in order. On the driver, inside `world.from_driver`.
-
-        Raises FollowerError when a rank fails.
-        """
-        shares = deal(len(prompts), sampling.n, self._world.size)
-        rows = [[(list(prompts[i]), i, j) for i, j in share] for share in shares]
-        answers = self._world.call_all(self._call, [(mine, sampling) for mine in rows])
-        found = {
-            place: c
-            for share, answer in zip(shares, answers, strict=True)
-            for place, c in zip(share, answer, strict=True)
-        }
-        return [[found[i, j] for j in range(sampling.n)] for i in range(len(prompts))]
-
-    def generate_rows(self, rows: Sequence[Row], sampling: Sampling) -> list[Completion]:
-        """One completion per row, in order: for a caller that chooses the indices its draws depend on. Called and raises as `generate`."""
-        ranks = self._world.size
-        answers = self._world.call_all(self._call, [(list(rows[rank::ranks]), sampling) for rank in range(ranks)])
-        return [answers[i % ranks][i // ranks] for i in range(len(rows))]
 
     @property
     def local(self) -> E:
@@ -69,25 +57,49 @@ class SpreadEngine(Generic[E]):
         """Takes the weights on this rank. Called on every rank: the stream is collective."""
         self._engine.load(weights, version=version)
 
-    def _generate_here(self, order: tuple[list[Row], Sampling]) -> list[Completion]:
-        rows, sampling = order
-        return self._engine.generate_rows(rows, sampling) if rows else []
+    def session(self) -> RoundSession:
+        """Opens a session whose rounds all ranks draw together."""
+        return RoundSession(self.generate_rows, self._engine.check_ask)
+
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
+        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to each other in `rows`."""
+        samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
+        shares = deal(samples, self._world.size)
+        answers = self._world.call_all(self._generate, [[rows[i] for i in share] for share in shares])
+        return _in_order(shares, answers)
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """Computes log-probabilities as engines.base.Engine.score says, on all ranks. [S][T] -> [S] arrays [T] float32."""
+        arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
+        ranks = self._world.size
+        by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+        shares = [by_length[rank::ranks] for rank in range(ranks)]
+        return _in_order(shares, self._world.call_all(self._score, [[arrays[i] for i in share] for share in shares]))
+
+    def tend(self) -> None:
+        """Does nothing: there are no servers."""
 
 
-def deal(prompts: int, n: int, ranks: int) -> list[list[tuple[int, int]]]:
-    """(prompt, sample) pairs of P prompts with n samples each -> one list per rank, their lengths at most one apart.
+T = TypeVar("T")
 
-    Whole prompts go to one rank, so that a prompt is prefilled once; only the samples of the last P mod ranks prompts are dealt apart.
+
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
+    """Puts the ranks' answers to their shares in the order of the whole."""
+    found: dict[int, T] = {}
+    for share, answer in zip(shares, answers, strict=True):
+        found |= zip(share, answer, strict=True)
+    return [found[i] for i in range(len(found))]
+
+
+def deal(samples: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deals the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per rank, their
+    lengths at most one apart.
+
+    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided between two. Asks
+    that follow each other go to different ranks, because neighbours in a data set are often of one difficulty.
     """
-    whole = prompts - prompts % ranks
-    shares: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for i in range(whole):
-        shares[i % ranks] += [(i, j) for j in range(n)]
-    rest = [(i, j) for i in range(whole, prompts) for j in range(n)]
-    size, extra = divmod(len(rest), ranks)
-    start = 0
-    for rank in range(ranks):
-        end = start + size + (rank < extra)
-        shares[rank] += rest[start:end]
-        start = end
-    return shares
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])
+    asks = [i for rank in range(ranks) for i in range(rank, len(samples), ranks)]
+    rows = [row for i in asks for row in range(starts[i], starts[i + 1])]
+    cuts = [rank * len(rows) // ranks for rank in range(ranks + 1)]
+    return [[int(row) for row in rows[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]
