@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from functools import lru_cache
+from typing import Any, TypeVar, get_args
+
+import numpy as np
 
 from megatron_rl.config.schema import Strategy
 
@@ -15,11 +18,12 @@ WORD_MARKS = (
     " ",
 )  # what a vocabulary writes for a leading space: byte-level BPE, SentencePiece, plain text
 SENTENCE_END = "\n\n"
+LAST = 2**64 - 1  # the greatest number of 64 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """When the author changes. `p` is the chance that a draw gives the pen to the senior.
+    """The rule by which the author changes. `p` is the chance that a draw gives the pen to the senior.
 
     bernoulli: a draw for every token. alternating: senior, junior, senior, ... chunk: `chunk_size` tokens each, in turns. sentence:
     the other one after every blank line. word: a draw at first, after every token that opens a word, and after `max_gap` tokens without.
@@ -42,7 +46,7 @@ class Rule:
 
     @property
     def senior_share(self) -> float | None:
-        """Of the tokens, as expected; None where the text decides."""
+        """The share of the tokens that the senior is expected to write; None where the text decides."""
         match self.strategy:
             case "bernoulli" | "word":
                 return self.p
@@ -53,8 +57,8 @@ class Rule:
 
 
 class Pen:
-    """The state of one text: `senior` says who writes its next token. A function of (rule, boundaries, key, tokens so far) alone, so that
-    any engine gives the same authors, and a request that is begun again goes on as it was."""
+    """The author of one text: `senior` says who writes its next token. It is a function of (rule, boundaries, key, tokens so far) alone, so
+    that any engine gives the same authors, and a request that is begun again goes on as it was."""
 
     __slots__ = ("_boundaries", "_key", "_rule", "count", "draws", "senior", "written")
 
@@ -67,7 +71,7 @@ class Pen:
         self.senior = self._draw() if rule.strategy in ("bernoulli", "word") else True
 
     def write(self, token: int) -> bool:
-        """`token` is the one that was chosen -> whether the senior wrote it. Negative ids, an engine's placeholders, change nothing."""
+        """Takes the token that was chosen -> whether the senior wrote it. Negative ids, an engine's placeholders, change nothing."""
         wrote = self.senior
         if token < 0:
             return wrote
@@ -87,30 +91,41 @@ class Pen:
                     self.senior, self.count = self._draw(), 0
         return wrote
 
+    def resume(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Moves a new pen behind tokens that are written already."""
+        own = np.asarray(tokens, np.int64)
+        own = own[own >= 0]
+        numbers = _draw_numbers(self._rule, self._boundaries, own)
+        self.senior = bool(_authors(self._rule, self._boundaries, self._key, own)[-1])
+        self.written = len(own)
+        self.draws = 0 if numbers is None else int(numbers[-1]) + 1
+        if self._rule.strategy == "word":
+            assert numbers is not None
+            self.count = len(own) - int(np.searchsorted(numbers, numbers[-1]))
+
     def _draw(self) -> bool:
-        """The draw's number is hashed with the key: no generator's state to keep, or to lose with a request."""
-        digest = hashlib.blake2b(f"{self._key}/{self.draws}".encode(), digest_size=8).digest()
         self.draws += 1
-        return int.from_bytes(digest, "big") < self._rule.p * 2.0**64
+        return _drawn(self._key, self.draws - 1, self._rule.p)
 
 
-def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Iterable[int]) -> list[bool]:
-    """[T] tokens of a text -> [T], True where the senior wrote it."""
+def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns who wrote the [T] tokens of a text: [T] bool, True where the senior did. The same as a Pen that writes them one by one."""
+    own = np.asarray(tokens, np.int64)
+    real = own >= 0
+    before = np.cumsum(real) - real  # a placeholder has the author of the token after it
+    return _authors(rule, boundaries, key, own[real])[before]
+
+
+def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[int] | np.ndarray) -> Pen:
+    """Returns the pen after the tokens that are written already."""
     pen = Pen(rule, boundaries, key)
-    return [pen.write(token) for token in tokens]
-
-
-def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Iterable[int]) -> Pen:
-    """The pen after the tokens that are written already."""
-    pen = Pen(rule, boundaries, key)
-    for token in written:
-        pen.write(token)
+    pen.resume(written)
     return pen
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
-    """Token ids after which the author may change (word), or does (sentence); none for the other strategies. Takes seconds for a large
-    vocabulary: keep the answer.
+    """Finds the token ids after which the author may change (word), or does (sentence); none for the other strategies. It takes seconds
+    for a large vocabulary: keep the answer.
 
     word: ids that open a word: their vocabulary string begins with a space's mark (53,021 of Qwen3's). Where no id has one, those that
     the tokenizer sets apart by a space. sentence: ids whose text ends with an empty line.
@@ -133,10 +148,67 @@ def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
 
 
 def fingerprint(ids: Iterable[int]) -> str:
-    """Of a set of token ids: two sides that replay the same texts compare it."""
+    """Returns a short text that stands for a set of token ids: two sides that replay the same texts compare it."""
     return hashlib.blake2b(",".join(map(str, sorted(ids))).encode(), digest_size=8).hexdigest()
 
 
-def switches(senior: Sequence[bool]) -> int:
-    """How often the author changes."""
-    return sum(a != b for a, b in zip(senior, senior[1:], strict=False))
+def switches(senior: Sequence[bool] | np.ndarray) -> int:
+    """Returns how often the author changes."""
+    return int(np.count_nonzero(np.diff(np.asarray(senior, np.int8))))
+
+
+def _authors(rule: Rule, boundaries: frozenset[int], key: int, tokens: np.ndarray) -> np.ndarray:
+    """Returns who writes each of [T] tokens and the one after them: [T + 1] bool, True for the senior."""
+    places = np.arange(len(tokens) + 1)
+    match rule.strategy:
+        case "alternating":
+            return places % 2 == 0
+        case "chunk":
+            return places // rule.chunk_size % 2 == 0
+        case "sentence":
+            return np.cumsum(np.append(False, _among(tokens, boundaries))) % 2 == 0
+    numbers = _draw_numbers(rule, boundaries, tokens)
+    assert numbers is not None
+    return _drawn(key, np.arange(numbers[-1] + 1, dtype=np.uint64), rule.p)[numbers]
+
+
+def _draw_numbers(rule: Rule, boundaries: frozenset[int], tokens: np.ndarray) -> np.ndarray | None:
+    """Returns the number of the draw that decides on each of [T] tokens and the one after them, [T + 1]; None where nothing is drawn."""
+    if rule.strategy == "bernoulli":
+        return np.arange(len(tokens) + 1)
+    if rule.strategy != "word":
+        return None
+    opens, places = _among(tokens, boundaries), np.arange(len(tokens))
+    last = np.maximum.accumulate(np.append(-1, np.where(opens, places, -1)))[:-1]  # boundary before each token
+    redrawn = opens | ((places - last) % rule.max_gap == 0)
+    return np.append(0, np.cumsum(redrawn))
+
+
+def _among(tokens: np.ndarray, boundaries: frozenset[int]) -> np.ndarray:
+    table = _membership(boundaries)
+    return table[np.minimum(tokens, len(table) - 1)]
+
+
+@lru_cache(maxsize=8)
+def _membership(ids: frozenset[int]) -> np.ndarray:
+    """Returns a table [largest id + 2] bool; its last entry stands for all greater ids."""
+    table = np.zeros(max(ids, default=-1) + 2, bool)
+    table[np.fromiter(ids, np.int64, len(ids))] = True
+    return table
+
+
+Bits = TypeVar("Bits", int, np.ndarray)  # below 2^64, or an array [D] uint64
+
+
+def _drawn(key: int, number: Bits, p: float) -> Any:
+    """Draws True with chance p. A draw is its number mixed with the text's key (splitmix64): there is no generator's state to keep, or to
+    lose with a request. One number -> bool, [D] numbers -> [D] bool."""
+    bits = _mixed((_mixed(key & LAST) + (number + 1) * 0x9E3779B97F4A7C15) & LAST)
+    return (bits >> 11) * 2.0**-53 < p
+
+
+def _mixed(bits: Bits) -> Bits:
+    """Scrambles 64 bits (the finaliser of splitmix64)."""
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & LAST
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & LAST
+    return bits ^ (bits >> 31)

@@ -1,15 +1,15 @@
-"""How much the step advantages weigh as a run goes on (arXiv 2505.15034, appendix; linear and cosine as in its code)."""
+"""Schedules of how much the step advantages weigh as a run goes on (arXiv 2505.15034, appendix; linear and cosine as in its code)."""
 
 from __future__ import annotations
 
 import math
 from typing import Literal
 
-Schedule = Literal["exponential", "linear", "cosine"]
+WeightSchedule = Literal["exponential", "linear", "cosine"]
 
 
-def step_weight(schedule: Schedule, update: int, *, start: float, floor: float, total: int) -> float:
-    """alpha at generator update `update` (0 for the first) of `total`; `floor` from `total` on.
+def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: float, total: int) -> float:
+    """Returns alpha at generator update `update` (0 for the first) of `total`; `floor` from `total` on.
 
     exponential  max(floor, start * exp(-update * ln(start / floor) / total)); the paper's
     linear       start + (floor - start) * update / total

@@ -11,21 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.engines.base import Completion, Engine, Sampling
 from megatron_rl.evaluation.confusion import Confusion, confusion, harmonic_mean, step_confusion
-from megatron_rl.evaluation.draw import ProblemSet, draw_within
+from megatron_rl.evaluation.draw import ProblemSet
 from megatron_rl.evaluation.estimators import Calibration, Interval, bootstrap, calibration, mean_interval
+from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.evaluation.samples import Sample
-from megatron_rl.evaluation.solve import decoded, sample_of
+from megatron_rl.evaluation.solve import sample_of
 from megatron_rl.rewards.verdicts import final_verdict, step_verdicts
+from megatron_rl.types import Prompt, Stop
 
 JUDGE = "judge"
 NO_ERROR = -1
+NOTHING = Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)
+SHOWN = ("steps", "label", "correct", "step_labels")  # of the solution, in every sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Verifies the solutions of a set, `sampling.n` times each."""
+    """A verifier that judges the solutions of a set, `sampling.n` times each."""
 
     engine: Engine
     tokenizer: Any
@@ -34,25 +38,29 @@ class Judge:
     measure: str = field(default=JUDGE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """The verifications of problems[place], for each place."""
-        found = draw_within(
-            self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context
+        """Returns the verifications of problems[place], for each place. A problem without room for an answer gets empty ones, cut."""
+
+        def steps(place: int) -> int:
+            return len(problems.problems[place].values["steps"])
+
+        question = Question[int, Sample](
+            prompt=lambda place: Prompt(id=str(place), tokens=problems.prompts[place]),
+            read=lambda place, text: reading(text, steps(place)),
         )
-        return [
-            [
-                sample_of(problems, place, j, self.measure)
-                | {name: problems.problems[place].values[name] for name in ("steps", "label", "correct", "step_labels")}
-                | reading(text, len(problems.problems[place].values["steps"]))
-                | {"finished": c.stop.finished, "tokens": len(c.tokens)}
-                for j, (c, text) in enumerate(zip(found[place], decoded(self.tokenizer, found[place]), strict=True))
-            ]
-            for place in places
-        ]
+        judging = Judging(self.engine, self.tokenizer, self.sampling, question, context=self.context)
+        found = judge_all(judging, {place: place for place in places})
+        out = []
+        for place in places:
+            rows = [j.opinion | _length(j.completion) for j in found[place]]
+            rows = rows or [reading("", steps(place)) | _length(NOTHING)] * self.sampling.n
+            known = {name: problems.problems[place].values[name] for name in SHOWN}
+            out.append([sample_of(problems, place, j, self.measure) | known | row for j, row in enumerate(rows)])
+        return out
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the samples of one set say: figures with their intervals, and how sure the votes are."""
+    """The figures of one set's samples with their intervals, and how sure the votes are."""
 
     figures: dict[str, Interval]
     calibration: Calibration | None
@@ -60,7 +68,7 @@ class Judged:
 
 
 def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """What a verifier's template is filled with; the steps in the tags that its training showed it."""
+    """Returns what a verifier's template is filled with; the steps in the tags that its training showed it."""
     steps = "\n".join(f"<step>{step}</step>" for step in values["steps"])
     return {
         "question": str(values["question"]),
@@ -70,7 +78,7 @@ def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reading(text: str, num_steps: int) -> Sample:
-    """A verification of K steps -> its text, step verdicts, final verdict, and `predicted`, the first step that it calls wrong.
+    """Reads a verification of K steps -> its text, step verdicts, final verdict, and `predicted`, the first step that it calls wrong.
 
     -1: it calls none wrong, with a verdict for each; None: it cannot be read so, and agrees with no label.
     """
@@ -81,14 +89,14 @@ def reading(text: str, num_steps: int) -> Sample:
 
 
 def vote(predictions: Sequence[int | None]) -> int | None:
-    """The most frequent prediction; among equally frequent ones the earliest step; None without any that can be read."""
+    """Returns the most frequent prediction; among equally frequent ones the earliest step; None without any that can be read."""
     counts = Counter(p for p in predictions if p is not None)
     most = max(counts.values(), default=0)
     return min((p for p, count in counts.items() if count == most), default=None)
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
-    """[P][n] samples of a set -> its figures. A solution is one problem of the bootstrap; figures of one verification are means over n."""
+    """Computes the figures of a set of [P][n] samples. A solution is one problem of the bootstrap; figures of one verification are means over n."""
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
     figures: dict[str, Interval | None] = {}
@@ -112,7 +120,7 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
-    """f1: harmonic mean of the accuracies on solutions with an error (found at its step) and without one (arXiv 2412.06559)."""
+    """Computes f1, the harmonic mean of the accuracies on solutions with an error (found at its step) and without one (arXiv 2412.06559)."""
 
     def accuracy(rows: np.ndarray, of: bool) -> float | None:
         chosen = hits[rows][wrong[rows] == of]
@@ -131,7 +139,7 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
 
 
 def _outcomes(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Final verdicts against whether the final answer is right: accuracy, that of each class, and their harmonic mean."""
+    """Compares final verdicts with whether the final answer is right: accuracy, that of each class, and their harmonic mean."""
 
     def counts(rows: Sequence[int] | np.ndarray) -> Confusion:
         return confusion((row["final"], bool(row["correct"])) for i in rows for row in groups[i])
@@ -148,7 +156,8 @@ def _outcomes(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interv
 
 
 def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Right label, wrong reason: of the verifications that rightly reject a solution with an error, the share that find its first one."""
+    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, the share that find its
+    first one."""
 
     def located(rows: np.ndarray) -> float | None:
         rejected = [
@@ -160,7 +169,7 @@ def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval 
 
 
 def _steps(groups: Sequence[Sequence[Sample]]) -> Confusion:
-    """Step verdicts against gold labels, where there is one verdict per step. With the first error alone known, steps up to it count."""
+    """Compares step verdicts with gold labels, where there is one verdict per step. With the first error alone known, steps up to it count."""
     rows = [row for group in groups for row in group if len(row["verdicts"]) == len(row["steps"])]
     labels = [_gold_steps(row) for row in rows]
     return step_confusion([row["verdicts"][: len(gold)] for row, gold in zip(rows, labels, strict=True)], labels)
@@ -170,6 +179,10 @@ def _gold_steps(row: Sample) -> list[bool]:
     if row["step_labels"] is not None:
         return [bool(label) for label in row["step_labels"]]
     return [True] * len(row["steps"]) if row["label"] == NO_ERROR else [True] * row["label"] + [False]
+
+
+def _length(completion: Completion) -> Sample:
+    return {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
 
 
 def _by_solution(groups: Sequence[Sequence[Sample]], statistic: Any, seed: int) -> Interval | None:

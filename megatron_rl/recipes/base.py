@@ -1,113 +1,172 @@
-"""What recipes share: sampled solutions, read by their own token offsets and graded."""
+"""What recipes share: solutions that are sampled, marked and graded as they come, measures of them, and checks of arguments."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron_rl.algorithms.estimators import ESTIMATORS, find_estimator
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.base import Sampling, Streaming
-from megatron_rl.rewards.pool import Graded, Outcome, check_failures
+from megatron_rl.engines.base import Sampling
+from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import step_spans
-from megatron_rl.text import decode_with_offsets, token_span
+from megatron_rl.text import Decoded, decode, fill, read_template
 from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
-from megatron_rl.training.turns import Players
-from megatron_rl.types import Prompt, Trajectory
+from megatron_rl.training.turns import Table, Turn
+from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
 
+GENERATOR, VERIFIER = "generator", "verifier"  # roles of the recipes of this folder
 RIGHT = 0.5  # a solution whose score is above counts as right
+Item = TypeVar("Item")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Solution:
     """One graded answer to a problem."""
 
-    trajectory: Trajectory  # with its steps, the reward `outcome`, and `correct` in the payload
+    rollout: Rollout  # its reasoning steps are marked; it has the reward `outcome`, and `correct` in the payload
     text: str
-    correct: bool | None  # None: it could not be graded; its outcome is 0
-    graded: Graded = Graded(Outcome.SCORE, 0.0)  # how the grading went
+    correct: bool
 
 
 def solve(
-    players: Players, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Callable[[int, Solution], None] = lambda i, s: None
-) -> list[Solution]:  # fmt: skip
-    """Samples [P * n] solutions and grades them. Raises RewardFailure when too many gradings fail; EngineError for a tandem whose
-    author mask is missing or cannot be true.
+    table: Table, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Callable[[int, Solution], object] = lambda *_: None
+) -> tuple[list[Solution], dict[str, float]]:  # fmt: skip
+    """Samples [P * n] solutions and grades them while others are written. -> the graded ones in order, and figures: graded/timeout,
+    graded/error, steps_per_solution.
 
-    `then` gets each (place among the [P * n], solution) when it is graded: with an engine that streams, while others are still written.
+    A sample whose grading gave no score is no solution: it leaves its group. `then` gets each solution, and its place among the [P * n],
+    when it is graded. Raises RewardFailure when too many gradings fail; EngineError for a tandem whose author mask is missing or cannot
+    be true.
     """
-    engine, start = players.engines[role], time.perf_counter()
-    draws, found, graded_s = Draws(engine, sampling), dict[int, Solution](), 0.0
+    start, draws = time.perf_counter(), Draws(table, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
-    for batch in ([one] for one in draws.collect()) if isinstance(engine, Streaming) else [list(draws.collect())]:
-        begun = time.perf_counter()
-        read = [with_steps(t, players.tokenizers[role]) for _, group in batch for t in group]
+    found: dict[int, tuple[Rollout, str, Graded]] = {}
+    solutions: dict[int, Solution] = {}
+
+    def grade(batch: Sequence[tuple[int, list[Rollout]]]) -> None:
         places = [i * sampling.n + j for i, group in batch for j in range(len(group))]
-        for place, solution in zip(
-            places, grade(players, [t for t, _ in read], [text for _, text in read]), strict=True
-        ):
-            found[place] = solution
-            then(place, solution)
-        graded_s += time.perf_counter() - begun
-    players.watch.add("reward", graded_s)
-    players.watch.add("rollout", time.perf_counter() - start - graded_s)
-    check_failures([s.graded for _, s in sorted(found.items())], players.max_failure_share)
-    check_senior_share([s.trajectory for s in found.values()], sampling.tandem)
-    return [found[place] for place in sorted(found)]
+        read = [_read(rollout, table.tokenizers[role]) for _, group in batch for rollout in group]
+        graded = table.grade([text for _, text in read], [rollout.payload for rollout, _ in read])
+        for place, (rollout, text), result in zip(places, read, graded, strict=True):
+            found[place] = rollout, text, result
+            if result.outcome is Outcome.SCORE:
+                solutions[place] = _solution(rollout, text, result.score)
+                then(place, solutions[place])
+        table.watch.beat()
+
+    answered = _beside(draws.answers(), grade)
+    table.watch.add("rollout", answered - start)
+    table.watch.add("reward", time.perf_counter() - answered)  # what grading took longer than sampling
+    gradings = [found[place][2] for place in sorted(found)]
+    check_failures(gradings, table.max_failure_share)
+    rollouts = [rollout for rollout, _, _ in found.values()]
+    check_senior_share(rollouts, sampling.tandem)
+    figures = {f"graded/{kind.value}": _count(gradings, kind) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
+    figures["steps_per_solution"] = fmean(float(len(r.marks_of(STEP))) for r in rollouts) if rollouts else 0.0
+    return [solutions[place] for place in sorted(solutions)], figures
 
 
-def grade(players: Players, trajectories: Sequence[Trajectory], texts: Sequence[str]) -> list[Solution]:
-    """[B] solutions and their texts -> graded."""
-    graded = players.grade(texts, [t.payload for t in trajectories])
-    players.watch.beat()
-    out = []
-    for trajectory, text, result in zip(trajectories, texts, graded, strict=True):
-        correct = result.score > RIGHT if result.outcome is Outcome.SCORE else None
-        payload = {**trajectory.payload, "correct": correct, "grading": result.outcome.value}
-        scored = replace(trajectory, payload=payload).with_rewards(outcome=result.score)
-        out.append(Solution(trajectory=scored, text=text, correct=correct, graded=result))
-    return out
+def sampling_for(table: Table, turn: Turn, role: str, n: int) -> Sampling:
+    """Returns how a role draws n samples in a turn, with a seed of its own. Log-probs are asked for of a role that the turn trains."""
+    seed = table.seed_for(turn.number, role)
+    return replace(table.samplings[role], n=n, seed=seed, logprobs=role in turn.roles)
 
 
-def with_steps(trajectory: Trajectory, tokenizer: Any) -> tuple[Trajectory, str]:
-    """Marks the step blocks by the sampled tokens' own offsets. -> (trajectory, text of its response)."""
-    start = trajectory.prompt_length
-    text, ends = decode_with_offsets(tokenizer, trajectory.tokens[start:])
-    spans = [token_span(first, last, ends) for first, last in step_spans(text)]
-    return replace(trajectory, steps=[(start + first, start + last) for first, last in spans]), text
-
-
-def solution_metrics(solutions: Sequence[Solution]) -> dict[str, float]:
-    """steps_per_solution, and how many gradings gave no score."""
-    gradings = [s.trajectory.payload["grading"] for s in solutions]
-    steps = [float(len(s.trajectory.steps)) for s in solutions]
-    failures = {f"graded/{kind.value}": float(gradings.count(kind.value)) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}
-    return failures | {"steps_per_solution": fmean(steps) if steps else 0.0}
-
-
-def accuracies(
-    players: Players, role: str, prompts: Sequence[Prompt], seed: int
-) -> tuple[dict[str, float], list[Solution]]:
-    """Accuracy of one draw per problem at temperature 1, and of greedy decoding -> ({figure: value}, the sampled solutions)."""
-    draws = {"sampled": plain(players.samplings[role], seed=seed), "greedy": greedy(players.samplings[role], seed=seed)}
-    solved = {name: solve(players, role, prompts, sampling) for name, sampling in draws.items()}
+def accuracies(table: Table, role: str, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Solution]]:
+    """Measures the accuracy of one draw per problem at temperature 1, and of greedy decoding; an answer that could not be graded is not
+    right. -> ({figure: value}, the sampled solutions)."""
+    own, seed = table.samplings[role], table.seed
+    sampled, _ = solve(table, role, prompts, plain(own, seed=seed))
+    likeliest, _ = solve(table, role, prompts, greedy(own, seed=seed))
     figures = {
-        f"{role}/accuracy_{name}": fmean(float(bool(s.correct)) for s in solutions)
-        for name, solutions in solved.items()
+        f"{role}/accuracy_{name}": sum(s.correct for s in solutions) / len(prompts)
+        for name, solutions in (("sampled", sampled), ("greedy", likeliest))
     }
-    return figures | {f"{role}/num_problems": float(len(prompts))}, solved["sampled"]
+    return figures | {f"{role}/num_problems": float(len(prompts))}, sampled
 
 
-def check_groups(sizes: Mapping[str, int], estimator: str) -> None:
-    """Raises ConfigError for groups too small for what their samples are compared with."""
-    at_least(sizes, 1 if estimator == "reinforce_pp" else 2)  # it compares over the batch, the others within a group
+def mark_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
+    """Marks the step blocks in what models wrote, by the tokens' own places in its text."""
+    ranges = rollout.positions(decoded.tokens_of(step_spans(decoded.raw)))
+    return replace(rollout, marks={**rollout.marks, STEP: Marks(ranges)})
 
 
-def at_least(settings: Mapping[str, int], floor: int) -> None:
-    """Raises ConfigError for the first setting below `floor`."""
-    for name, value in settings.items():
-        if value < floor:
-            raise ConfigError(f"recipe.args.{name} = {value}: give at least {floor}")
+def question_text(template: str, payload: Mapping[str, object]) -> str:
+    """Fills a template, a packaged name or a path, with the question of a problem."""
+    return fill(read_template(template), question=str(payload["question"]))
+
+
+def check_arguments(
+    recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
+    shares: Sequence[str] = (), templates: Sequence[str] = (), one_of: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too small for
+    recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not there, and
+    switches of which none is on (one_of)."""
+    find_estimator(recipe.estimator)
+    # reinforce_pp compares over the batch, the others of ours within a group; one of a user's own may do either
+    smallest = 2 if recipe.estimator in ESTIMATORS and recipe.estimator != "reinforce_pp" else 1
+    for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
+        for name in names:
+            if getattr(recipe, name) < floor:
+                raise ConfigError(f"recipe.args.{name} = {getattr(recipe, name)}: give at least {floor}")
+    for name in shares:
+        if not 0.0 <= getattr(recipe, name) <= 1.0:
+            raise ConfigError(f"recipe.args.{name} = {getattr(recipe, name)}: it is a share, from 0 to 1")
+    if one_of and not any(getattr(recipe, name) for name in one_of):
+        raise ConfigError(
+            f"recipe.args: {' and '.join(one_of)} are {'both' if len(one_of) == 2 else 'all'} false; set one to true"
+        )
+    for name in templates:
+        try:
+            read_template(getattr(recipe, name))
+        except FileNotFoundError as error:
+            raise ConfigError(f"recipe.args.{name}: {error}") from None
+
+
+def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
+    """Decodes what was written. -> (rollout with its steps marked, text)."""
+    decoded = decode(tokenizer, rollout.response)
+    return mark_steps(rollout, decoded), decoded.text
+
+
+def _solution(rollout: Rollout, text: str, score: float) -> Solution:
+    correct = score > RIGHT
+    payload = {**rollout.payload, "correct": correct, "grading": Outcome.SCORE.value}
+    rewards = {**rollout.rewards, "outcome": score}
+    return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=correct)
+
+
+def _count(gradings: Sequence[Graded], kind: Outcome) -> float:
+    return float(sum(graded.outcome is kind for graded in gradings))
+
+
+def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:
+    """Reads all items while a second thread works on those that are there; `work` gets all that came since its last call. -> the time
+    (perf_counter) at which the last item came. Raises what either raises."""
+    waiting: SimpleQueue[Item] = SimpleQueue()
+
+    def take() -> None:
+        batch = [waiting.get() for _ in range(waiting.qsize())]
+        if batch:
+            work(batch)
+
+    calls: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        for item in items:
+            waiting.put(item)
+            calls.append(worker.submit(take))
+            while calls and calls[0].done():
+                calls.popleft().result()
+        last = time.perf_counter()
+        for call in calls:
+            call.result()
+    return last

@@ -2,46 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.recipes.base import Solution, with_steps
+import numpy as np
+
+from megatron_rl.recipes.base import Solution, mark_steps, solve
 from megatron_rl.recipes.review import Reviewer, StepLabels, aligned, gold_confusion, outcome_confusion
+from megatron_rl.text import decode
 from megatron_rl.training.rollouts import greedy, plain
-from megatron_rl.training.turns import Players
-from megatron_rl.types import Prompt, Stop, Trajectory
+from megatron_rl.training.turns import Table
+from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
+
+Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
 
 
-def balanced_set(
-    rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int
-) -> list[Solution]:
+@dataclass
+class BalancedSet:
+    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. `rows` is what a checkpoint holds of it."""
+
+    solver: str  # role whose solutions these are
+    per_class: int
+    rounds: int  # at most so many draws per problem to find them
+    rows: list[Row] | None = None  # None: not drawn yet
+
+    def figures(
+        self, table: Table, reviewer: Reviewer, prompts: Sequence[Prompt], first: Sequence[Solution], labels: StepLabels | None
+    ) -> dict[str, float]:  # fmt: skip
+        """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they do not suffice,
+        further draws for the same problems."""
+        if self.rows is None:
+            rounds = self._rounds(table, prompts, first)
+            self.rows = solutions_to_json(
+                balanced(rounds, lambda s: reviewer.prompt(table, s) is not None, self.per_class)
+            )
+        solutions = solutions_from_json(self.rows, prompts, self.solver, table.tokenizers[self.solver])
+        return measure_reviewer(table, reviewer, solutions, labels)
+
+    def _rounds(
+        self, table: Table, prompts: Sequence[Prompt], first: Sequence[Solution]
+    ) -> Iterator[Sequence[Solution]]:
+        yield first
+        for number in range(1, self.rounds):
+            again = plain(table.samplings[self.solver], seed=table.seed_for("balanced", table.seed, number))
+            yield solve(table, self.solver, prompts, again)[0]
+
+
+def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
     """Takes solutions round by round until there are `per_class` right and as many wrong ones, or no more rounds.
 
-    Ungraded solutions and those that do not fit the reviewer are passed over. The right ones come first.
+    Solutions that do not fit the reviewer are passed over. The right ones come first.
     """
     kept: dict[bool, list[Solution]] = {True: [], False: []}
     for solutions in rounds:
         for s in solutions:
-            if s.correct is not None and len(kept[s.correct]) < per_class and fits(s):
+            if len(kept[s.correct]) < per_class and fits(s):
                 kept[s.correct].append(s)
         if all(len(side) >= per_class for side in kept.values()):
             break
     return kept[True] + kept[False]
 
 
-def judge(
-    players: Players, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None, seed: int
+def measure_reviewer(
+    table: Table, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
 ) -> dict[str, float]:
-    """Figures of the reviewer, named `role/figure`, of verdicts drawn at temperature 1 and (with `_greedy` behind) of greedy ones.
+    """Returns figures of the reviewer, named `role/figure`, of verdicts drawn at temperature 1 and (with `_greedy` behind) of greedy ones.
 
     outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on right and on wrong solutions or steps, left out
     when a class is empty; aligned is the share with one verdict per step; predicted_positive that judged right. And class counts.
     """
-    right, role = sum(bool(s.correct) for s in solutions), reviewer.role
+    right, role = sum(s.correct for s in solutions), reviewer.role
     figures: dict[str, float | None] = {"num_right": float(right), "num_wrong": float(len(solutions) - right)}
-    draws = {"": plain(players.samplings[role], seed=seed), "_greedy": greedy(players.samplings[role], seed=seed)}
-    for suffix, sampling in draws.items():
-        rows = [r for group in reviewer.review(players, solutions, sampling) for r in group]
+    own = table.samplings[role]
+    for suffix, sampling in (("", plain(own, seed=table.seed)), ("_greedy", greedy(own, seed=table.seed))):
+        reviews = reviewer.begin(table, sampling)
+        for place, solution in enumerate(solutions):
+            reviews.add(place, solution)
+        rows = [verification for group in reviews.finish() for verification in group]
         outcome = outcome_confusion(rows)
         figures[f"outcome_f1{suffix}"] = outcome.f1
         figures[f"step_f1{suffix}"] = gold_confusion(rows, step_labels).f1 if step_labels else None
@@ -50,15 +88,23 @@ def judge(
     return {f"{role}/{name}": value for name, value in figures.items() if value is not None}
 
 
-def solutions_to_json(solutions: Sequence[Solution]) -> list[dict[str, Any]]:
-    """Of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a set."""
+def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
+    """Returns of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a
+    set."""
     return [
-        {"id": _problem_id(s), "response": s.trajectory.response, "stop": s.trajectory.stop.value, "correct": s.correct}
+        {
+            "id": s.rollout.group.partition(":")[2],  # the problem's, as rollouts.sample names groups
+            "response": s.rollout.response.tolist(),
+            "stop": s.rollout.stop.value,
+            "correct": s.correct,
+        }
         for s in solutions
     ]
 
 
-def solutions_from_json(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], tokenizer: Any) -> list[Solution]:
+def solutions_from_json(
+    rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
+) -> list[Solution]:
     """Joins kept responses to their problems again. Raises ValueError for a problem that is no longer among `prompts`."""
     problems = {p.id: p for p in prompts}
     out = []
@@ -67,23 +113,19 @@ def solutions_from_json(rows: Sequence[Mapping[str, Any]], prompts: Sequence[Pro
             raise ValueError(
                 f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was"
             )
-        prompt, response = problems[row["id"]], list(row["response"])
-        trajectory, text = with_steps(
-            Trajectory(
-                group=f"{i}:{prompt.id}",
-                tokens=[*prompt.tokens, *response],
-                trainable=[False] * len(prompt.tokens) + [True] * len(response),
-                logprobs=[0.0] * (len(prompt.tokens) + len(response)),
-                version=0,
-                stop=Stop(row["stop"]),
-                payload=prompt.payload,
+        prompt, response = problems[row["id"]], row["response"]
+        tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(response, np.int32)])
+        decoded = decode(tokenizer, response)
+        rollout = Rollout(
+            role=role,
+            group=f"{i}:{prompt.id}",
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            spans=spans_of(
+                (len(prompt.tokens), Author.ENVIRONMENT, NO_VERSION), (len(response), Author.POLICY, NO_VERSION)
             ),
-            tokenizer,
+            stop=Stop(row["stop"]),
+            payload=prompt.payload,
         )
-        out.append(Solution(trajectory=trajectory, text=text, correct=row["correct"]))
+        out.append(Solution(rollout=mark_steps(rollout, decoded), text=decoded.text, correct=row["correct"]))
     return out
-
-
-def _problem_id(solution: Solution) -> str:
-    """The id of the problem in the group name that rollout.sample gave."""
-    return solution.trajectory.group.partition(":")[2]

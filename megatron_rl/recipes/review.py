@@ -1,4 +1,4 @@
-"""One model judges another's solutions: the prompts for it, its verdicts, and what is measured on them."""
+"""One model verifies another's solutions: how it is asked, what its verdicts earn, and what is measured on them."""
 
 from __future__ import annotations
 
@@ -8,129 +8,124 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
-from megatron_rl.recipes.base import Solution, with_steps
+from megatron_rl.evaluation.judging import Judgement, Judging, Question
+from megatron_rl.recipes.base import Solution, mark_steps
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.tags import generator_format, step_texts
-from megatron_rl.text import decode_all, fill
-from megatron_rl.training.rollouts import Draws, tokenize
-from megatron_rl.training.turns import Players
-from megatron_rl.types import Prompt, Trajectory
+from megatron_rl.text import fill
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.turns import Table
+from megatron_rl.types import STEP, Marks, Prompt, Rollout
 
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
+Verification = Judgement[Solution, verdicts.Review]
+Judged = Sequence[Sequence[Verification]]  # of each solution its verifications
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reviewed:
-    """One verification of one solution."""
-
-    solution: Solution
-    trajectory: Trajectory  # of the verification
-    text: str
-    review: verdicts.Review
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reviewer:
-    """How `role` is asked for verifications: its template has {question}, {solution} and {num_steps}."""
+    """The way in which `role` is asked for verifications: its template has {question}, {solution} and {num_steps}."""
 
     role: str
     template: str
     gamma: float = verdicts.GAMMA  # weight of the format score in its reward
 
-    def prompt(self, players: Players, solution: Solution) -> Prompt | None:
-        """The verification prompt of a solution; None when it is too long (it is never cut: the instructions stand at its end)."""
-        t = solution.trajectory
-        text = fill(
-            self.template, question=str(t.payload["question"]), solution=solution.text, num_steps=str(len(t.steps))
-        )
-        tokens = tokenize(players.tokenizers[self.role], text)
-        if len(tokens) > players.max_prompt_tokens[self.role]:
+    def prompt(self, table: Table, solution: Solution) -> Prompt | None:
+        """Returns the verification prompt of a solution; None when it is too long (it is never cut: the instructions stand at its end)."""
+        rollout, steps = solution.rollout, len(solution.rollout.marks_of(STEP))
+        question = str(rollout.payload["question"])
+        text = fill(self.template, question=question, solution=solution.text, num_steps=str(steps))
+        tokens = tokenize(table.tokenizers[self.role], text)
+        if len(tokens) > table.max_prompt_tokens[self.role]:
             return None
-        payload = {key: t.payload[key] for key in ("question", "answer") if key in t.payload}
-        return Prompt(id=t.group, tokens=tokens, payload=payload)
+        payload = {key: rollout.payload[key] for key in ("question", "answer") if key in rollout.payload}
+        return Prompt(id=rollout.group, tokens=tokens, payload=payload)
 
-    def review(self, players: Players, solutions: Sequence[Solution], sampling: Sampling) -> list[list[Reviewed]]:
-        """[B] solutions -> [B][n] verifications; none for a solution whose prompt is too long."""
-        reviews = self.begin(players, sampling)
-        for i, solution in enumerate(solutions):
-            reviews.add(i, solution)
-        found = reviews.finish()
-        return [found[i] for i in range(len(solutions))]
+    def begin(self, table: Table, sampling: Sampling) -> Reviews:
+        """Begins to ask for `sampling.n` verifications of each solution that will be added."""
+        return Reviews(self, table, sampling)
 
-    def begin(self, players: Players, sampling: Sampling) -> Reviews:
-        return Reviews(self, players, sampling)
-
-    def read(self, players: Players, solution: Solution, drawn: Trajectory, *, steps: bool = True) -> Reviewed:
-        """`steps`: mark them in the trajectory: for one that is trained on, and shown."""
-        tokenizer = players.tokenizers[self.role]
-        trajectory, text = with_steps(drawn, tokenizer) if steps else (drawn, *decode_all(tokenizer, [drawn.response]))
-        review = verdicts.review(
+    def read(self, solution: Solution, text: str) -> verdicts.Review:
+        return verdicts.review(
             text,
-            num_steps=len(solution.trajectory.steps),
-            correct=bool(solution.correct),
+            num_steps=len(solution.rollout.marks_of(STEP)),
+            correct=solution.correct,
             generator_format=generator_format(solution.text),
             gamma=self.gamma,
         )
-        payload = {**trajectory.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
-        rewarded = replace(trajectory, payload=payload).with_rewards(
-            verifier=review.reward, agrees=float(review.agrees), format=review.format
-        )
-        return Reviewed(solution=solution, trajectory=rewarded, text=text, review=review)
+
+    def rollout(self, table: Table, verification: Verification) -> Rollout:
+        """Makes a verification a rollout with the rewards verifier, agrees and format, to be trained on."""
+        review = verification.opinion
+        drawn = verification.rollout(self.role, partner_weight=table.partner_weights.get(self.role, 0.0))
+        payload = {**drawn.payload, "verdicts": list(review.verdicts), "correct": review.agrees}
+        rewards = {"verifier": review.reward, "agrees": float(review.agrees), "format": review.format}
+        return replace(mark_steps(drawn, verification.decoded), payload=payload, rewards=rewards)
 
 
 class Reviews:
     """Verifications of solutions that become known one after the other."""
 
-    def __init__(self, reviewer: Reviewer, players: Players, sampling: Sampling) -> None:
-        self._reviewer, self._players = reviewer, players
-        self._draws = Draws(players.engines[reviewer.role], sampling)
-        self._solutions: dict[int, Solution] = {}
-        self._trained_on = sampling.logprobs
+    def __init__(self, reviewer: Reviewer, table: Table, sampling: Sampling) -> None:
+        question = Question(prompt=lambda solution: reviewer.prompt(table, solution), read=reviewer.read)
+        self._judging = Judging(table.engines[reviewer.role], table.tokenizers[reviewer.role], sampling, question)
+        self._watch = table.watch
+        self._places: list[int] = []
 
     def add(self, place: int, solution: Solution) -> None:
-        """Asks for its verifications, unless its prompt is too long."""
-        self._solutions[place] = solution
-        prompt = self._reviewer.prompt(self._players, solution)
-        if prompt is not None:
-            self._draws.ask(place, prompt)
+        """Asks for a solution's verifications, unless its prompt is too long."""
+        self._places.append(place)
+        self._judging.ask(place, solution)
 
-    def finish(self) -> dict[int, list[Reviewed]]:
-        """Place -> its n verifications, or none."""
-        start, read_s = time.perf_counter(), 0.0
-        found: dict[int, list[Reviewed]] = {place: [] for place in self._solutions}
-        for place, drawn in self._draws.collect():  # read while others are written
-            begun = time.perf_counter()
-            found[place] = [
-                self._reviewer.read(self._players, self._solutions[place], t, steps=self._trained_on) for t in drawn
-            ]
-            read_s += time.perf_counter() - begun
-            self._players.watch.beat()
-        self._players.watch.add("reward", read_s)
-        self._players.watch.add("review", time.perf_counter() - start - read_s)
-        return found
+    def finish(self) -> list[list[Verification]]:
+        """Waits for all. -> the n verifications of each solution that was added, in the order of their places; none for a prompt that is
+        too long."""
+        start = time.perf_counter()
+        found: dict[int, list[Verification]] = {}
+        for place, verifications in self._judging.answers():  # read while others are written
+            found[place] = verifications
+            self._watch.beat()
+        self._watch.add("review", time.perf_counter() - start)
+        return [found.get(place, []) for place in sorted(self._places)]
 
 
-def outcome_confusion(reviews: Sequence[Reviewed]) -> Confusion:
-    """Final verdicts against graded outcomes; an unreadable verdict counts as said wrong, an ungraded solution not at all."""
-    return confusion((r.review.final, r.solution.correct) for r in reviews if r.solution.correct is not None)
+def with_verdicts(rollout: Rollout, verifications: Sequence[Verification]) -> Rollout:
+    """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the verdicts match them.
+    Without a verification it stays as it is."""
+    if not verifications:
+        return rollout
+    [one] = verifications
+    marks, verdict = rollout.marks_of(STEP), list(one.opinion.verdicts)
+    payload = {**rollout.payload, "verdicts": verdict, "review": one.decoded.text}
+    scored = Marks(marks.ranges, step_rewards(verdict, len(marks)))
+    return replace(rollout, payload=payload, marks={**rollout.marks, STEP: scored})
 
 
-def gold_confusion(reviews: Sequence[Reviewed], step_labels: StepLabels) -> Confusion:
-    """Step verdicts against gold labels, where their counts agree."""
-    labels = [step_labels(step_texts(r.solution.text), r.solution.trajectory.payload) for r in reviews]
-    return step_confusion([r.review.verdicts for r in reviews], labels)
+def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:
+    """Compares final verdicts with graded outcomes; an unreadable verdict counts as said wrong."""
+    return confusion((v.opinion.final, v.item.correct) for v in verifications)
 
 
-def aligned(reviews: Sequence[Reviewed]) -> float:
-    """Share of verifications with one verdict per step of the solution; 0.0 for none."""
-    counts = [(len(r.review.verdicts), len(r.solution.trajectory.steps)) for r in reviews]
+def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabels) -> Confusion:
+    """Compares step verdicts with gold labels, where their counts agree."""
+    labels = [step_labels(step_texts(v.item.text), v.item.rollout.payload) for v in verifications]
+    return step_confusion([v.opinion.verdicts for v in verifications], labels)
+
+
+def aligned(verifications: Sequence[Verification]) -> float:
+    """Returns the share of verifications with one verdict per step of the solution; 0.0 for none."""
+    counts = [(len(v.opinion.verdicts), len(v.item.rollout.marks_of(STEP))) for v in verifications]
     return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
 
 
-def review_metrics(reviews: Sequence[Reviewed], step_labels: StepLabels | None) -> dict[str, float]:
-    """verdicts_match, confusion/*, predicted_positive, and step_agreement where gold labels exist."""
-    out = {"verdicts_match": aligned(reviews)} | outcome_confusion(reviews).metrics()
-    share = agreement(gold_confusion(reviews, step_labels)) if step_labels else None
-    return out if share is None else out | {"step_agreement": share}
+def review_metrics(judged: Judged, step_labels: StepLabels | None) -> dict[str, float]:
+    """Returns figures of the verifications of solutions: reviews_dropped (solutions without one), verdicts_match, confusion/*,
+    predicted_positive, and step_agreement where gold labels exist."""
+    rows = [verification for group in judged for verification in group]
+    figures = {"reviews_dropped": float(sum(not group for group in judged)), "verdicts_match": aligned(rows)}
+    figures |= outcome_confusion(rows).metrics()
+    share = agreement(gold_confusion(rows, step_labels)) if step_labels else None
+    return figures if share is None else figures | {"step_agreement": share}

@@ -1,199 +1,191 @@
-"""Prompts + engine -> trajectories, what is measured on them, and their record as JSON lines."""
+"""Prompts and an engine's completions become rollouts; and what is measured on rollouts."""
 
 from __future__ import annotations
 
-import base64
-import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megatron_rl.algorithms.authors import switches
-from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, Streaming, Tandem
-from megatron_rl.types import Prompt, Stop, Trajectory
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
+from megatron_rl.training.turns import Table
+from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
 
-ROWS = 2  # the form of a trajectory's row; another one is not read
-_NUMBERS = {
-    "tokens": "<i4",
-    "trainable": "?",
-    "logprobs": "<f8",
-    "advantages": "<f8",
-}  # in a row as bytes: they are many
-SHARE_SLACK = 0.2  # of a tandem's tokens, by which the senior's share may miss what is expected
+SHARE_SLACK = 0.2  # by which the senior's share of a tandem's tokens may miss what is expected
+ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
 
 
-def sample(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling) -> list[Trajectory]:
-    """[P] prompts -> [P * n] trajectories. The n of one prompt are adjacent and share a group of their own, whatever its id."""
-    draws = Draws(engine, sampling)
+def sample(table: Table, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
+    """Draws [P] prompts -> [P * n] rollouts. The n of one prompt are adjacent and share a group of their own, whatever its id."""
+    draws = Draws(table, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
-    found = dict(draws.collect())
-    return [t for i in range(len(prompts)) for t in found[i]]
+    found = dict(draws.answers())
+    return [rollout for i in range(len(prompts)) for rollout in found[i]]
 
 
 class Draws:
-    """Trajectories of prompts that become known one after the other: an engine that streams begins at once, others at the end.
+    """Rollouts of prompts that become known one after the other, drawn in one session with a role's engine."""
 
-    The only place where completions become training sequences: token ids and log-probs are the engine's, untouched.
-    """
-
-    def __init__(self, engine: Engine, sampling: Sampling) -> None:
-        self._engine, self._sampling = engine, sampling
+    def __init__(self, table: Table, role: str, sampling: Sampling) -> None:
+        self._engine, self._role, self._sampling = table.engines[role], role, sampling
+        self._partner_weight = table.partner_weights.get(role, 0.0)
         self._prompts: dict[int, Prompt] = {}
-        self._asked = engine.begin(sampling) if isinstance(engine, Streaming) else None
+        self.session = table.session(role)
 
     def ask(self, index: int, prompt: Prompt) -> None:
-        """`index`: another one for every prompt; names its group."""
+        """Asks for the n rollouts of a prompt. `index` names its group: another one for every ask."""
         self._prompts[index] = prompt
-        if self._asked is not None:
-            self._asked.ask(index, prompt.tokens)
+        self.session.ask(index, prompt.tokens, self._sampling)
 
-    def collect(self) -> Iterator[tuple[int, list[Trajectory]]]:
-        """(index, its n trajectories) of every prompt that was asked, each when it is done."""
-        if self._asked is not None:
-            answers = self._asked.answers()
-        else:
-            prompts = [p.tokens for p in self._prompts.values()]
-            answers = zip(self._prompts, self._engine.generate(prompts, self._sampling) if prompts else [], strict=True)
-        for index, completions in answers:
-            yield self._read(index, completions)
+    def answers(self) -> Iterator[tuple[int, list[Rollout]]]:
+        """Yields (index, the prompt's n rollouts), each when it is done. Raises EngineError for a tandem's completion that does not say
+        who wrote what: it would be trained on as the senior's own."""
+        for index, completions in self.session.answers():
+            if self._sampling.tandem is not None and any(c.authors is None for c in completions):
+                raise EngineError(
+                    "an engine sent completions of a tandem without an author for each token: has it a junior at all?"
+                )
+            prompt = self._prompts[index]
+            yield index, [self._rollout(index, prompt, completion) for completion in completions]
 
-    def _read(self, index: int, completions: Sequence[Completion]) -> tuple[int, list[Trajectory]]:
-        """Raises EngineError for a tandem's completion that does not say who wrote what: it would be trained on as the senior's own."""
-        prompt, tandem = self._prompts[index], self._sampling.tandem is not None
-        start = len(prompt.tokens)
-        if tandem and any(c.authors is None or len(c.authors) != len(c.tokens) for c in completions):
-            raise EngineError(
-                "an engine sent completions of a tandem without an author for each token: has it a junior at all?"
-            )
-        own = [c.authors if tandem and c.authors is not None else [True] * len(c.tokens) for c in completions]
-        return index, [
-            Trajectory(
-                group=f"{index}:{prompt.id}",
-                tokens=[*prompt.tokens, *c.tokens],
-                trainable=[False] * start + list(mine),
-                logprobs=[0.0] * start + [value if on else 0.0 for value, on in zip(c.logprobs, mine, strict=True)],
-                version=min((version for _, version in c.versions), default=self._engine.version),
-                stop=c.stop,
-                payload=prompt.payload,
-                versions=[(start + at, version) for at, version in c.versions] if len(c.versions) > 1 else [],
-                start=start if tandem else None,
-                other_weight=0.0 if self._sampling.tandem is None else self._sampling.tandem.junior_weight,
-                experts=c.experts,
-            )
-            for c, mine in zip(completions, own, strict=True)
-        ]
+    def _rollout(self, index: int, prompt: Prompt, completion: Completion) -> Rollout:
+        return from_completion(
+            prompt,
+            completion,
+            role=self._role,
+            group=f"{index}:{prompt.id}",
+            version=self._engine.version,
+            partner_weight=self._partner_weight,
+        )
+
+
+def from_completion(
+    prompt: Prompt, completion: Completion, *, role: str, group: str, version: int, partner_weight: float = 0.0
+) -> Rollout:
+    """Makes a rollout of a prompt and what an engine wrote after it. Token ids and log-probs are the engine's, untouched.
+
+    `version`: of the engine's weights, where the completion does not tell. Raises EngineError for another number of authors than tokens.
+    """
+    prompt_tokens = np.asarray(prompt.tokens, np.int32)
+    authors, written = completion.authors, len(completion.tokens)
+    if authors is not None and len(authors) != written:
+        raise EngineError(
+            f"group {group!r}: {len(authors)} authors for {written} tokens: an engine left tokens without an author"
+        )
+    return Rollout(
+        role=role,
+        group=group,
+        tokens=np.concatenate([prompt_tokens, completion.tokens]),
+        logprobs=np.concatenate([np.zeros(len(prompt_tokens), np.float32), completion.logprobs]),
+        spans=_spans(len(prompt_tokens), completion, version),
+        stop=completion.stop,
+        payload=prompt.payload,
+        partner_weight=partner_weight,
+        experts=completion.experts,
+    )
+
+
+def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
+    """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. What a partner wrote has no version of the policy's."""
+    written = len(completion.tokens)
+    if completion.authors is None and len(completion.versions) <= 1:
+        own = completion.versions[0][1] if completion.versions else version
+        return spans_of((before, Author.ENVIRONMENT, NO_VERSION), (written, Author.POLICY, own))
+    starts, kinds = np.array(list(completion.versions) or [(0, version)], np.int32).T
+    starts = np.minimum(starts, written)
+    starts[0] = 0
+    versions = np.repeat(kinds, np.diff(starts, append=written))
+    authors = np.full(written, Author.POLICY, np.int32)
+    if completion.authors is not None:
+        authors[~completion.authors] = Author.PARTNER
+        versions[~completion.authors] = NO_VERSION
+    cuts = np.flatnonzero((authors[1:] != authors[:-1]) | (versions[1:] != versions[:-1])) + 1
+    begins = np.concatenate([np.zeros(1, np.int64), cuts])[:written]
+    ends = np.append(begins[1:], written)[: len(begins)]
+    own = np.stack([before + begins, before + ends, authors[begins], versions[begins]], axis=1)
+    return np.concatenate([spans_of((before, Author.ENVIRONMENT, NO_VERSION)), own]).astype(np.int32)
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """A prompt text -> token ids, with the special tokens that the tokenizer puts around a text (Llama's begin token)."""
+    """Turns a prompt text into token ids, with the special tokens that the tokenizer puts around a text (Llama's begin token)."""
     return list(tokenizer(text)["input_ids"])
 
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:
-    """One completion, always the likeliest token; of the model alone."""
+    """Returns a sampling of one completion, always the likeliest token; of the model alone."""
     return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None)
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
-    """One completion from the model's own distribution: alone, temperature 1, nothing truncated."""
+    """Returns a sampling of one completion from the model's own distribution: alone, temperature 1, nothing truncated."""
     return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
 
 
-def measure(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means every recipe logs: reward/*, length (sampled tokens), finished (share not cut), samples, tokens; of a tandem senior_share (of
-    the sampled tokens) and switches (of the author, per sample). Empty for none."""
-    if not trajectories:
+def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Returns the means that are logged of every role: reward/*, length (tokens that models wrote), finished (share not cut), samples and
+    tokens; where a partner wrote along also senior_share (of the written tokens) and switches (of the author, per sample)."""
+    if not rollouts:
         return {"samples": 0.0, "tokens": 0.0}
-    lengths = [len(t.response) for t in trajectories]
-    names = sorted({name for t in trajectories for name in t.rewards})
-    rewards = {f"reward/{name}": fmean(t.rewards[name] for t in trajectories if name in t.rewards) for name in names}
-    return (
-        rewards
-        | {
-            "length": fmean(lengths),
-            "finished": fmean(float(t.stop.finished) for t in trajectories),
-            "samples": float(len(trajectories)),
-            "tokens": float(sum(lengths)),
-        }
-        | _authors(trajectories)
-    )
+    lengths = [rollout.length for rollout in rollouts]
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.rewards.items():
+            rewards[name].append(value)
+    figures = {f"reward/{name}": fmean(values) for name, values in sorted(rewards.items())}
+    figures |= {"length": fmean(lengths), "finished": fmean(float(r.stop.finished) for r in rollouts)}
+    figures |= {"samples": float(len(rollouts)), "tokens": float(sum(lengths))}
+    if any((r.spans[:, 2] == Author.PARTNER).any() for r in rollouts):
+        figures["senior_share"] = _senior_share(rollouts)
+        figures["switches"] = fmean(map(_switches, rollouts))
+    return figures
 
 
-def _authors(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of a tandem's trajectories. Empty for others, and where nothing was written."""
-    parts = [t.trainable[t.prompt_length :] for t in trajectories if t.start is not None]
-    written = sum(map(len, parts))
-    return {"senior_share": sum(map(sum, parts)) / written, "switches": fmean(map(switches, parts))} if written else {}
+def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
+    """Returns the mean of one reward; 0.0 for no rollouts."""
+    return fmean(rollout.rewards[reward] for rollout in rollouts) if rollouts else 0.0
 
 
-def check_senior_share(trajectories: Sequence[Trajectory], tandem: Tandem | None) -> None:
+def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
     """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong then."""
     expected = None if tandem is None else tandem.rule.senior_share
-    found = _authors(trajectories).get("senior_share")
-    if expected is not None and found is not None and abs(found - expected) > SHARE_SLACK:
+    tokens = sum(rollout.length for rollout in rollouts)
+    if expected is None or not tokens:
+        return
+    found = _senior_share(rollouts)
+    if abs(found - expected) > SHARE_SLACK:
         raise EngineError(
-            f"the senior wrote {found:.2f} of {sum(len(t.response) for t in trajectories)} tokens, not {expected:g} +- {SHARE_SLACK}: "
-            "either the engine's author mask is wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
+            f"the senior wrote {found:.2f} of {tokens} tokens, not {expected:g} +- {SHARE_SLACK}: either the engine's author mask is "
+            "wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
         )
 
 
-def without_signal(trajectories: Sequence[Trajectory], reward: str) -> float:
-    """Share of groups whose `reward` is the same for all members: nothing to compare. 0.0 for no groups."""
-    values: dict[str, set[float]] = defaultdict(set)
-    for t in trajectories:
-        values[t.group].add(t.rewards[reward])
-    return fmean(float(len(v) == 1) for v in values.values()) if values else 0.0
+def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> float:
+    """Returns the share of groups with nothing to learn from: whose `reward` is the same for all members, or (None) whose advantages are
+    all 0. 0.0 for no groups."""
+    groups: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.group].append(rollout)
+    return fmean(float(not _has_signal(group, reward)) for group in groups.values()) if groups else 0.0
 
 
-def trajectories_to_jsonl(trajectories: Sequence[Trajectory]) -> str:
-    """One JSON object per line and trajectory, exact to the last bit; what has a value per token is base64 of an array's bytes. Raises
-    TypeError for a payload that is not JSON."""
-    return "".join(json.dumps(_to_json(t)) + "\n" for t in trajectories)
+def _has_signal(group: Sequence[Rollout], reward: str | None) -> bool:
+    if reward is not None:
+        return len({rollout.rewards[reward] for rollout in group}) > 1
+    given = [rollout.advantages for rollout in group if rollout.advantages is not None]
+    return any(np.abs(advantages).max(initial=0.0) > ROUNDING for advantages in given)
 
 
-def trajectories_from_jsonl(text: str) -> list[Trajectory]:
-    """What `trajectories_to_jsonl` wrote. Raises ValueError with the line number for anything else."""
-    out = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            out.append(_from_json(json.loads(line)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"line {number} is not a trajectory ({error}): {line[:80]!r}") from error
-    return out
+def _senior_share(rollouts: Sequence[Rollout]) -> float:
+    """Returns the share of the written tokens that the policies wrote; 0.0 without any."""
+    written = sum(rollout.length for rollout in rollouts)
+    return sum(rollout.num_trainable for rollout in rollouts) / written if written else 0.0
 
 
-def _to_json(trajectory: Trajectory) -> dict[str, Any]:
-    row = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
-    row |= {name: base64.b64encode(np.array(row[name], kind).tobytes()).decode() for name, kind in _NUMBERS.items()}
-    row["experts"] = None if trajectory.experts is None else _packed(trajectory.experts)
-    return row | {
-        "stop": trajectory.stop.value,
-        "payload": dict(trajectory.payload),
-        "rewards": dict(trajectory.rewards),
-    }
-
-
-def _from_json(row: Mapping[str, Any]) -> Trajectory:
-    own = {f.name: row[f.name] for f in fields(Trajectory)}
-    own |= {name: np.frombuffer(base64.b64decode(row[name]), kind).tolist() for name, kind in _NUMBERS.items()}
-    pairs = {name: [(a, b) for a, b in row[name]] for name in ("steps", "versions")}
-    experts = row.get("experts")
-    return Trajectory(
-        **own | {"stop": Stop(row["stop"]), "experts": None if experts is None else _unpacked(experts)} | pairs
-    )
-
-
-def _packed(values: Tensor) -> dict[str, Any]:
-    """int16 as JSON."""
-    return {"shape": [*values.shape], "int16": base64.b64encode(values.contiguous().numpy().tobytes()).decode()}
-
-
-def _unpacked(row: Mapping[str, Any]) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(row["int16"])), dtype=torch.int16).view(row["shape"])
+def _switches(rollout: Rollout) -> int:
+    """Returns how often the author of the written text changes."""
+    authors = rollout.spans[:, 2]
+    return int(np.count_nonzero(np.diff(authors[authors != Author.ENVIRONMENT])))

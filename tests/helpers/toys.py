@@ -3,7 +3,8 @@
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.rewards.pool import Graded, Outcome
+from megatron_rl.rewards.pool import Graded
+from megatron_rl.types import Outcome
 
 EOS = 0
 CHARACTERS = "\n" + "".join(chr(c) for c in range(32, 127))
@@ -20,12 +21,12 @@ def characters(alphabet=CHARACTERS):
 
 
 def streaming(policy, engine):
-    """A role's refit: whole tensors from the policy into the engine."""
+    """Makes a role's refit: whole tensors from the policy into the engine."""
     return lambda version: engine.load(policy.weights(), version=version)
 
 
 def graded(rule):
-    """(response, payload) -> float, bool or an Outcome of failure, as a Players.grade."""
+    """Makes a grader of a rule: (response, payload) -> float, bool or an Outcome of failure, as a Table.grade."""
 
     def one(response, payload):
         found = rule(response, payload)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.text import decode_all, decode_with_offsets, token_span
+from megatron_rl.text import Decoded, decode, decode_all
 
 TEXT = "hello <step> one two </step> é ßü 日本語 語 🙂🙃 привет \\boxed{10} </step>\n\nnew line"
 
@@ -60,7 +60,27 @@ def byte_fallback() -> PreTrainedTokenizerFast:
     return wrapped(tokenizer)
 
 
-KINDS = {"byte_level": byte_level, "word_level": word_level, "byte_fallback": byte_fallback}
+def sentence_piece() -> PreTrainedTokenizerFast:
+    """The T5 kind: a decoder whose first token is read in another way than the others."""
+    words = [*SPECIAL, "▁", "▁a", "▁日", "b", "</", "step", ">", "▁<step>", "語"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(SPECIAL)
+    return wrapped(tokenizer)
+
+
+def characters(found: Decoded) -> list[int]:
+    """How many characters of the text are whole after each token."""
+    return [len(found.raw[:end].decode("utf-8", "ignore")) for end in found.ends]
+
+
+KINDS = {
+    "byte_level": byte_level,
+    "word_level": word_level,
+    "byte_fallback": byte_fallback,
+    "sentence_piece": sentence_piece,
+}
+SPELT = ["▁a", "▁<step>", "b", "</", "step", ">", "▁a"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,33 +90,37 @@ def test_any_token_ids_decode_to_the_tokenizers_own_text(kind):
         tokens = [
             rng.randrange(len(tokenizer) + 3) for _ in range(rng.randrange(25))
         ]  # three ids lie beyond the vocabulary
-        text, ends = decode_with_offsets(tokenizer, tokens)
-        assert text == tokenizer.decode(tokens, skip_special_tokens=True)
+        found = decode(tokenizer, tokens)
+        assert found.text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert found.raw.decode("utf-8", "replace") == found.text
+        ends = found.ends.tolist()
         assert len(ends) == len(tokens) and ends == sorted(ends)
-        assert (ends[-1] if ends else 0) == len(text)
+        assert (ends[-1] if ends else 0) == len(found.raw)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_sequences_decode_as_each_does(kind):
     tokenizer, rng = KINDS[kind](), random.Random(1)
     sequences = [[rng.randrange(len(tokenizer) + 3) for _ in range(rng.randrange(25))] for _ in range(200)]
-    assert decode_all(tokenizer, sequences) == [decode_with_offsets(tokenizer, tokens)[0] for tokens in sequences]
+    assert decode_all(tokenizer, sequences) == [decode(tokenizer, tokens).text for tokens in sequences]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_counts_the_characters_that_are_already_settled(kind):
-    """ends[i] is how far the text of tokens[:i + 1], or of fewer, agrees with the whole text (a byte-fallback decoder takes back what it
-    has shown while a character is incomplete)."""
+    """The whole characters before ends[i] are how far the text of tokens[:i + 1], or of fewer, agrees with the whole text. A
+    byte-fallback decoder takes back what it
+    has shown while a character is incomplete."""
     tokenizer, rng = KINDS[kind](), random.Random(1)
     compared = 0
     for _ in range(200):
         tokens = [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(1, 25))]
-        text, ends = decode_with_offsets(tokenizer, tokens)
+        found = decode(tokenizer, tokens)
+        text = found.text
         if "\ufffd" in text:  # which token an undecodable byte belongs to is a convention
             continue
         prefixes = [tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(len(tokens))]
         settled = [len(os.path.commonprefix([prefix, text])) for prefix in prefixes]
-        assert ends == list(itertools.accumulate(settled, max))
+        assert characters(found) == list(itertools.accumulate(settled, max))
         compared += 1
     assert compared > 5
 
@@ -104,38 +128,40 @@ def test_an_end_counts_the_characters_that_are_already_settled(kind):
 def test_a_character_split_over_tokens_ends_with_its_last_one():
     tokenizer = byte_level()
     tokens = [tokenizer.convert_tokens_to_ids(c) for c in "aæĹ¥b"]  # 日 is three bytes
-    assert decode_with_offsets(tokenizer, tokens) == ("a日b", [1, 1, 1, 2, 3])
+    found = decode(tokenizer, tokens)
+    assert (found.text, found.ends.tolist(), characters(found)) == ("a日b", [1, 2, 3, 4, 5], [1, 1, 1, 2, 3])
+    assert found.tokens_of([(1, 4)]).tolist() == [[1, 4]]
 
 
 def test_a_response_cut_inside_a_character_keeps_what_came_before_it():
     """The tail used to be dropped, whole characters included."""
     tokenizer = byte_level()
     tokens = tokenizer.encode("при日")[:-1]
-    text, ends = decode_with_offsets(tokenizer, tokens)
-    assert text == tokenizer.decode(tokens) and text.startswith("при") and ends[-1] == len(text)
+    found = decode(tokenizer, tokens)
+    assert found.text == tokenizer.decode(tokens) and found.text.startswith("при") and found.ends[-1] == len(found.raw)
 
 
 def test_special_tokens_add_nothing():
     tokenizer = word_level()
     bos, eos, pad, a, b = (tokenizer.convert_tokens_to_ids(t) for t in ("<bos>", "<eos>", "<pad>", "a", "b"))
-    assert decode_with_offsets(tokenizer, [bos, a, pad, b, eos, eos]) == ("a b", [0, 1, 1, 3, 3, 3])
+    found = decode(tokenizer, [bos, a, pad, b, eos, eos])
+    assert (found.text, found.ends.tolist()) == ("a b", [0, 1, 1, 3, 3, 3])
 
 
 def test_no_tokens():
-    assert decode_with_offsets(byte_level(), []) == ("", [])
+    found = decode(byte_level(), [])
+    assert (found.text, found.ends.tolist(), found.tokens_of([]).shape) == ("", [], (0, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_token_that_completes_a_closing_tag_is_the_steps_last(kind):
     """Every tokenizer spells `a <step> b </step> a` its own way; the span of the block is found in all of them."""
     tokenizer = KINDS[kind]()
-    spelt = {"byte_level": None, "word_level": None, "byte_fallback": ["▁a", "▁<step>", "b", "</", "step", ">", "▁a"]}[
-        kind
-    ]
+    spelt = SPELT if kind in ("byte_fallback", "sentence_piece") else None
     tokens = tokenizer.convert_tokens_to_ids(spelt) if spelt else tokenizer.encode("a <step> b </step> a")
-    text, ends = decode_with_offsets(tokenizer, tokens)
-    start, end = text.index("<step>"), text.index("</step>") + len("</step>")
-    first, last = token_span(start, end, ends)
+    found = decode(tokenizer, tokens)
+    span = found.raw.index(b"<step>"), found.raw.index(b"</step>") + len(b"</step>")
+    [[first, last]] = found.tokens_of([span]).tolist()
     assert tokenizer.decode(tokens[first:last]).strip().startswith("<step>") and tokenizer.decode(
         tokens[first:last]
     ).endswith("</step>")
@@ -148,5 +174,12 @@ def test_offsets_of_a_long_response_take_milliseconds():
     tokenizer = byte_level()
     lone = tokenizer.convert_tokens_to_ids("æ")
     start = time.process_time()
-    text, ends = decode_with_offsets(tokenizer, [lone] * 20_000)
-    assert time.process_time() - start < 2.0 and len(text) == ends[-1] == 20_000
+    found = decode(tokenizer, [lone] * 20_000)
+    assert time.process_time() - start < 2.0 and len(found.text) == found.ends[-1] == 20_000
+
+
+def test_a_token_that_is_added_later_is_read():
+    tokenizer = byte_level()
+    decode(tokenizer, [5])
+    tokenizer.add_tokens(["<new>"])
+    assert decode(tokenizer, [tokenizer.convert_tokens_to_ids("<new>")]).text == "<new>"

@@ -2,29 +2,30 @@
 
 import json
 import re
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from toys import EOS, characters, graded, streaming
+from fake_engines import ScriptedEngine
+from toys import EOS, characters, graded
 
-from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.plugins import build
-from megatron_rl.config.schema import ConfigError, LossConfig, Use
+from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.recipes.base import solve
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import Tango
-from megatron_rl.rewards.pool import Outcome, RewardFailure
+from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.rewards.tags import boxed, generator_format, step_spans
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
-from megatron_rl.training import loop
-from megatron_rl.training.turns import Players, Turn
-from megatron_rl.types import Prompt
-from megatron_rl.world import OneProcess
+from megatron_rl.training.rollouts import measure, without_signal
+from megatron_rl.training.turns import Table, Turn
+from megatron_rl.types import STEP, Author, Outcome, Prompt
 
 TOKENIZER = characters()
 by_answer = graded(lambda response, payload: boxed(response) == payload["answer"])
@@ -62,9 +63,9 @@ def texts(tmp_path):
     return {"generator_template": str(tmp_path / "g.txt"), "verifier_template": str(tmp_path / "v.txt")}
 
 
-def players(generator, verifier=None, *, grade=by_answer, verifier_limit=10_000, **settings):
+def table_of(generator, verifier=None, *, grade=by_answer, verifier_limit=10_000, **settings):
     engines = {"generator": says(generator)} | ({"verifier": says(verifier)} if verifier else {})
-    return Players(
+    return Table(
         engines=engines,
         tokenizers=dict.fromkeys(engines, TOKENIZER),
         samplings={name: Sampling(max_tokens=4000, top_p=0.9) for name in engines},
@@ -81,14 +82,44 @@ def problems(count, **payload):
     ]
 
 
+class Problems:
+    """A source that gives the same problems, as often as wanted."""
+
+    def __init__(self, prompts):
+        self.prompts = problems(prompts) if isinstance(prompts, int) else prompts
+
+    def take(self, count=None):
+        return self.prompts
+
+
 def turn(role, number=0, update=0):
-    return Turn(step=0, index=0, role=role, number=number, update=update)
+    return Turn(step=0, index=0, roles=(role,), number=number, updates={role: update})
 
 
-def segments(trajectory):
+def play(recipe, role, prompts, table, **at):
+    """Plays a turn -> its rollouts, and the figures that the loop will log."""
+    rollouts = recipe.play(turn(role, **at), Problems(prompts), table)
+    assert list(rollouts) == [role]
+    return rollouts[role], table.notes[role] | measure(rollouts[role])
+
+
+def per_token(rollout):
+    """The advantage of each token; 0 where nothing is trained."""
+    return np.where(rollout.trainable, rollout.advantages, 0.0).tolist()
+
+
+def steps_of(rollout):
+    return rollout.marks_of(STEP).ranges.tolist()
+
+
+def judged(rollout):
+    return rollout.marks_of(STEP).scores is not None
+
+
+def segments(rollout):
     """Advantages of the first token of each step, of the last one of each step, and of the last token."""
-    a = trajectory.advantages
-    first, last = [a[start] for start, _ in trajectory.steps], [a[end - 1] for _, end in trajectory.steps]
+    a = per_token(rollout)
+    first, last = [a[start] for start, _ in steps_of(rollout)], [a[end - 1] for _, end in steps_of(rollout)]
     assert first == last, "one step, one value"
     return [*first, a[-1]]
 
@@ -110,99 +141,132 @@ def paper_verifier(prompt, i, j, sampling):
 
 
 def test_tango_vectors_through_a_whole_generator_turn(texts):
-    with_players = players(paper_generator, paper_verifier)
-    played = Tango(group_size=3, **texts).play(turn("generator"), problems(1), with_players)
+    table = table_of(paper_generator, paper_verifier)
+    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table)
     expected = [
         [1.2290, 1.1815, 1.1341, 1.0867, 1.0392],
         [-0.5829, -0.7094, -0.5196],
         [-0.6461, -0.6935, -0.7410, -0.6303, -0.5196],
     ]
-    for trajectory, values in zip(played.trajectories, expected, strict=True):
-        assert segments(trajectory) == pytest.approx(values, abs=1e-4)
-        assert not any(trajectory.advantages[: trajectory.prompt_length])
-        assert [TOKENIZER.decode(trajectory.tokens[a:b]) for a, b in trajectory.steps][0] == "<step>#1 x</step>"
-    assert [t.payload["verdicts"] for t in played.trajectories] == [
-        [v == "+" for v in verdicts] for verdicts, _ in PAPER
-    ]
-    assert played.trajectories[0].payload["review"].startswith("<step_verification>")
-    m = played.metrics
+    for rollout, values in zip(rollouts, expected, strict=True):
+        assert segments(rollout) == pytest.approx(values, abs=1e-4)
+        assert not any(rollout.advantages[: rollout.start])
+        assert [TOKENIZER.decode(rollout.tokens[a:b]) for a, b in steps_of(rollout)][0] == "<step>#1 x</step>"
+    assert [t.payload["verdicts"] for t in rollouts] == [[v == "+" for v in verdicts] for verdicts, _ in PAPER]
+    assert rollouts[0].payload["review"].startswith("<step_verification>")
+    assert [t.payload["correct"] for t in rollouts] == [True, False, False]
     assert (m["alpha"], m["steps_per_solution"], m["verdicts_match"]) == (0.1, pytest.approx(10 / 3), 1.0)
-    assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 0, 2, 0] and m[
-        "predicted_positive"
-    ] == pytest.approx(1 / 3)
-    assert (m["samples"], m["finished"], m["groups_without_signal"]) == (3, 1.0, 0.0)
-    assert m["reward/outcome"] == pytest.approx(1 / 3)
-    [(asked, _)] = with_players.engines["verifier"].asked
-    assert TOKENIZER.decode(asked[1]) == f"Q 0 S {solution(2, 'no')} K 2"
+    assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 0, 2, 0]
+    assert m["predicted_positive"] == m["reward/outcome"] == pytest.approx(1 / 3)
+    assert (m["samples"], m["finished"], without_signal(rollouts, "outcome"), without_signal(rollouts)) == (3, 1, 0, 0)
+    asked, _ = table.engines["verifier"].asked[1]
+    assert TOKENIZER.decode(asked) == f"Q 0 S {solution(2, 'no')} K 2"
 
 
 def test_alpha_follows_the_generators_updates_and_not_the_turns(texts):
     recipe = Tango(group_size=3, generator_updates=300, **texts)
     alphas = [
-        recipe.play(
-            turn("generator", number=n, update=u), problems(1), players(paper_generator, paper_verifier)
-        ).metrics["alpha"]
+        play(recipe, "generator", 1, table_of(paper_generator, paper_verifier), number=n, update=u)[1]["alpha"]
         for n, u in ((40, 0), (119, 60), (239, 150))
     ]
     assert alphas == pytest.approx([0.1, 0.0398, 0.01], abs=1e-4)
 
 
 def test_a_sample_whose_verdict_count_differs_gets_no_step_rewards(texts):
-    def verifier(prompt, i, j, sampling):
-        return verification(
-            "+?-+" if i == 0 else PAPER[i][0], "+"
-        )  # a missing verdict swallows nothing but its own step
+    def verifier(prompt, i, j, sampling):  # a missing verdict swallows nothing but its own step
+        return verification("+?-+" if i == 0 else PAPER[i][0], "+")
 
-    played = Tango(group_size=3, **texts).play(turn("generator"), problems(1), players(paper_generator, verifier))
-    assert [bool(t.step_rewards) for t in played.trajectories] == [False, True, True]
-    assert segments(played.trajectories[0]) == pytest.approx([1.0392] * 5, abs=1e-4)
-    assert played.metrics["verdicts_match"] == pytest.approx(2 / 3)
+    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table_of(paper_generator, verifier))
+    assert list(map(judged, rollouts)) == [False, True, True]
+    assert segments(rollouts[0]) == pytest.approx([1.0392] * 5, abs=1e-4)
+    assert m["verdicts_match"] == pytest.approx(2 / 3)
 
 
 def test_without_any_step_reward_the_outcome_advantage_is_whole(texts):
-    played = Tango(group_size=3, **texts).play(
-        turn("generator"), problems(1), players(paper_generator, lambda *_: "no idea")
-    )
-    assert segments(played.trajectories[0]) == pytest.approx([1.1547] * 5, abs=1e-4)
-    assert [played.metrics[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [
-        0,
-        0,
-        2,
-        1,
-    ]  # unreadable: said incorrect
+    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table_of(paper_generator, lambda *_: "no idea"))
+    assert segments(rollouts[0]) == pytest.approx([1.1547] * 5, abs=1e-4)
+    assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [0, 0, 2, 1]  # unreadable: said incorrect
 
 
 def test_a_verifier_prompt_that_is_too_long_is_dropped_and_never_cut(texts):
     limit = (
-        len(ids(f"Q 0 S {solution(4, 'yes')} K 4")) - 1
+        len(ids(f"Q 0 S {solution(4, 'yes')} K 4")) - 2
     )  # the two longer solutions do not fit (no is shorter by one)
-    with_players = players(paper_generator, lambda p, i, j, s: verification("+-", "-"), verifier_limit=limit - 1)
-    played = Tango(group_size=3, **texts).play(turn("generator"), problems(1), with_players)
-    assert played.metrics["reviews_dropped"] == 2 and [bool(t.step_rewards) for t in played.trajectories] == [
-        False,
-        True,
-        False,
-    ]
-    [(asked, _)] = with_players.engines["verifier"].asked
-    assert [TOKENIZER.decode(a) for a in asked] == [f"Q 0 S {solution(2, 'no')} K 2"]
-    assert "verdicts" not in played.trajectories[0].payload
+    table = table_of(paper_generator, lambda p, i, j, s: verification("+-", "-"), verifier_limit=limit)
+    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table)
+    assert m["reviews_dropped"] == 2 and list(map(judged, rollouts)) == [False, True, False]
+    assert [TOKENIZER.decode(a) for a, _ in table.engines["verifier"].asked] == [f"Q 0 S {solution(2, 'no')} K 2"]
+    assert "verdicts" not in rollouts[0].payload
 
 
-def test_a_grading_that_fails_is_an_outcome_of_zero_and_counted(texts):
-    grade = graded(
-        lambda response, payload: (
-            Outcome.TIMEOUT if "yes" in response else Outcome.ERROR if response.count("#") == 2 else 1.0
-        )
+@pytest.mark.parametrize("role", ["generator", "verifier"])
+def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(texts, role):
+    """It used to have an outcome of 0, which its group learned from."""
+
+    def rule(response, payload):
+        return Outcome.TIMEOUT if "yes" in response else Outcome.ERROR if response.count("#") == 2 else 1.0
+
+    def writes(prompt, i, j, sampling):
+        return solution(j % 4 + 1, "yes" if j == 0 else "no")
+
+    recipe = Tango(group_size=5, verifications=2, **texts)
+    table = table_of(writes, lambda *_: verification("+", "+"), grade=graded(rule))
+    rollouts, m = play(recipe, role, 1, table)
+    if role == "generator":  # of the five, the first cannot be graded, nor the second
+        assert [len(steps_of(t)) for t in rollouts] == [3, 4, 1] and len({t.group for t in rollouts}) == 1
+        assert (m["graded/timeout"], m["graded/error"], m["samples"], m["reward/outcome"]) == (1, 1, 3, 1.0)
+        assert without_signal(rollouts, "outcome") == 1.0 and list(map(judged, rollouts)) == [False, False, True]
+        assert len(table.engines["verifier"].asked) == 3
+        assert sum(m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")) == 3
+        with pytest.raises(RewardFailure, match="2 of 5 gradings failed"):
+            recipe.play(turn(role), Problems(1), replace(table, max_failure_share=0.2))
+    else:  # there is but one, which cannot be graded
+        assert rollouts == [] and (m["graded/timeout"], m["samples"]) == (1, 0) and not table.engines["verifier"].asked
+
+
+def test_in_grpo_too_the_group_stays_when_a_sample_leaves(texts):
+    grade = graded(lambda response, payload: Outcome.ERROR if "never" in response else "yes" in response)
+    table = table_of(lambda p, i, j, s: solution(1, ["yes", "no", "never", "no"][j]), grade=grade)
+    rollouts, m = play(Grpo(updates=1, group_size=4, template=texts["generator_template"]), "generator", 2, table)
+    assert [t.advantages for t in rollouts] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
+    assert (m["graded/error"], m["samples"]) == (2, 6)
+    assert all(t.payload["grading"] == "score" for t in rollouts)
+
+
+def test_samples_are_graded_and_judged_while_others_are_written(texts):
+    """An engine that gives its second answer only when the first one is graded and its verification is asked for."""
+    judged = threading.Event()
+
+    class Slow(ScriptedEngine):
+        def session(self):
+            inner = super().session()
+            answers = inner.answers
+
+            def slowly():
+                for number, answer in enumerate(answers()):
+                    assert number == 0 or judged.wait(10)
+                    yield answer
+
+            inner.answers = slowly
+            return inner
+
+    table = table_of(mixed_generator, mixed_verifier)
+    slow = Slow(lambda p, i, j, s: [*ids(mixed_generator(p, i, j, s)), EOS], eos=EOS)
+    table = replace(table, engines={**table.engines, "generator": slow})
+    solutions, figures = solve(
+        table, "generator", problems(2), Sampling(max_tokens=4000), then=lambda place, solution: judged.set()
     )
-    played = Tango(group_size=3, **texts).play(
-        turn("generator"), problems(1), players(paper_generator, paper_verifier, grade=grade)
-    )
-    assert [t.rewards["outcome"] for t in played.trajectories] == [0.0, 0.0, 1.0]
-    assert (played.metrics["graded/timeout"], played.metrics["graded/error"]) == (1, 1)
-    assert sum(played.metrics[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")) == 1  # only what was graded
-    with pytest.raises(RewardFailure, match="2 of 3 gradings failed"):
-        strict = players(paper_generator, paper_verifier, grade=grade, max_failure_share=0.5)
-        Tango(group_size=3, **texts).play(turn("generator"), problems(1), strict)
+    assert [s.correct for s in solutions] == [True, False] and figures["steps_per_solution"] == 2.0
+
+
+def test_an_error_of_the_grader_comes_through_and_ends_the_turn():
+    def broken(responses, payloads):
+        raise RewardFailure("cannot be imported")
+
+    start = time.monotonic()
+    with pytest.raises(RewardFailure, match="cannot be imported"):
+        solve(table_of(mixed_generator, grade=broken), "generator", problems(3), Sampling(max_tokens=4000))
+    assert time.monotonic() - start < 10
 
 
 def mixed_generator(prompt, i, j, sampling):
@@ -217,86 +281,76 @@ def mixed_verifier(prompt, i, j, sampling):
 
 def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(texts):
     recipe = Tango(verifications=3, **texts)
-    played = recipe.play(turn("verifier"), problems(4), players(mixed_generator, mixed_verifier))
-    assert (
-        [t.rewards["verifier"] for t in played.trajectories]
-        == [1.8, 0.8, 0.0] * 4
-        == pytest.approx([1.8, 0.8, 0.0] * 4)
-    )
-    assert sorted(Counter(t.group for t in played.trajectories).values()) == [3, 3, 3, 3]
+    rollouts, m = play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
+    assert [t.rewards["verifier"] for t in rollouts] == pytest.approx([1.8, 0.8, 0.0] * 4)
+    assert [t.payload["correct"] for t in rollouts] == [True, False, False] * 4 and {t.role for t in rollouts} == {
+        "verifier"
+    }
+    assert sorted(Counter(t.group for t in rollouts).values()) == [3, 3, 3, 3]
     plain = [(r - 2.6 / 3) / 0.901850 for r in (1.8, 0.8, 0.0)]  # sample standard deviation of the three
     common, rare = 1 / 9**0.5, 1 / 3**0.5  # 9 rows of wrong solutions, 3 of right ones; the weights average 1
     scale = 12 / (9 * common + 3 * rare)
     expected = [a * rare * scale for a in plain] + [a * common * scale for a in plain] * 3
-    assert [t.advantages[-1] for t in played.trajectories] == pytest.approx(expected, abs=1e-4)
-    m = played.metrics
+    assert [t.advantages for t in rollouts] == pytest.approx(expected, abs=1e-4)
     assert (m["samples"], m["reward/agrees"]) == (12, pytest.approx(1 / 3))
-    assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 3, 6, 2] and m[
-        "verdicts_match"
-    ] == pytest.approx(2 / 3)
-    assert m["reward/outcome"] == 0.25 and m["groups_without_signal"] == 0.0
+    assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 3, 6, 2]
+    assert m["verdicts_match"] == pytest.approx(2 / 3)
+    assert m["reward/outcome"] == 0.25 and without_signal(rollouts, "verifier") == 0.0
     assert recipe.state_dict()["right"] == 3.0 and recipe.state_dict()["wrong"] == 9.0
+
+
+def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
+    rollouts, _ = play(Tango(verifications=3, **texts), "verifier", 1, table_of(mixed_generator, mixed_verifier))
+    first = rollouts[0]
+    assert TOKENIZER.decode(first.tokens[: first.start]) == f"Q 0 S {solution(2, 'yes')} K 2"
+    assert first.spans[:, 2].tolist() == [Author.ENVIRONMENT, Author.POLICY] and first.tokens[-1] == EOS
+    assert [TOKENIZER.decode(first.tokens[a:b])[:6] for a, b in steps_of(first)] == ["<step>"] * 2
+    assert first.payload["verdicts"] == [True, True] and first.payload["answer"] == "yes"
 
 
 def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
     recipe = Tango(verifications=3, **texts)
-    recipe.play(turn("verifier"), problems(4), players(mixed_generator, mixed_verifier))
+    play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
     again = Tango(verifications=3, **texts)
     again.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     for r in (recipe, again):
-        r.play(turn("verifier", number=1), problems(1), players(mixed_generator, mixed_verifier))
-    assert recipe.state_dict() == again.state_dict() and recipe.state_dict()["right"] == pytest.approx(
-        0.8 * 3 + 0.2 * 3
-    )
-    assert recipe.state_dict()["wrong"] == pytest.approx(0.8 * 9)
+        play(r, "verifier", 1, table_of(mixed_generator, mixed_verifier), number=1)
+    state = recipe.state_dict()
+    assert state == again.state_dict() and (state["right"], state["wrong"]) == pytest.approx((3.0, 0.8 * 9))
 
 
 def test_solutions_without_a_grade_are_left_out_of_a_verifier_turn(texts):
     grade = graded(lambda response, payload: Outcome.ERROR if payload["question"] == "0" else 0.0)
     recipe = Tango(verifications=2, **texts)
-    played = recipe.play(turn("verifier"), problems(2), players(mixed_generator, mixed_verifier, grade=grade))
-    assert len(played.trajectories) == 2 and played.metrics["graded/error"] == 1
+    rollouts, m = play(recipe, "verifier", 2, table_of(mixed_generator, mixed_verifier, grade=grade))
+    assert len(rollouts) == 2 and m["graded/error"] == 1 and m["reward/outcome"] == 0.0
     nothing = graded(lambda response, payload: Outcome.ERROR)
-    empty = recipe.play(turn("verifier"), problems(2), players(mixed_generator, mixed_verifier, grade=nothing))
-    assert empty.trajectories == [] and empty.metrics["graded/error"] == 2
+    rollouts, m = play(recipe, "verifier", 2, table_of(mixed_generator, mixed_verifier, grade=nothing))
+    assert rollouts == [] and m["graded/error"] == 2
 
 
 def test_draws_depend_on_the_turn_and_role_alone(texts):
     def seeds(number, role="generator", run=0):
-        with_players = players(paper_generator, paper_verifier, seed=run)
-        Tango(group_size=3, verifications=3, **texts).play(turn(role, number=number), problems(1), with_players)
-        return [with_players.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
+        table = table_of(paper_generator, paper_verifier, seed=run)
+        play(Tango(group_size=3, verifications=3, **texts), role, 1, table, number=number)
+        return [table.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
 
     assert seeds(5) == seeds(5) == seeds(5, "verifier")
     assert len({*seeds(5), *seeds(6), *seeds(5, run=1)}) == 6
 
 
 def schedule(recipe):
-    return [role for step in range(recipe.num_steps()) for role in recipe.turns(step)]
+    turns = [roles for step in recipe.schedule() for roles in step]
+    assert all(len(roles) == 1 for roles in turns)
+    return [role for [role] in turns]
 
 
 @pytest.mark.parametrize("role", ["generator", "verifier"])
 def test_log_probs_are_asked_for_of_the_player_whose_turn_it_is(texts, role):
-    with_players = players(paper_generator, paper_verifier)
-    Tango(group_size=3, verifications=3, **texts).play(turn(role), problems(1), with_players)
-    asked = {name: with_players.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
+    table = table_of(paper_generator, paper_verifier)
+    play(Tango(group_size=3, verifications=3, **texts), role, 1, table)
+    asked = {name: table.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
     assert asked == {name: name == role for name in asked}
-
-
-def test_a_review_reads_the_same_whether_its_steps_are_marked_or_not(texts):
-    with_players = players(paper_generator, paper_verifier)
-    tango = Tango(group_size=3, verifications=3, **texts)
-    draws = replace(with_players.samplings["generator"], n=3, seed=0)
-    solutions = solve(with_players, "generator", problems(1), draws)
-    marked, plain = (
-        tango._reviewer().review(
-            with_players, solutions, replace(with_players.samplings["verifier"], n=1, seed=0, logprobs=on)
-        )
-        for on in (True, False)
-    )
-    for [one], [other] in zip(marked, plain, strict=True):
-        assert (one.text, one.review, one.trajectory.rewards) == (other.text, other.review, other.trajectory.rewards)
-        assert one.trajectory.steps and not other.trajectory.steps
 
 
 def test_the_published_schedule_has_440_updates():
@@ -316,29 +370,27 @@ def test_a_last_cycle_is_cut_to_the_generators_updates():
         *["generator"] * 2,
     ]
     assert schedule(Tango(generator_updates=2, warmup_updates=0)) == ["generator", "generator"]
-    assert Tango(generator_updates=3, warmup_updates=0).turns(1) == []
+    assert len(Tango(generator_updates=3, warmup_updates=0).schedule()) == 1
 
 
 def test_a_frozen_player_has_no_turns_and_the_other_keeps_its_own():
     frozen_verifier = Tango(generator_updates=7, warmup_updates=4, train_verifier=False)
-    assert schedule(frozen_verifier) == ["generator"] * 7 and frozen_verifier.trained == ("generator",)
+    assert schedule(frozen_verifier) == ["generator"] * 7 and not frozen_verifier.roles()["verifier"].trained
     frozen_generator = Tango(generator_updates=7, warmup_updates=4, train_generator=False)
     both = Tango(generator_updates=7, warmup_updates=4)
     assert schedule(frozen_generator) == ["verifier"] * Counter(schedule(both))["verifier"] == ["verifier"] * 6
-    assert frozen_generator.roles == both.roles == ("generator", "verifier")
+    assert list(frozen_generator.roles()) == list(both.roles()) == ["generator", "verifier"]
     with pytest.raises(ConfigError, match="both false"):
         Tango(train_generator=False, train_verifier=False)
 
 
 def test_grpo_groups_are_the_samples_of_one_problem(texts):
     recipe = Grpo(updates=7, group_size=3, template=texts["generator_template"])
-    same = [
-        Prompt(id="p0", tokens=ids("Q 0"), payload={"question": "0", "answer": "yes"})
-    ] * 2  # a small set meets itself in one batch
-    played = recipe.play(turn("generator"), same, players(paper_generator))
-    assert [t.advantages[-1] for t in played.trajectories] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
-    assert len({t.group for t in played.trajectories}) == 2 and schedule(recipe) == ["generator"] * 7
-    assert recipe.generator_prompt({"question": "why?"}) == "Q why?"
+    same = [problems(1)[0]] * 2  # a small set meets itself in one batch
+    rollouts, _ = play(recipe, "generator", same, table_of(paper_generator))
+    assert [t.advantages for t in rollouts] == pytest.approx([1.1547, -0.5773, -0.5773] * 2, abs=1e-4)
+    assert len({t.group for t in rollouts}) == 2 and schedule(recipe) == ["generator"] * 7
+    assert recipe.prompt({"question": "why?"}) == "Q why?"
 
 
 def half_right(prompt, i, j, sampling):
@@ -354,8 +406,8 @@ def optimist(prompt, i, j, sampling):
 def test_evaluation_measures_both_players_by_hand(texts):
     recipe = Tango(balanced_per_class=3, step_labels="megatron_rl.rewards.last_letter:step_labels", **texts)
     held_out = problems(6, words=["fox", "cat"])
-    with_players = players(half_right, optimist)
-    figures = recipe.evaluate(held_out, with_players, 1)
+    table = table_of(half_right, optimist)
+    figures = recipe.evaluate(held_out, table)
     assert figures == {
         "generator/accuracy_sampled": 0.5, "generator/accuracy_greedy": 1.0, "generator/num_problems": 6.0,
         "verifier/num_right": 3.0, "verifier/num_wrong": 3.0,
@@ -363,39 +415,34 @@ def test_evaluation_measures_both_players_by_hand(texts):
         "verifier/outcome_f1_greedy": 0.0, "verifier/aligned_greedy": 1.0, "verifier/predicted_positive_greedy": 1.0,
         "verifier/step_f1_greedy": 0.0,
     }  # fmt: skip
-    drawn = [s for _, s in with_players.engines["generator"].asked]
-    assert [(s.temperature, s.top_p, s.n) for s in drawn] == [
-        (1.0, 1.0, 1),
-        (0.0, 0.9, 1),
-    ]  # enough of both classes at once
+    drawn = [s for _, s in table.engines["generator"].asked]
+    drawn = [(s.temperature, s.top_p, s.n) for s in drawn]
+    assert drawn == [(1.0, 1.0, 1)] * 6 + [(0.0, 0.9, 1)] * 6  # enough of both classes at once
 
 
 def test_the_verification_set_is_drawn_once_and_kept(texts):
     held_out = problems(4)
     recipe = Tango(balanced_per_class=3, balanced_rounds=3, **texts)
-    first = players(half_right, optimist)
-    recipe.evaluate(held_out, first, 1)
-    assert len(first.engines["generator"].asked) == 3  # two figures, and one more round for the third of each class
+    first = table_of(half_right, optimist)
+    recipe.evaluate(held_out, first)
     seeds = [s.seed for _, s in first.engines["generator"].asked]
-    assert seeds[0] == seeds[1] != seeds[2]
+    assert len(seeds) == 12  # two figures, and one more round for the third of each class
+    assert len(set(seeds[:8])) == len(set(seeds[8:])) == 1 and seeds[0] != seeds[8]
     later = Tango(balanced_per_class=3, **texts)
     later.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
-    better = players(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
-    figures = later.evaluate(held_out, better, 1)
-    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3) and len(
-        better.engines["generator"].asked
-    ) == 2
-    asked = [TOKENIZER.decode(p) for p in better.engines["verifier"].asked[0][0]]
-    assert asked == [TOKENIZER.decode(p) for p in first.engines["verifier"].asked[0][0]] and all(
-        a.endswith("K 2") for a in asked
-    )
+    better = table_of(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
+    figures = later.evaluate(held_out, better)
+    assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (3, 3)
+    assert len(better.engines["generator"].asked) == 8
+    asked = [[TOKENIZER.decode(p) for p, _ in t.engines["verifier"].asked] for t in (first, better)]
+    assert asked[0] == asked[1] and len(asked[0]) == 12 and all(a.endswith("K 2") for a in asked[0])
     with pytest.raises(ValueError, match="held-out problem 'p0' .* is gone"):
-        later.evaluate(problems(4)[1:], better, 1)
+        later.evaluate(problems(4)[1:], better)
 
 
 def test_a_class_that_cannot_be_found_gives_no_f1(texts):
     recipe = Tango(balanced_per_class=3, balanced_rounds=2, **texts)
-    figures = recipe.evaluate(problems(2), players(lambda *_: solution(1, "no"), optimist), 1)
+    figures = recipe.evaluate(problems(2), table_of(lambda *_: solution(1, "no"), optimist))
     assert (
         "verifier/outcome_f1" not in figures
         and figures["verifier/num_right"] == 0
@@ -414,11 +461,8 @@ def test_f1_is_the_harmonic_mean_of_the_class_accuracies():
 
 def test_settings_are_checked_by_name_value_and_cure(texts):
     recipe = build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "cosine", "group_size": 4}))
-    assert recipe.group_sizes == {"generator": 4, "verifier": 5} and recipe.state_dict() == {
-        "right": None,
-        "wrong": None,
-        "balanced": None,
-    }
+    assert {name: part.samples for name, part in recipe.roles().items()} == {"generator": 4, "verifier": 5}
+    assert recipe.state_dict() == {"right": None, "wrong": None, "balanced": None}
     with pytest.raises(ConfigError, match="group_siz"):
         build(Use(target="megatron_rl.recipes.tango:Tango", args={"group_siz": 4}))
     with pytest.raises(ConfigError, match="alpha_schedule"):
@@ -427,6 +471,25 @@ def test_settings_are_checked_by_name_value_and_cure(texts):
         Tango(group_size=0)
     with pytest.raises(ConfigError, match="updates = 0"):
         Grpo(updates=0)
+    with pytest.raises(ConfigError, match="gae.*grpo, dr_grpo"):
+        Grpo(updates=1, estimator="gae")
+    with pytest.raises(ConfigError, match="alpha_start = 1.5: it is a share"):
+        Tango(alpha_start=1.5)
+    for wrong in ({"alpha_min": 0.0}, {"class_weight_decay": 1.0}, {"verifier_template": "nowhere"}):
+        with pytest.raises(ConfigError, match="floor = 0.0|decay = 1.0|nowhere"):
+            build(Use(target="megatron_rl.recipes.tango:Tango", args=wrong))
+
+
+def test_an_estimator_of_ones_own_is_named_in_the_config(texts):
+    args = {"updates": 1, "group_size": 1, "estimator": f"{__name__}:raw", "template": texts["generator_template"]}
+    recipe = build(Use(target="megatron_rl.recipes.grpo:Grpo", args=args))
+    rollouts, _ = play(recipe, "generator", 2, table_of(lambda p, i, j, s: solution(1, "yes" if i else "no")))
+    assert [t.advantages for t in rollouts] == [0.0, 2.0]
+
+
+def raw(rewards, groups, tokens):
+    """An estimator of a user's own."""
+    return 2.0 * rewards
 
 
 @pytest.mark.parametrize("name", ["tango_generator", "grpo_generator"])
@@ -455,52 +518,3 @@ def test_the_packaged_verifier_prompt_has_the_papers_order_and_a_perfect_example
     )
     read = review(example, num_steps=2, correct=True, generator_format=1.0)
     assert (read.verdicts, read.final, read.format, read.reward) == ((True, True), True, 1.0, 1.8)
-
-
-def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(texts):
-    lines, saved = [], []
-    vocabulary = len(TOKENIZER)
-    with_players = players(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
-    roles = {}
-    for name in ("generator", "verifier"):
-        policy = TablePolicy(vocabulary)
-        refit = streaming(policy, with_players.engines[name])
-        roles[name] = loop.Role(
-            policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)), refit=refit, needs_reference=True
-        )
-    recipe = Tango(
-        generator_updates=4,
-        generator_turns=2,
-        warmup_updates=1,
-        group_size=2,
-        verifications=3,
-        balanced_per_class=2,
-        **texts,
-    )
-    setup = loop.Setup(
-        world=OneProcess(), roles=roles, recipe=recipe, players=with_players, held_out=problems(2),
-        data=dict.fromkeys(roles, Endless()),
-        hooks=loop.Hooks(log=lambda step, scope, m, *, turn: lines.append((turn, step, scope, m)), save=saved.append),
-    )  # fmt: skip
-    progress = loop.Progress()
-    assert loop.train(setup, loop.Plan(steps=recipe.num_steps(), prompts_per_step=2, save_every=2), progress)
-    g, v = "generator", "verifier"
-    assert [(turn, step, scope) for turn, step, scope, _ in lines] == [
-        (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),
-    ]  # fmt: skip
-    assert (
-        progress.updates == {g: 4, v: 3}
-        and [with_players.engines[name].version for name in (g, v)] == [4, 3]
-        and saved == [4, 7]
-    )
-    assert all(m["version_lag"] == 0 and m["kl_ref"] >= 0 for _, _, scope, m in lines if scope != "eval")
-    assert [m["alpha"] for _, _, scope, m in lines if scope == g] == pytest.approx(
-        [0.1, 0.0316, 0.01, 0.00316], rel=0.01
-    )
-
-
-class Endless:
-    """The same problems, as often as wanted."""
-
-    def take(self, count):
-        return problems(count)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from test_recipes import TOKENIZER, by_answer, ids, problems, solution, turn, verification
+from fake_engines import ScriptedEngine
+from fake_policy import TablePolicy
+from test_recipes import TOKENIZER, Problems, by_answer, ids, judged, play, problems, solution, turn, verification
 from toys import EOS, graded
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import Statistics, pack
 from megatron_rl.config.checks import check
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
-from megatron_rl.engines.base import Completion, EngineError, Sampling, Tandem
-from megatron_rl.engines.fake import ScriptedEngine, TablePolicy
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.recipes import tandem
 from megatron_rl.recipes.tango import Tango
-from megatron_rl.training.rollouts import measure, sample, trajectories_from_jsonl, trajectories_to_jsonl
-from megatron_rl.training.turns import Players
-from megatron_rl.types import Prompt, Stop, Trajectory, pack
+from megatron_rl.training.rollouts import from_completion, measure, sample
+from megatron_rl.training.turns import Table
+from megatron_rl.training.update import Trainee, update
+from megatron_rl.types import NO_VERSION, STEP, Author, Prompt, Stop
+from megatron_rl.world import OneProcess
 
-JUNIOR_FIRST = Tandem(rule=Rule(strategy="bernoulli"))
+JUNIOR_FIRST = TandemSampling(rule=Rule(strategy="bernoulli"))
 
 
 class Pair(ScriptedEngine):
@@ -32,8 +37,8 @@ class Pair(ScriptedEngine):
         super().__init__(answer, eos=EOS)
         self.mask = mask
 
-    def _one(self, prompt, i, j, sampling):
-        found = super()._one(prompt, i, j, sampling)
+    def one(self, prompt, key, sample, sampling):
+        found = super().one(prompt, key, sample, sampling)
         return replace(found, authors=self.mask(len(found.tokens))) if sampling.tandem is not None else found
 
 
@@ -41,13 +46,14 @@ def writes(i, j):
     return [*ids(solution(2, "yes" if j == 0 else "no")), EOS]
 
 
-def with_pair(**engine):
-    return Players(
+def with_pair(weight=0.0, **engine):
+    return Table(
         engines={"generator": Pair(lambda prompt, i, j, sampling: writes(i, j), **engine)},
         tokenizers={"generator": TOKENIZER},
         samplings={"generator": Sampling(max_tokens=4000, tandem=JUNIOR_FIRST)},
         max_prompt_tokens={"generator": 10_000},
         grade=by_answer,
+        partner_weights={"generator": weight},
     )
 
 
@@ -58,17 +64,18 @@ def recipe(tmp_path):
 
 
 def test_the_whole_text_is_graded_and_the_seniors_tokens_alone_are_trained(recipe):
-    played = recipe.play(turn("generator"), problems(2), with_pair())
-    assert played.metrics["reward/outcome"] == 0.5
-    assert played.metrics["senior_share"] == pytest.approx(0.5, abs=0.01)
-    for t in played.trajectories:
-        assert t.response[: len(ids("<think>"))] == ids("<think>"), "a text that the junior begins is read whole"
-        assert not t.trainable[t.start] and t.trainable[t.start + 1]
-        assert len(t.steps) == 2
-        assert all((a != 0.0) == on for a, on in zip(t.advantages, t.trainable, strict=True))
-        assert all(p == (-1.0 if on else 0.0) for p, on in zip(t.logprobs, t.trainable, strict=True))
-    assert played.metrics["length"] == sum(len(t.response) for t in played.trajectories) / 4
-    assert played.metrics["switches"] == played.metrics["length"] - 1
+    rollouts, m = play(recipe, "generator", 2, with_pair())
+    assert m["reward/outcome"] == 0.5
+    assert m["senior_share"] == pytest.approx(0.5, abs=0.01)
+    for t in rollouts:
+        assert t.response[: len(ids("<think>"))].tolist() == ids("<think>"), (
+            "a text that the junior begins is read whole"
+        )
+        assert not t.trainable[t.start] and t.trainable[t.start + 1] and isinstance(t.advantages, float)
+        assert len(t.marks_of(STEP)) == 2 and t.partner_weight == 0.0
+        assert np.array_equal(t.weights > 0, t.trainable) and np.array_equal(t.logprobs == -1.0, t.written)
+    assert m["length"] == sum(len(t.response) for t in rollouts) / 4
+    assert m["switches"] == m["length"] - 1
 
 
 def test_the_mask_of_the_papers_example():
@@ -76,28 +83,51 @@ def test_the_mask_of_the_papers_example():
     answers = iter([([5] * 6, [1, 1, 0, 0, 1, 0]), ([5] * 4, [0, 1, 1, 0])])
 
     class Two(ScriptedEngine):
-        def _one(self, prompt, i, j, sampling):
+        def one(self, prompt, key, sample, sampling):
             tokens, authors = next(answers)
-            return Completion(
-                tokens=tokens, logprobs=[-1.0] * len(tokens), stop=Stop.LENGTH, authors=[bool(a) for a in authors]
-            )
+            logprobs = np.full(len(tokens), -1.0)
+            return Completion(tokens=tokens, logprobs=logprobs, stop=Stop.LENGTH, authors=np.array(authors, bool))
 
-    engine = Two(lambda *_: [], eos=EOS)
-    found = sample(
-        engine, [Prompt(id="a", tokens=[3, 3]), Prompt(id="b", tokens=[4])], Sampling(max_tokens=6, tandem=JUNIOR_FIRST)
-    )
-    assert [t.trainable for t in found] == [
+    table = replace(with_pair(), engines={"generator": Two(lambda *_: [], eos=EOS)})
+    prompts = [Prompt(id="a", tokens=[3, 3]), Prompt(id="b", tokens=[4])]
+    found = sample(table, "generator", prompts, Sampling(max_tokens=6, tandem=JUNIOR_FIRST))
+    assert [t.trainable.tolist() for t in found] == [
         [False] * 2 + [True, True, False, False, True, False],
         [False, False, True, True, False],
     ]
-    assert measure(found)["senior_share"] == 0.5
-    assert trajectories_from_jsonl(trajectories_to_jsonl(found)) == found
+    assert measure(found)["senior_share"] == 0.5 and measure(found)["switches"] == (3 + 2) / 2
+
+
+def test_spans_tell_authors_and_versions_apart():
+    completion = Completion(
+        tokens=[5] * 7,
+        logprobs=[-1.0] * 7,
+        stop=Stop.EOS,
+        authors=[True, True, False, False, True, True, True],
+        versions=[(0, 3), (3, 4), (6, 5)],
+    )
+    t = from_completion(Prompt(id="a", tokens=[1, 2]), completion, role="g", group="x", version=9)
+    policy, partner = Author.POLICY, Author.PARTNER
+    assert t.spans.tolist() == [
+        [0, 2, Author.ENVIRONMENT, NO_VERSION], [2, 4, policy, 3], [4, 6, partner, NO_VERSION], [6, 8, policy, 4], [8, 9, policy, 5],
+    ]  # fmt: skip
+    assert (t.versions, t.version, t.num_trainable, t.length) == ((3, 4, 5), 3, 5, 7)
+    plain = from_completion(
+        Prompt(id="a", tokens=[1]), replace(completion, authors=None), role="g", group="x", version=9
+    )
+    assert plain.spans[:, :2].tolist() == [[0, 1], [1, 4], [4, 7], [7, 8]]
+    alone = from_completion(
+        Prompt(id="a", tokens=[1]), replace(completion, authors=None, versions=[]), role="g", group="x", version=9
+    )
+    assert alone.spans.tolist() == [[0, 1, Author.ENVIRONMENT, NO_VERSION], [1, 8, policy, 9]]
+    nothing = replace(completion, tokens=[], logprobs=[], authors=[])
+    assert from_completion(Prompt(id="a", tokens=[1]), nothing, role="g", group="x", version=9).length == 0
 
 
 @pytest.mark.parametrize("mask", [lambda length: None, lambda length: [True] * (length - 1)], ids=["none", "short"])
 def test_without_an_author_for_each_token_a_run_does_not_start(recipe, mask):
     with pytest.raises(EngineError, match="without an author"):
-        recipe.play(turn("generator"), problems(2), with_pair(mask=mask))
+        recipe.play(turn("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 1.0])
@@ -106,34 +136,28 @@ def test_a_senior_share_that_the_strategy_does_not_give_stops_the_run(recipe, sh
         return [i % 4 < 4 * share for i in range(length)]
 
     with pytest.raises(EngineError, match="senior wrote"):
-        recipe.play(turn("generator"), problems(2), with_pair(mask=mask))
+        recipe.play(turn("generator"), Problems(2), with_pair(mask=mask))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recipe, aggregation):
     """Gradient of the plain loss at ratio 1: -advantage x weight, over the weights of the whole batch or of the token's sequence."""
-    players = with_pair()
-    sampling = replace(players.samplings["generator"], tandem=replace(JUNIOR_FIRST, junior_weight=0.25))
-    played = recipe.play(turn("generator"), problems(2), replace(players, samplings={"generator": sampling}))
-    without = recipe.play(turn("generator"), problems(2), players)
-    assert trajectories_from_jsonl(trajectories_to_jsonl(played.trajectories)) == played.trajectories
-    batch, loss = pack(played.trajectories), PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
-    assert torch.equal(batch.mask, pack(without.trajectories).mask) and played.metrics == without.metrics
-    response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in played.trajectories])
+    rollouts, figures = play(recipe, "generator", 2, with_pair(weight=0.25))
+    without, others = play(recipe, "generator", 2, with_pair())
+    batch, loss = pack(rollouts), PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
+    assert torch.equal(batch.mask, pack(without).mask) and figures == others
+    response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in rollouts])
     response[batch.cu_seqlens[1:] - 1] = False  # the last token predicts nothing
     weights = torch.where(batch.mask, 1.0, 0.25) * response
-    assert (
-        torch.equal(batch.weights, weights)
-        and torch.equal(batch.counted, response)
-        and not response[batch.mask].logical_not().any()
-    )
-    old = torch.where(
-        batch.mask, batch.engine_logprobs, torch.tensor(-9.0)
-    )  # the junior's are no part of importance sampling
-    batch = replace(batch, old_logprobs=old)
+    assert torch.equal(batch.weights, weights) and torch.equal(batch.counted, response)
+    assert not response[batch.mask].logical_not().any()
+    # the junior's are no part of importance sampling
+    old = torch.where(batch.mask, batch.engine_logprobs, torch.tensor(-9.0))
+    own, denominator = loss.aggregate(batch.sequence_sums(weights).numpy(), np.arange(len(rollouts)))
+    batch = replace(batch, old_logprobs=old, weights=weights * batch.spread(torch.from_numpy(own)))
     logprobs = old.clone().requires_grad_()
-    total, sums = loss(logprobs, torch.zeros(len(old)), batch)
-    (gradient,) = torch.autograd.grad(total / loss.denominator(batch), logprobs)
+    total, sums = loss(Statistics(logprobs, torch.zeros(len(old))), batch)
+    (gradient,) = torch.autograd.grad(total / denominator, logprobs)
     whole = weights.sum()
     if aggregation == "sequence_mean":
         sizes = [part.sum() for part in weights.split(batch.lengths.tolist())]
@@ -143,45 +167,40 @@ def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recip
 
 
 def test_without_a_junior_the_recipe_refuses_to_run(recipe):
-    players = with_pair()
-    alone = replace(players, samplings={"generator": Sampling(max_tokens=4000)})
+    alone = replace(with_pair(), samplings={"generator": Sampling(max_tokens=4000)})
     for attempt in (
-        lambda: recipe.play(turn("generator"), problems(1), alone),
-        lambda: recipe.evaluate(problems(1), alone, 0),
+        lambda: recipe.play(turn("generator"), Problems(1), alone),
+        lambda: recipe.evaluate(problems(1), alone),
     ):
         with pytest.raises(ConfigError, match="no junior"):
             attempt()
 
 
 def test_it_is_evaluated_alone(recipe):
-    players = with_pair()
-    recipe.evaluate(problems(2), players, 0)
-    assert [sampling.tandem for _, sampling in players.engines["generator"].asked] == [None, None]
+    table = with_pair()
+    recipe.evaluate(problems(2), table)
+    assert [sampling.tandem for _, sampling in table.engines["generator"].asked] == [None] * 4
 
 
 def test_gradients_are_zero_on_junior_tokens(recipe):
     """Through the loss with every term on, and through a policy whose rows for the junior's contexts stay as they were."""
-    played = recipe.play(turn("generator"), problems(2), with_pair())
-    batch = pack(played.trajectories)
+    rollouts, _ = play(recipe, "generator", 2, with_pair())
+    batch = pack(rollouts)
     logprobs = torch.randn(len(batch.tokens)).requires_grad_()
     entropy = torch.rand(len(batch.tokens)).requires_grad_()
     full = replace(
         batch, old_logprobs=torch.randn(len(batch.tokens)), reference_logprobs=torch.randn(len(batch.tokens))
     )
-    total, sums = PolicyLoss(LossConfig(kl_coef=0.1, entropy_coef=0.1))(logprobs, entropy, full)
+    total, _ = PolicyLoss(LossConfig(kl_coef=0.1, entropy_coef=0.1))(Statistics(logprobs, entropy), full)
     total.backward()
     senior = batch.mask
     assert logprobs.grad is not None and entropy.grad is not None
     assert not logprobs.grad[~senior].any() and not entropy.grad[~senior].any() and logprobs.grad[senior].all()
-    assert (
-        PolicyLoss(LossConfig(kl_coef=0.0)).denominator(batch)
-        == float(senior.sum())
-        == sum(sum(t.trainable) for t in played.trajectories)
-    )
+    assert float(senior.sum()) == sum(t.num_trainable for t in rollouts)
 
     policy = TablePolicy(len(TOKENIZER))
     before = policy.table.detach().clone()
-    policy.update(batch, PolicyLoss(LossConfig(kl_coef=0.0)))
+    update(OneProcess(), Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0))), rollouts)
     previous = torch.cat([batch.tokens[:1], batch.tokens[:-1]])
     contexts = previous * policy.vocab + batch.tokens
     trained = set(contexts[senior].tolist())
@@ -190,10 +209,10 @@ def test_gradients_are_zero_on_junior_tokens(recipe):
 
 
 def test_a_turn_of_the_juniors_tokens_alone_has_nothing_to_train():
-    t = Trajectory(
-        group="a", tokens=[1, 2, 3], trainable=[False] * 3, logprobs=[0.0] * 3, version=0, stop=Stop.EOS, start=1
-    )
-    assert t.response == [2, 3] and measure([t])["senior_share"] == 0.0
+    completion = Completion(tokens=[2, 3], logprobs=[-1.0] * 2, stop=Stop.EOS, authors=[False, False])
+    t = from_completion(Prompt(id="a", tokens=[1]), completion, role="generator", group="a", version=0)
+    assert t.response.tolist() == [2, 3] and t.num_trainable == 0 and t.versions == ()
+    assert measure([t])["senior_share"] == 0.0
 
 
 def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
@@ -208,18 +227,18 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
     )
     verifier = ScriptedEngine(lambda p, i, j, s: [*ids(verification("+-", "+" if j == 0 else "-")), EOS], eos=EOS)
     alone = with_pair()
-    players = replace(
+    table = replace(
         alone, engines={**alone.engines, "verifier": verifier}, tokenizers=dict.fromkeys(("generator", "verifier"), TOKENIZER),
         samplings={**alone.samplings, "verifier": Sampling(max_tokens=4000)},
         max_prompt_tokens=dict.fromkeys(("generator", "verifier"), 10_000),
         grade=graded(lambda response, payload: "yes" in response),
     )  # fmt: skip
-    played = recipe.play(turn("generator"), problems(2), players)
-    assert played.metrics["senior_share"] == pytest.approx(0.5, abs=0.01)
-    assert all(t.step_rewards and not t.trainable[t.start] for t in played.trajectories)
-    judged = recipe.play(turn("verifier", 1), problems(2), players)
-    assert all(t.start is None and all(t.trainable[t.prompt_length :]) for t in judged.trajectories)
-    assert "senior_share" not in judged.metrics
+    rollouts, m = play(recipe, "generator", 2, table)
+    assert m["senior_share"] == pytest.approx(0.5, abs=0.01)
+    assert all(judged(t) and not t.trainable[t.start] for t in rollouts)
+    assert all(((t.advantages != 0) <= t.trainable).all() for t in rollouts)
+    judgements, m = play(recipe, "verifier", 2, table, number=1)
+    assert all(t.trainable[t.start :].all() for t in judgements) and "senior_share" not in m
 
 
 def test_sglang_offers_no_tandem():

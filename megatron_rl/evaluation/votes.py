@@ -1,0 +1,47 @@
+"""How sure a verifier is of solutions: the share of its votes that call them right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.engines.base import Engine, Sampling
+from megatron_rl.evaluation.judging import Judging, Question, judge_all
+from megatron_rl.rewards.tags import step_texts
+from megatron_rl.rewards.verdicts import final_verdict
+from megatron_rl.text import fill
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.types import Prompt
+
+Asked = tuple[str, str]  # question and solution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weigher:
+    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and {num_steps}."""
+
+    engine: Engine
+    tokenizer: Any
+    template: str
+    sampling: Sampling
+    context: int | None = None
+
+    def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
+        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}. An unreadable vote does not say so, nor does
+        one for which there is no room."""
+        voting = Judging(
+            self.engine,
+            self.tokenizer,
+            self.sampling,
+            Question(prompt=self._prompt, read=lambda item, text: final_verdict(text) is True),
+            context=self.context,
+        )
+        found = judge_all(voting, asked)
+        return {index: fmean(float(vote.opinion) for vote in votes) if votes else 0.0 for index, votes in found.items()}
+
+    def _prompt(self, asked: Asked) -> Prompt:
+        question, solution = asked
+        text = fill(self.template, question=question, solution=solution, num_steps=str(len(step_texts(solution))))
+        return Prompt(id=question, tokens=tokenize(self.tokenizer, text))
