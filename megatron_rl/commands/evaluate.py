@@ -24,8 +24,9 @@ from megatron_rl.evaluation.handoff import HANDOFF, HandOff, check_vocabularies
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import Sample, Samples
 from megatron_rl.evaluation.sets import GradedSet, read_sets
-from megatron_rl.evaluation.solve import SOLVE, Grade, Solver, Weigher
-from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, drift, legibility
+from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
+from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
+from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.pool import GradePool, check_failures
 from megatron_rl.session.common import open_world, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
@@ -172,11 +173,11 @@ def _measures(
             ),
         )
     if LEGIBILITY in wanted:
-        yield LEGIBILITY, _on_texts(samples, functools.partial(legibility, cast.scorers[config.junior]), config)
+        yield LEGIBILITY, _on_texts(samples, functools.partial(legibility, cast.engines[config.junior]), config)
     if DRIFT in wanted:
-        others: Mapping[str, Any] = {JUNIOR: cast.scorers[config.junior]}
-        others |= {BASE: cast.scorers[config.base]} if config.base is not None else {}
-        yield DRIFT, _on_texts(samples, functools.partial(drift, cast.scorers[config.model], others), config)
+        others: Mapping[str, Any] = {JUNIOR: cast.readers[config.junior]}
+        others |= {BASE: cast.readers[config.base]} if config.base is not None else {}
+        yield DRIFT, _on_texts(samples, functools.partial(drift, cast.readers[config.model], others), config)
 
 
 def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
@@ -190,13 +191,13 @@ def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
     )  # fmt: skip
 
 
-def _on_texts(samples: Samples, score: Callable[..., list[Sample]], config: EvalConfig) -> Measure:
+def _on_texts(samples: Samples, score: Callable[..., list[list[Sample]]], config: EvalConfig) -> Measure:
     """Returns a measure that scores the texts which the measure `solve` has written."""
 
     def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        texts = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
-        context = config.context or sys.maxsize
-        return [score(texts[place], problems.prompts[place], context) for place in places]
+        written = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
+        texts = [Texts(problems.prompts[place], written[place]) for place in places]
+        return score(texts, config.context or sys.maxsize)
 
     return measure
 

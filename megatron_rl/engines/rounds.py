@@ -1,4 +1,4 @@
-"""The session of batch engines, which answer many questions at a time: all that was asked so far makes a round, then comes the next."""
+"""The session of engines that answer many questions at a time: all that was asked so far makes a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.engines.base import Completion, Sampling, Tokens
+from megatron_rl.engines.base import Completion, EngineError, Sampling, Tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key 
 class RoundSession:
     """Implements engines.base.Session over `run`, which draws all completions of a round in one call.
 
-    Rounds run in the thread that reads the answers. `check` raises for an ask that the engine cannot answer, before any round begins.
+    Rounds run in the thread that reads the answers. `check` raises for an ask that the engine cannot answer.
     """
 
     def __init__(self, run: Run, check: Check) -> None:
@@ -41,15 +41,17 @@ class RoundSession:
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Adds to the next round. `after` changes nothing here. Raises ValueError for a key that was used, RuntimeError when closed,
-        and what the engine's check raises."""
+        """Adds to the next round. `after` changes nothing here.
+
+        Raises ValueError for a key that was used, EngineError when closed, and what the engine's check raises.
+        """
         prompt = np.asarray(tokens, np.int32)
         self._check(prompt, sampling, key)
         with self._change:
             if self._closed:
-                raise RuntimeError(f"ask {key}: the session is closed; open another one")
+                raise EngineError("the session was closed: ask in a new one")
             if key in self._keys:
-                raise ValueError(f"ask {key}: the key was used before; give every ask of a session another one")
+                raise ValueError(f"key {key} was asked before in this session: give every ask a key of its own")
             self._keys.add(key)
             self._pending.append((key, prompt, sampling))
             self._change.notify_all()
@@ -67,18 +69,24 @@ class RoundSession:
                 self._change.notify_all()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, its completions) round by round. What is asked while a round's answers are read is in the next one."""
+        """Yields (key, its completions) round by round. What is asked while a round's answers are read is in the next one.
+
+        Where the reader leaves early, or a round fails, all that was asked is called off.
+        """
+        ended = False
         try:
             while asks := self._next_round():
                 rows = [Row(tokens, key, j, sampling) for key, tokens, sampling in asks for j in range(sampling.n)]
                 drawn = iter(self._run(rows))
                 for key, _, sampling in asks:
-                    yield key, [next(drawn) for _ in range(sampling.n)]
+                    completions = [next(drawn) for _ in range(sampling.n)]
                     if self._closed:
                         return
-        except GeneratorExit:  # the reader left early
-            self._call_off()
-            raise
+                    yield key, completions
+            ended = True
+        finally:
+            if not ended:
+                self._call_off()
 
     def close(self) -> None:
         """Calls off what is not done; a round that runs is finished, and its answers are dropped."""
@@ -87,7 +95,7 @@ class RoundSession:
         self._call_off()
 
     def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
-        """Waits until something is asked, and takes all of it; empty when nothing is and nobody is in `asking`."""
+        """Waits until something is asked, and takes all of it. Empty: nothing is, and nobody is in `asking`."""
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)
             asks, self._pending = self._pending, []

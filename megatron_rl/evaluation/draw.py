@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens
 from megatron_rl.text import fill
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
@@ -28,7 +28,10 @@ class ProblemSet:
 
 
 def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, str], *, chat: bool) -> list[int]:
-    """Returns the filled template as tokens; with `chat` as a user's message in the tokenizer's chat template. Raises ValueError without one."""
+    """Fills the template -> its tokens; with `chat` as a user's message in the tokenizer's chat template.
+
+    Raises ValueError for a tokenizer without a chat template.
+    """
     text = fill(template, **values)
     if not chat:
         return tokenize(tokenizer, text)
@@ -42,34 +45,30 @@ def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, str], *, c
     return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
 
 
-def draw(engine: Engine, prompts: Mapping[int, Sequence[int]], sampling: Sampling) -> dict[int, list[Completion]]:
-    """Draws {key: prompt} -> {key: its n completions}. A draw depends on the seed, its key and its sample alone, whatever else is
-    asked."""
+def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:
+    """Asks {key: (prompt, sampling)} and waits. -> {key: its n completions}, in the order of `asks`.
+
+    A draw depends on the seed, its key and its sample alone, whatever else is asked.
+    """
     session = engine.session()
-    for key, prompt in prompts.items():
+    for key, (prompt, sampling) in asks.items():
         session.ask(key, prompt, sampling)
-    return dict(session.answers())
+    found = dict(session.answers())
+    return {key: found[key] for key in asks}
 
 
 def draw_within(
-    engine: Engine, prompts: Mapping[int, Sequence[int]], sampling: Sampling, context: int | None
+    engine: Engine, prompts: Mapping[int, Tokens], sampling: Sampling, context: int | None
 ) -> dict[int, list[Completion]]:
-    """Draws as `draw` does, with at most context - prompt - 8 tokens each; a prompt without room gets empty completions, cut."""
-    limits = {index: limit(len(prompt), sampling.max_tokens, context) for index, prompt in prompts.items()}
-    most = max(limits.values(), default=0)
-    asked = {index: prompt for index, prompt in prompts.items() if limits[index]}
-    found = draw(engine, asked, replace(sampling, max_tokens=most)) if asked else {}
-    nothing = Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)
-    return {i: [cut(c, limits[i]) for c in found[i]] if i in found else [nothing] * sampling.n for i in prompts}
+    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt without room gets empty
+    completions, cut."""
+    limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
+    asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
+    found = draw(engine, asks) if asks else {}
+    nothing = [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
+    return {key: found.get(key, nothing) for key in prompts}
 
 
 def limit(prompt: int, max_tokens: int, context: int | None) -> int:
-    """Returns the number of tokens that an answer may have; 0 without room."""
+    """Returns the number of tokens that an answer to a prompt of so many tokens may have; 0 without room."""
     return max_tokens if context is None else max(0, min(max_tokens, context - prompt - ROOM))
-
-
-def cut(completion: Completion, length: int) -> Completion:
-    """Returns the first `length` tokens of a completion: what a draw with that limit would have given."""
-    if len(completion.tokens) <= length:
-        return completion
-    return Completion(tokens=completion.tokens[:length], logprobs=completion.logprobs[:length], stop=Stop.LENGTH)

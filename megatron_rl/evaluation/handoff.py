@@ -7,14 +7,14 @@ token budget is shared. A chain ends on its budget, on a turn cut by length, on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.engines.base import Completion, Engine, Sampling
-from megatron_rl.evaluation.draw import ProblemSet, cut, draw, limit
+from megatron_rl.evaluation.draw import ProblemSet, draw, limit
 from megatron_rl.evaluation.samples import Sample
 from megatron_rl.evaluation.solve import Grade, answer_of, decoded, sample_of
 from megatron_rl.types import Stop
@@ -29,13 +29,18 @@ HANDOFF = "handoff"
 class Chain:
     """One answer under way."""
 
-    prompt: list[int]
+    prompt: np.ndarray  # int32
     first_index: int  # of its first draw
-    budget: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    budget: int  # tokens
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     turns: list[int] = field(default_factory=list)  # tokens of each turn; even ones are the first model's
     stop: Stop | None = None  # None: goes on
+
+    @property
+    def index(self) -> int:
+        """The number that the next turn's draw depends on."""
+        return self.first_index + len(self.tokens)
 
     @property
     def left(self) -> int:
@@ -43,12 +48,12 @@ class Chain:
 
     @property
     def completion(self) -> Completion:
-        return Completion(tokens=np.array(self.tokens), logprobs=np.array(self.logprobs), stop=self.stop or Stop.LENGTH)
+        return Completion(tokens=self.tokens, logprobs=self.logprobs, stop=self.stop or Stop.LENGTH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """Answers the problems of a set `sampling.n` times each, `engines` by turns. They must have one vocabulary."""
+    """Two models that answer the problems of a set by turns, `sampling.n` times each. They must have one vocabulary."""
 
     engines: tuple[Engine, Engine]
     tokenizer: Any
@@ -59,7 +64,7 @@ class HandOff:
     measure: str = field(default=HANDOFF, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """The samples of problems[place], for each place; each with the token counts of its turns."""
+        """Returns the samples of problems[place], for each place; each with the token counts of its turns."""
         chains = {
             (place, j): self._chain(problems.prompts[place], place * PROBLEM_STRIDE + j)
             for place in places
@@ -75,14 +80,13 @@ class HandOff:
         return [groups[place] for place in places]
 
     def _chain(self, prompt: Sequence[int], index: int) -> Chain:
-        return Chain(list(prompt), index, limit(len(prompt), self.sampling.max_tokens, self.context))
+        return Chain(np.asarray(prompt, np.int32), index, limit(len(prompt), self.sampling.max_tokens, self.context))
 
 
 def write(
     chains: Sequence[Chain], engines: Sequence[Engine], tokenizer: Any, sampling: Sampling, *, max_rounds: int = MAX_ROUNDS
 ) -> None:  # fmt: skip
     """Writes every chain to its end. All chains take their turns together, so that each turn is one call of one engine."""
-    one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     for number in range(max_rounds):
         for chain in chains:
             if chain.stop is None and chain.left <= 0:
@@ -90,38 +94,34 @@ def write(
         going = [chain for chain in chains if chain.stop is None]
         if not going:
             return
-        asked = {i: chain.prompt + chain.tokens for i, chain in enumerate(going)}
-        turns = _draw_turn(
-            engines[number % len(engines)],
-            going,
-            asked,
-            replace(one_turn, max_tokens=max(chain.left for chain in going)),
-        )
+        turns = _draw_turn(engines[number % len(engines)], going, sampling)
         for chain, turn in zip(going, turns, strict=True):
-            _append(chain, cut(turn, chain.left), tokenizer)
+            _append(chain, turn, tokenizer)
     for chain in chains:
         chain.stop = chain.stop or Stop.LENGTH
 
 
-def _draw_turn(
-    engine: Engine, chains: Sequence[Chain], prompts: Mapping[int, Sequence[int]], sampling: Sampling
-) -> list[Completion]:
-    """One turn of each chain. Two chains whose indices are the same number are asked in calls of their own: a call names each once."""
+def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> list[Completion]:
+    """Draws one turn of each chain. Chains whose draws have the same index are asked one after the other: a session has each key once."""
+    one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     found: dict[int, Completion] = {}
-    waiting = list(prompts)
+    waiting = list(range(len(chains)))
     while waiting:
-        calls: dict[int, int] = {}
+        places: dict[int, int] = {}
         for place in waiting:
-            calls.setdefault(chains[place].first_index + len(chains[place].tokens), place)
-        drawn = draw(engine, {index: prompts[place] for index, place in calls.items()}, sampling)
-        found |= {place: drawn[index][0] for index, place in calls.items()}
+            places.setdefault(chains[place].index, place)
+        asks = {
+            index: (np.concatenate([chain.prompt, chain.tokens]), replace(one_turn, max_tokens=chain.left))
+            for index, chain in ((index, chains[place]) for index, place in places.items())
+        }
+        found |= {places[index]: turn for index, [turn] in draw(engine, asks).items()}
         waiting = [place for place in waiting if place not in found]
-    return [found[place] for place in prompts]
+    return [found[place] for place in range(len(chains))]
 
 
 def _append(chain: Chain, turn: Completion, tokenizer: Any) -> None:
-    chain.tokens += turn.tokens.tolist()
-    chain.logprobs += turn.logprobs.tolist()
+    chain.tokens = np.concatenate([chain.tokens, turn.tokens])
+    chain.logprobs = np.concatenate([chain.logprobs, turn.logprobs])
     chain.turns.append(len(turn.tokens))
     switched = turn.stop is Stop.STOP and SWITCH in str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
     if not switched:
@@ -134,6 +134,6 @@ def check_vocabularies(first: Any, second: Any) -> None:
     if one != other:
         differing = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
         raise ValueError(
-            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off passes token ids from "
-            "one to the other and needs models of one family"
+            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off passes "
+            "token ids from one to the other and needs models of one family"
         )

@@ -4,49 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.engines.base import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, draw_within
 from megatron_rl.evaluation.samples import Sample
+from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.answer_key import answer_key
 from megatron_rl.rewards.pool import Graded
-from megatron_rl.rewards.tags import step_texts
-from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.text import fill
-from megatron_rl.training.rollouts import tokenize
 
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 SOLVE = "solve"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weigher:
-    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and {num_steps}."""
-
-    engine: Engine
-    tokenizer: Any
-    template: str
-    sampling: Sampling
-    context: int | None = None
-
-    def weigh(self, asked: Mapping[int, tuple[str, str]]) -> dict[int, float]:
-        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}; an unreadable vote does not."""
-        prompts = {}
-        for index, (question, text) in asked.items():
-            filled = fill(self.template, question=question, solution=text, num_steps=str(len(step_texts(text))))
-            prompts[index] = tokenize(self.tokenizer, filled)
-        found = draw_within(self.engine, prompts, self.sampling, self.context)
-        return {
-            index: fmean(float(final_verdict(text) is True) for text in decoded(self.tokenizer, c))
-            for index, c in found.items()
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class Solver:
-    """Answers the problems of a set, `sampling.n` times each."""
+    """A generator that answers the problems of a set, `sampling.n` times each."""
 
     engine: Engine
     tokenizer: Any
@@ -58,10 +31,9 @@ class Solver:
     measure: str = field(default=SOLVE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """The samples of problems[place], for each place. A problem's draws do not depend on which others are asked."""
-        found = draw_within(
-            self.engine, {place: problems.prompts[place] for place in places}, self.sampling, self.context
-        )
+        """Returns the samples of problems[place], for each place. A problem's draws do not depend on which others are asked."""
+        prompts = {place: problems.prompts[place] for place in places}
+        found = draw_within(self.engine, prompts, self.sampling, self.context)
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]
         texts = decoded(self.tokenizer, [c for *_, c in drawn])
         graded = self.grade(texts, [problems.problems[place].values for place, *_ in drawn])
@@ -80,18 +52,19 @@ class Solver:
 
 
 def sample_of(problems: ProblemSet, place: int, sample: int, measure: str) -> Sample:
-    """What every sample has."""
+    """Returns what every sample has."""
     problem = problems.problems[place]
     shown = {name: str(problem.values[name]) for name in ("question", "answer") if name in problem.values}
     return {"set": problems.name, "measure": measure, "id": place, "row": problem.row, "sample": sample} | shown
 
 
 def answer_of(text: str, completion: Completion, graded: Graded) -> Sample:
-    """What a graded answer adds."""
+    """Returns what a graded answer adds to its sample."""
     found = {"response": text, "score": graded.score, "outcome": graded.outcome.value, "key": answer_key(text)}
     found |= {"finished": completion.stop.finished, "tokens": len(completion.tokens)}
     return found | ({"detail": graded.detail} if graded.detail else {})
 
 
 def decoded(tokenizer: Any, completions: Sequence[Completion]) -> list[str]:
+    """Returns the completions' texts, without special tokens."""
     return [str(tokenizer.decode(c.tokens, skip_special_tokens=True)) for c in completions]

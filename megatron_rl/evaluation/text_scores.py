@@ -2,72 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.engines.base import Engine, Tokens
 from megatron_rl.evaluation.samples import Sample
 
 LEGIBILITY, DRIFT = "legibility", "drift"
 JUNIOR, BASE = "junior", "base"  # what the writer is compared with
 
 
-class Scorer(Protocol):
+class Reader(Protocol):
     """A model that tells its distributions."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """[S] arrays [T] of the log-probability of every token given those before it; 0.0 for the first."""
-        ...
-
-    def distributions(self, tokens: Sequence[int]) -> Iterator[Tensor]:
-        """[T - 1, V] log-probabilities of what comes after each token but the last, in parts of some rows."""
+    def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
+        """Yields [T - 1, V] log-probabilities of what comes after each token but the last, in parts of some rows."""
         ...
 
 
-def legibility(reader: Scorer, rows: Iterable[Sample], prompt: Sequence[int], context: int) -> list[Sample]:
-    """Mean cross-entropy per token (nats) of the reader over each text, given the prompt; None for one that is empty or does not fit."""
-    out = []
-    for row in rows:
-        tokens = row["token_ids"]
-        fits = 0 < len(tokens) <= context - len(prompt)
-        found = -float(reader.score([[*prompt, *tokens]])[0][len(prompt) :].mean(dtype=np.float64)) if fits else None
-        out.append(_about(row, LEGIBILITY) | {"cross_entropy": found, "tokens": len(tokens)})
-    return out
+@dataclass(frozen=True)
+class Texts:
+    """The texts that were written for one prompt."""
+
+    prompt: Sequence[int]
+    rows: Sequence[Sample]  # with the tokens written
+
+    def fits(self, row: Sample, context: int) -> bool:
+        """Tells whether prompt and text together are within the context, and there is a text."""
+        return 0 < len(row["token_ids"]) <= context - len(self.prompt)
 
 
-def drift(
-    writer: Scorer, others: Mapping[str, Scorer], rows: Iterable[Sample], prompt: Sequence[int], context: int
-) -> list[Sample]:
-    """Of each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the tokens written.
+def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[list[Sample]]:
+    """Computes the mean cross-entropy per token (nats) of the reader over each text, given its prompt. None for a text that is empty
+    or does not fit."""
+    fitting = [(row, t.prompt) for t in texts for row in t.rows if t.fits(row, context)]
+    scores = reader.score([[*prompt, *row["token_ids"]] for row, prompt in fitting])
+    means = iter(
+        [-float(s[len(prompt) :].mean(dtype=np.float64)) for s, (_, prompt) in zip(scores, fitting, strict=True)]
+    )
+    return [
+        [
+            _about(row, LEGIBILITY)
+            | {"cross_entropy": next(means) if t.fits(row, context) else None, "tokens": len(row["token_ids"])}
+            for row in t.rows
+        ]
+        for t in texts
+    ]
+
+
+def drift(writer: Reader, others: Mapping[str, Reader], texts: Sequence[Texts], context: int) -> list[list[Sample]]:
+    """Compares models on each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the tokens written.
 
     `kl_NAME` and `gap_NAME` for each of the others, and for each pair of them too (`kl_A_B`); None for a text that is empty or too long.
     """
-    out = []
-    for row in rows:
-        tokens = row["token_ids"]
-        fits = 0 < len(tokens) <= context - len(prompt)
-        figures = (
-            _compared({"": writer, **others}, [*prompt, *tokens], len(prompt))
-            if fits
-            else dict.fromkeys(_names(others))
-        )
-        out.append(_about(row, DRIFT) | figures | {"tokens": len(tokens)})
-    return out
+
+    def one(row: Sample, t: Texts) -> Sample:
+        figures: dict[str, float | None] = dict.fromkeys(_names(others))
+        if t.fits(row, context):
+            figures |= _compared({"": writer, **others}, [*t.prompt, *row["token_ids"]], len(t.prompt))
+        return _about(row, DRIFT) | figures | {"tokens": len(row["token_ids"])}
+
+    return [[one(row, t) for row in t.rows] for t in texts]
 
 
-def _names(others: Mapping[str, Scorer]) -> list[str]:
+def _names(others: Mapping[str, Reader]) -> list[str]:
     return [f"{kind}_{name}" for name in pair_names(["", *others]) for kind in ("kl", "gap")]
 
 
 def pair_names(names: Sequence[str]) -> list[str]:
-    """Every two, in order: the writer (named "") against each, and each against those behind it."""
+    """Names every two models, in order: the writer (named "") against each, and each against those behind it."""
     return [f"{a}_{b}".lstrip("_") for i, a in enumerate(names) for b in names[i + 1 :]]
 
 
-def _compared(models: Mapping[str, Scorer], sequence: Sequence[int], start: int) -> dict[str, float | None]:
-    """Means over the tokens from `start` on, for every two models."""
+def _compared(models: Mapping[str, Reader], sequence: Sequence[int], start: int) -> dict[str, float]:
+    """Computes means over the tokens from `start` on, for every two models."""
     names = list(models)
     sums = dict.fromkeys((f"{kind}_{pair}" for pair in pair_names(names) for kind in ("kl", "gap")), 0.0)
     place = 1  # of the token whose distribution comes next

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.sampler import check, draw, processed, stream_key, uniforms
+from megatron_rl.engines.embedded.sampling import draw, processed, uniforms
+from megatron_rl.engines.sampler import check, stream_key
 
 DRAWS = 20_000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
