@@ -1,4 +1,4 @@
-"""Runs a reward function in worker processes that are killed at a time-out and limited in memory; every failure is counted."""
+"""Runs a reward function in worker processes with a time-out and limited memory; every failure is counted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class _Worker:
 
 
 class GradePool:
-    """`with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use; one caller at a time.
+    """`with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use; one
+    caller at a time.
 
     The function is imported in the workers, along this process's sys.path and its working directory.
     """
@@ -80,7 +81,8 @@ class GradePool:
         self._workers = []
 
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """[B] responses and payloads -> [B] results, in order. Raises RewardFailure when the function cannot be imported."""
+        """[B] responses and payloads -> [B] results, in order. Raises RewardFailure when the function cannot be
+        imported."""
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
@@ -98,7 +100,7 @@ class GradePool:
         return [results[i] for i in range(len(items))]
 
     def _staff(self, wanted: int) -> None:
-        """At least `wanted` living workers."""
+        """Starts workers until there are `wanted` that live."""
         for worker in [w for w in self._workers if w.process.poll() is not None]:
             _kill(worker)
             self._workers.remove(worker)
@@ -106,7 +108,7 @@ class GradePool:
             self._workers.append(self._start())
 
     def _start(self) -> _Worker:
-        # -P: the script's own directory is not searched. A session of its own: what the function starts is killed with it
+        # -P: the script's own directory is not searched. A session of its own: what it starts is killed with it
         command = [sys.executable, "-P", worker_script.__file__]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -163,7 +165,7 @@ class GradePool:
         if not worker.ready:
             if answer is not None:
                 raise RewardFailure(
-                    f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form package.module:name"
+                    f"reward.target {self.reward.target!r} cannot be used: {answer}; its form is package.module:name"
                 )
             worker.ready = True
             return
@@ -187,7 +189,8 @@ class GradePool:
         return worker.busy and time.monotonic() > worker.since + self._limit(worker)
 
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
-        """A worker past its deadline, or dead: its first item is at fault, the others go back to the front of the queue."""
+        """A worker past its deadline, or dead: its first item is at fault, the others go back to the front of the
+        queue."""
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
             while (dead or self._late(worker)) and not worker.ended and self._receive(worker, results):
@@ -200,8 +203,9 @@ class GradePool:
             status = worker.process.returncode
             if not worker.ready:
                 raise RewardFailure(
-                    f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing {self.reward.target!r} "
-                    f"ends the process or hangs, or reward.memory_mib = {self.reward.memory_mib} is too little for it"
+                    f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing "
+                    f"{self.reward.target!r} ends the process or hangs, or reward.memory_mib = "
+                    f"{self.reward.memory_mib} is too little for it"
                 )
             if worker.held and ended != EXHAUSTED:
                 results[worker.held.popleft()] = (
@@ -218,9 +222,11 @@ class GradePool:
 
 
 def check_failures(graded: Sequence[Graded], max_share: float) -> None:
-    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised: a run would learn from silent zeros.
+    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised: a run would learn from
+    silent zeros.
 
-    A single failure among several gradings never stops a run (unless `max_share` is 0): of few, it says nothing about the rest.
+    A single failure among several gradings never stops a run (unless `max_share` is 0): of few, it says nothing about
+    the rest.
     """
     failed = [g for g in graded if g.outcome is not Outcome.SCORE]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
@@ -229,7 +235,8 @@ def check_failures(graded: Sequence[Graded], max_share: float) -> None:
     late = sum(g.outcome is Outcome.TIMEOUT for g in failed)
     raise RewardFailure(
         f"{len(failed)} of {len(graded)} gradings failed ({late} time-outs, {len(failed) - late} errors), more than "
-        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. Mend the reward, or raise reward.timeout_s or the share"
+        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. Mend the reward, or raise "
+        "reward.timeout_s or the share"
     )
 
 
@@ -261,7 +268,7 @@ def _fd(pipe: Any) -> int:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kills the worker's whole process group, and waits for it. One that has just ended by itself keeps its own status."""
+    """Kills the worker's whole process group, and waits for it. One that has just ended by itself keeps its status."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()

@@ -1,4 +1,4 @@
-"""The generator's output: steps, answer and format (grammar of arXiv 2505.15034: think > step*, then answer > boxed)."""
+"""Reads the generator's output: steps, answer, format (grammar of arXiv 2505.15034: think > step*, answer > boxed)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups noth
 
 
 def step_spans(text: str | bytes) -> list[tuple[int, int]]:
-    """Finds the step blocks, tags included, in order: spans [start, end) in characters of a str, in bytes of UTF-8. Any text is allowed.
+    """Finds the step blocks, tags included, in order: spans [start, end) in characters of a str, in bytes of UTF-8. Any
+    text is allowed.
 
-    A block reaches from an opening tag to the next closing one: an opening tag inside a block is part of its text, and a tag without
-    its partner makes no block (the released code's lazy match).
+    A block reaches from an opening tag to the next closing one: an opening tag inside a block is part of its text, and
+    a tag without its partner makes no block (the released code's lazy match).
     """
     spans: list[tuple[int, int]] = []
     start: int | None = None  # of the block that is open
@@ -35,7 +36,8 @@ def step_texts(text: str) -> list[str]:
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there is none."""
+    r"""Returns the content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there
+    is none."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
@@ -43,8 +45,8 @@ def boxed(text: str) -> str | None:
 def generator_format(text: str) -> float:
     r"""Scores how well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
 
-    0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus 0.8 without steps or 0.4 with
-    fewer than three.
+    0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus 0.8 without
+    steps or 0.4 with fewer than three.
     """
     _, opened, rest = text.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")

@@ -1,4 +1,4 @@
-"""The verifier's output: step verdicts, final verdict, format and reward (arXiv 2505.15034, eq. 8 and its released rules)."""
+"""Reads the verifier's output: verdicts, format and reward (arXiv 2505.15034, eq. 8 and its released rules)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERDICT = re.compile(r"\\box(?:ed)?\{\s*(CORRECT|INCORRECT)\s*\}\s*\.?$", re.IG
 
 @dataclass(frozen=True)
 class Review:
-    """What a verification says, and what it earns."""
+    """The content of one verification, and what it earns."""
 
     verdicts: tuple[bool, ...]  # of the step blocks that end in one
     num_blocks: int
@@ -28,14 +28,14 @@ class Review:
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Verdicts of the step blocks, in order; a block without a verdict at its end gives none. Blocks behind the step section are not
-    looked at."""
+    """Returns the verdicts of the step blocks, in order; a block without a verdict at its end gives none. Blocks behind
+    the step section are not looked at."""
     found = (_verdict(block) for block in step_texts(_step_section(text)))
     return tuple(verdict for verdict in found if verdict is not None)
 
 
 def final_verdict(text: str) -> bool | None:
-    """The boxed verdict that ends the final section, which must end the text; None when it cannot be parsed."""
+    """Returns the boxed verdict that ends the final section, which must end the text; None when it cannot be parsed."""
     text = text.strip()
     start = text.rfind(_FINAL)
     if start < 0 or not text.endswith(_END_FINAL):
@@ -45,11 +45,11 @@ def final_verdict(text: str) -> bool | None:
 
 
 def verifier_format(text: str, num_steps: int, generator_format: float) -> float:
-    """Format score in [0, 1]; `num_steps` K of the solution, `generator_format` as tags.generator_format gives it.
+    """Scores the format in [0, 1]; `num_steps` K of the solution, `generator_format` as tags.generator_format gives it.
 
-    0 unless the text is exactly a step section and a final section; then 1.0, minus 0.8 without a verdict at the end of the final
-    section, minus 0.8 without step blocks or (given a well-formed solution) when the verdicts are not K, minus 0.4 for text between
-    step blocks.
+    0 unless the text is exactly a step section and a final section; then 1.0, minus 0.8 without a verdict at the end of
+    the final section, minus 0.8 without step blocks or (given a well-formed solution) when the verdicts are not K,
+    minus 0.4 for text between step blocks.
     """
     sections = _sections(text)
     if sections is None:
@@ -88,12 +88,12 @@ def _verdict(section: str) -> bool | None:
 
 
 def _step_section(text: str) -> str:
-    """The text up to the end of the step section; all of it when that end is missing."""
+    """Returns the text up to the end of the step section; all of it when that end is missing."""
     return text.partition(_END_STEPS)[0]
 
 
 def _sections(text: str) -> tuple[str, str] | None:
-    """Contents of the two sections; None unless the text is exactly one of each, in order."""
+    """Returns the contents of the two sections; None unless the text is exactly one of each, in order."""
     text = text.strip()
     if not (text.startswith(_STEPS) and text.endswith(_END_FINAL)):
         return None

@@ -1,4 +1,4 @@
-"""Advantages: every vector of the paper's method, each estimator against its formula by other means, and the credit of steps."""
+"""Advantages: every vector of the paper's method, each estimator against its formula, and the credit of steps."""
 
 import dataclasses
 import json
@@ -142,7 +142,8 @@ def test_vectors_class_weights(right, wrong, weights):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_estimators_equal_their_formulas(seed):
-    """Each against tensors: GRPO's std is torch's default (n - 1), RLOO's baseline is averaged over the others one by one."""
+    """Each against tensors: GRPO's std is torch's default (n - 1), RLOO's baseline is averaged over the others one by
+    one."""
     draw = random.Random(seed)
     groups = [draw.choice("abc") for _ in range(20)] + ["a", "b", "c"] * 2
     rewards = [draw.random() for _ in groups]
@@ -209,7 +210,9 @@ def test_step_sets_are_normalised_over_their_group_without_the_zeros_between_ste
         own = torch.tensor([r for u in batch if u.group == t.group for r in step_scores(u)], dtype=torch.float64)
         for position, value in enumerate(values):
             to_come = [
-                r for (_, end), r in zip(steps_of(t), step_scores(t), strict=bool(step_scores(t))) if end - 1 >= position
+                r
+                for (_, end), r in zip(steps_of(t), step_scores(t), strict=bool(step_scores(t)))
+                if end - 1 >= position
             ]
             z = [(r - own.mean().item()) / (own.std().item() + 1e-6) for r in to_come] if len(own) > 1 else to_come
             assert value == pytest.approx(sum(z), abs=1e-5)
@@ -238,7 +241,8 @@ def test_batch_steps_are_centred_by_group_and_divided_by_the_std_of_all_steps():
 
 
 def test_reinforce_pp_step_returns_run_over_tokens_not_over_the_verification_axis():
-    """The released code's time loop had the length of the wrong axis (1): its step returns stayed 0 and the step term vanished."""
+    """The released code's time loop had the length of the wrong axis (1): its step returns stayed 0 and the step term
+    vanished."""
     group = paper_group()
     raw = []
     for t in group:
@@ -284,7 +288,8 @@ def test_untrained_tokens_get_exactly_zero_inside_the_response_too(estimator):
         dataclasses.replace(
             t,
             spans=[
-                (i, i + 1, Author.POLICY if i >= PROMPT and i % 3 else Author.ENVIRONMENT, 0) for i in range(len(t.tokens))
+                (i, i + 1, Author.POLICY if i >= PROMPT and i % 3 else Author.ENVIRONMENT, 0)
+                for i in range(len(t.tokens))
             ],
         )
         for t in paper_group()

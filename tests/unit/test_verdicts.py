@@ -11,13 +11,29 @@ from megatron_rl.rewards.verdicts import final_verdict, review, step_verdicts, v
 
 WORD = {True: "CORRECT", False: "INCORRECT"}
 TINY = (
-    "<step_verification> <step> #1 a a \\boxed{CORRECT} </step> <step> #2 b c \\boxed{INCORRECT} </step> </step_verification> "
+    "<step_verification> <step> #1 a a \\boxed{CORRECT} </step> <step> #2 b c \\boxed{INCORRECT} </step> "
+    "</step_verification> "
     "<final_verification> \\boxed{INCORRECT} </final_verification>"
 )
 PIECES = [
-    "<step_verification>", "</step_verification>", "<final_verification>", "</final_verification>", "<step>", "</step>",
-    "\\boxed{CORRECT}", "\\boxed{INCORRECT}", "\\box{ correct }", "\\boxed{", "}", ".", " ", "\n", "so", "\\boxed{MAYBE}", "日",
-]  # fmt: skip
+    "<step_verification>",
+    "</step_verification>",
+    "<final_verification>",
+    "</final_verification>",
+    "<step>",
+    "</step>",
+    "\\boxed{CORRECT}",
+    "\\boxed{INCORRECT}",
+    "\\box{ correct }",
+    "\\boxed{",
+    "}",
+    ".",
+    " ",
+    "\n",
+    "so",
+    "\\boxed{MAYBE}",
+    "日",
+]
 
 
 def verification(steps: list[bool], final: str = "\\boxed{CORRECT}", between: str = "\n") -> str:
