@@ -10,6 +10,7 @@ export PYTHONPATH := $(CURDIR)
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= -c constraints.txt
 NEMO ?= .venv-nemo
 NEMO_PIP := $(NEMO)/bin/python -m pip install --quiet --disable-pip-version-check
 SEED ?= 0
@@ -27,7 +28,7 @@ $(STAMP): setup.py
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11 ..."'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
-	$(PIP) -e ".[dev]"
+	$(PIP) $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 engines: $(VLLM)/.ready ## vLLM in an environment of its own, .venv-vllm (without a GPU: its CPU build, Linux on x86-64)
@@ -89,13 +90,13 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
-	$(PY) -m pytest tests/slurm -q --durations=15
+	$(PY) -m pytest tests/slurm --durations=15
 
 test-servers: setup ## rollouts by real vLLM servers
-	$(PY) -m pytest tests/servers -q --durations=15
+	$(PY) -m pytest tests/servers --durations=15
 
 test-others: setup # all but those
-	$(PY) -m pytest tests/unit tests/multi tests/gpu -q --durations=15
+	$(PY) -m pytest tests/unit tests/multi tests/gpu --durations=15
 
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"

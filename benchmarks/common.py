@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, the table it prints, the JSON file it writes and the bars it is held to."""
+"""Holds what all benchmarks share: options, the printed table, the JSON file, and the bars that figures must reach."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finish(
 ) -> None:
     """Prints the table, writes the JSON file, and with --check exits 1 when a figure misses its bar.
 
-    `bars` holds the least acceptable value of the figures that have one, `limits` the greatest. Raises KeyError for a bar without a figure.
+    `bars`: least acceptable values by figure; `limits`: greatest ones. Raises KeyError for a bar without a figure.
     """
     limits = limits or {}
     missed = [name for name, bar in bars.items() if not figures[name] >= bar]
@@ -61,10 +61,10 @@ def finish(
 
 
 class AnonymousPeak:
-    """The most anonymous memory (not the page cache) that this process has held inside the block beyond what it held at its start."""
+    """A meter of the most anonymous memory (not page cache) that this process adds within a block."""
 
     def __enter__(self) -> Self:
-        self._start = self._most = anonymous_bytes()
+        self.start = self._most = anonymous_bytes()
         self._done = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
@@ -76,7 +76,8 @@ class AnonymousPeak:
 
     @property
     def mib(self) -> float:
-        return (self._most - self._start) / 2**20
+        """Returns the memory in MiB."""
+        return (self._most - self.start) / 2**20
 
     def _watch(self) -> None:
         while True:
@@ -86,23 +87,23 @@ class AnonymousPeak:
 
 
 def anonymous_bytes() -> int:
-    """RssAnon of this process (Linux)."""
+    """Returns RssAnon of this process in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def cpu_seconds(processes: Iterable[int]) -> float:
-    """Of the processes and all below them."""
+    """Returns the CPU time of the processes and all their descendants, in seconds."""
     own = [psutil.Process(process) for process in processes]
     spent = 0.0
     for process in [p for root in own for p in (root, *root.children(recursive=True))]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            spent += sum(process.cpu_times()[:4])  # those of children that ended count too
+            spent += sum(process.cpu_times()[:4])  # children that have ended count too
     return spent
 
 
 def machine() -> dict[str, str | int]:
-    """What the figures were measured on."""
+    """Describes the machine on which figures are measured."""
     return {
         "processor": _processor(),
         "threads": torch.get_num_threads(),

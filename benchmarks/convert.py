@@ -1,7 +1,8 @@
-"""Conversions of a synthetic model between Hugging Face and Megatron: seconds per GB, and the most memory that they take.
+"""Times conversions of a synthetic model between Hugging Face and Megatron, in seconds per GB, with their peak memory.
 
-A Qwen2-like model of about 1 GB in bfloat16, random numbers; each direction in a process of its own. `peak_mib`: the most anonymous memory
-beyond the interpreter's with everything imported; what it may be is 2 GiB and a shard, whatever the model's size.
+The model is like Qwen2, of about 1 GB in bfloat16, with random numbers. Each direction runs in a process of its own.
+`peak_mib` is the most anonymous memory beyond the interpreter's with everything imported. It may be 2 GiB and a shard,
+whatever the model's size.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
 
 
 def write_model(folder: Path, layers: int) -> int:
+    """Writes a random model. Returns its bytes."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     shapes = {name: s if s[1] > 1 else s[:1] for name, s in hf_shapes(read_sizes(folder)).items()}
@@ -58,7 +60,7 @@ def write_model(folder: Path, layers: int) -> int:
 
 
 def measure(what: str, first: Path, second: Path, shard_bytes: int) -> tuple[float, float]:
-    """-> (seconds, MiB)."""
+    """Runs one conversion. Returns (seconds, peak MiB)."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     with common.AnonymousPeak() as peak:

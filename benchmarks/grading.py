@@ -1,11 +1,11 @@
-"""How far the graders can be trusted: every known answer of the data sets at hand against itself, reformatted, and against near misses.
+"""Measures how far the graders can be trusted, on every known answer of the data sets at hand.
 
     itself       \\boxed{answer} is right
-    reformatted  the same answer, written otherwise (a decimal, a fraction, thousands, units, a sentence around it), is right
-    near_miss    another answer that looks alike (one more, ten times, the other sign, an element too many) is wrong
+    reformatted  the same answer, written otherwise (decimal, fraction, thousands, units, a sentence), is right
+    near_miss    another answer that looks alike (one more, ten times, other sign, an element too many) is wrong
 
-Needs a folder of data sets as `megatron-rl eval` reads them (data_dir); sets that it does not have are left out. Disagreements go to
---disagreements, a JSONL file, one row each.
+It needs a folder of data sets as `megatron-rl eval` reads them (data_dir). Sets that are not there are left out. Wrong
+gradings go to --disagreements, a JSONL file, one row each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with gsm8k/, amc23/, ...")
     parser.add_argument("--limit", type=int, help="problems of each set, drawn at random (default: all)")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="of one grading")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="seconds for one grading")
     parser.add_argument("--disagreements", type=Path, metavar="FILE")
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -68,7 +68,7 @@ def main() -> None:
 def measure(
     found: Benchmark, answers: list[str], args: argparse.Namespace
 ) -> tuple[dict[str, float], list[dict[str, str]]]:
-    """-> the set's figures, and the cases in which the grader disagrees."""
+    """Returns the set's figures, and the cases in which the grader gives another score than wanted."""
     cases = [case for answer in answers for case in cases_of(answer)]
     with GradePool(Reward(target=found.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
         pool.grade(["\\boxed{1}"], [{"answer": "1"}])
@@ -95,6 +95,7 @@ def measure(
 
 
 def cases_of(answer: str) -> Iterator[Case]:
+    """Yields the cases of one known answer."""
     yield "itself", f"\\boxed{{{answer}}}", answer, 1.0
     for text in dict.fromkeys(reformatted(answer)):
         yield "reformatted", text, answer, 1.0
@@ -103,7 +104,7 @@ def cases_of(answer: str) -> Iterator[Case]:
 
 
 def reformatted(answer: str) -> Iterator[str]:
-    """Responses that give the same answer."""
+    """Yields responses that give the same answer, written otherwise."""
     yield WRAPPED.format(answer)
     yield f"\\boxed{{ {answer} }}"
     if NUMBER.fullmatch(answer):
@@ -128,7 +129,7 @@ def reformatted(answer: str) -> Iterator[str]:
 
 
 def near_misses(answer: str) -> Iterator[str]:
-    """Other answers that look like it."""
+    """Yields other answers that look like it."""
     if NUMBER.fullmatch(answer):
         value, digits = Fraction(answer), len(answer.partition(".")[2])
         step = Fraction(1, 10**digits)

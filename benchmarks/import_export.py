@@ -1,10 +1,11 @@
-"""Model directories into Megatron shards along rectangles and back, against plain safetensors of the same bytes, in one run.
+"""Times the import of model directories into Megatron shards, and the export, against plain safetensors.
 
-`tp1` is one rank's parameters; `tp4` those of four ranks one after the other, each reading only its slices: together the same bytes.
-Plain import: every tensor of the file copied into memory that is there already. `get_slice`: the same slices into the same memory by
-safetensors' own means; rows of a few kilobytes are not copied as fast as whole tensors by anybody. Plain export: the whole tensors saved;
-ours joins them from the shards first. Files are in the page cache, each side counts with its fastest round. `extra_mib`: the most anonymous
-memory that an import takes beyond the parameters that it fills.
+Both sides move the same bytes in one run. `tp1` is one rank's parameters. `tp4` is those of four ranks one after the
+other, each reading only its slices: together the same bytes. Plain import copies every tensor of the file into memory
+that exists already. `of_get_slice` compares with the same slices read by safetensors' own get_slice: nobody copies rows
+of a few kilobytes as fast as whole tensors. Plain export saves whole tensors; ours joins them from the shards first.
+Files are in the page cache, and each side counts with its fastest round. `extra_mib` is the most anonymous memory that
+an import takes beyond the parameters that it fills.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = Sizes(
-        family="qwen2", num_layers=args.layers, hidden=2048, heads=16, kv_heads=4, head_dim=128, ffn=8192, vocab=32000, tied=False
-    )  # fmt: skip
+    width = {"hidden": 2048, "heads": 16, "kv_heads": 4, "head_dim": 128, "ffn": 8192, "vocab": 32000}
+    sizes = Sizes(family="qwen2", num_layers=args.layers, tied=False, **width)
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -47,7 +47,7 @@ def main() -> None:
         figures["gigabytes"] = size / 1e9
         for tp in (1, 4):
             ranks = [parameters(sizes, Shard(tp, rank)) for rank in range(tp)]
-            plain, sliced, ours = in_turn(
+            plain, sliced, ours = fastest_rounds(
                 [
                     lambda: read_plain(folder, tensors),
                     lambda ranks=ranks: read_slices(folder, ranks),
@@ -61,7 +61,7 @@ def main() -> None:
                 read_shards(folder, ranks)
             figures[f"import/tp{tp}/extra_mib"] = peak.mib
             out = folder / "out"
-            plain, ours = in_turn(
+            plain, ours = fastest_rounds(
                 [lambda out=out: hf.write_tensors(out, tensors), lambda r=ranks, o=out: write_shards(o, r)], args.rounds
             )
             figures |= {f"export/tp{tp}/gb_per_s": size / ours / 1e9, f"export/tp{tp}/ratio": plain / ours}
@@ -69,48 +69,49 @@ def main() -> None:
 
 
 def parameters(sizes: Sizes, shard: Shard) -> list[tuple[torch.Tensor, list]]:
+    """Returns (zeros, rectangles) of every parameter of a rank."""
     names = megatron_names(sizes, range(sizes.num_layers), (), first=True, last=True, fused=True)
     found = [megatron(sizes, name, shard) for name in names]
     return [(torch.zeros(shape[:1] if shape[1] == 1 else shape, dtype=torch.bfloat16), rects) for shape, rects in found]
 
 
 def read_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
+    """Imports the parameters of all ranks along their rectangles."""
     for own in ranks:
-        read = hf.Tensors(folder).read
+        read = hf.DirectoryTensors(folder).read
         for parameter, rects in own:
             copies.fill(parameter, rects, read)
 
 
 def read_slices(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
+    """Imports the same parameters by safetensors' own slices."""
     for own in ranks:
         with safe_open(folder / "model.safetensors", "pt") as file:
             for parameter, rects in own:
                 for rect in rects:
-                    rows, columns = (
-                        slice(rect.row, rect.row + rect.rows),
-                        slice(rect.column, rect.column + rect.columns),
-                    )
+                    rows = slice(rect.row, rect.row + rect.rows)
+                    columns = slice(rect.column, rect.column + rect.columns)
                     found = file.get_slice(rect.tensor)
                     copies.local(parameter, rect).copy_(found[rows] if parameter.dim() == 1 else found[rows, columns])
 
 
 def read_plain(folder: Path, into: dict[str, torch.Tensor]) -> None:
+    """Copies every tensor of the directory."""
     for name, tensor in hf.read_tensors(folder):
         into[name].copy_(tensor)
 
 
 def write_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
+    """Joins the whole tensors from the shards and saves them."""
     tensors: dict[str, torch.Tensor] = {}
     for parts in zip(*ranks, strict=True):
-        whole = (
-            [parts[0]] if len({tuple(rects) for _, rects in parts}) == 1 else parts
-        )  # of a norm every rank holds all
-        tensors |= copies.assemble(whole)
+        replicated = len({tuple(rects) for _, rects in parts}) == 1  # every rank holds all of a norm
+        tensors |= copies.assemble([parts[0]] if replicated else parts)
     hf.write_tensors(folder, tensors)
 
 
-def in_turn(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """The fastest round of each, all in turn, after a first round that warms the page cache."""
+def fastest_rounds(runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """Returns the seconds of each run's fastest round. Runs alternate, after a round that warms the page cache."""
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds + 1):
         for run, times in zip(runs, seconds, strict=True):

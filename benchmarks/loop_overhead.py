@@ -35,7 +35,7 @@ from statistics import fmean, median
 import common
 import psutil
 
-from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.metrics import MetricsRow, read_metrics
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/last_letter"
@@ -56,7 +56,7 @@ class Seen:
 
     wall_s: float
     cpu_s: float  # of all processes of the run
-    row: Row
+    row: MetricsRow
 
     def of(self, phases: Sequence[str]) -> float:
         return sum(self.row.time.get(phase, 0.0) for phase in phases)

@@ -1,11 +1,12 @@
-"""Peak memory of log-probs and their gradient over a large vocabulary: in chunks, as the actor takes them, and the plain way; in one run.
+"""Measures the peak memory of log-probs and their gradient over a large vocabulary: in chunks, and the plain way.
 
-Plain: logits of all tokens, log_softmax, the labels' entries, backward. Both start from the same hidden states and output weights in
-float32, each in a process of its own; what counts is the most anonymous memory beyond what stood before. The plain way holds several
-times tokens x vocabulary x 4 bytes: 15 GB with the defaults, which take some 4 minutes.
+The plain way is logits of all tokens, log_softmax, the labels' entries, backward. Both ways start from the same hidden
+states and output weights in float32, each in a process of its own. What counts is the most anonymous memory beyond what
+existed before. The plain way holds several times tokens x vocabulary x 4 bytes: 15 GB with the defaults, which take
+some 4 minutes.
 
-Then a model of the size `--hidden` and `--layers` asleep and awake: seconds of `sleep` and `wake`, and the bytes of gradients that sleep
-frees. Without a GPU the optimizer's moments are in host memory anyway.
+Then a model of the size `--hidden` and `--layers` sleeps and wakes: seconds of `sleep` and `wake`, and the bytes of
+gradients that sleep frees. Without a GPU the optimizer's moments are in host memory anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 def peak_mib(way: str, tokens: int, vocab: int) -> float:
-    """Of one forward and backward pass."""
+    """Returns the peak MiB of one forward and backward pass."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -58,7 +59,7 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
 
 
 def sleeping(hidden: int, layers: int) -> dict[str, float]:
-    """Seconds and MiB of one role's sleep."""
+    """Returns the seconds and MiB of one role's sleep."""
     torch.set_num_threads(1)
     sizes = dict(
         hidden_size=hidden,
@@ -83,7 +84,7 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
 
 
 def alone(function: Callable[..., T], *args: object) -> T:
-    """What it gives in a process of its own."""
+    """Returns the function's result from a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

@@ -1,9 +1,9 @@
-"""Memory that `megatron-rl plan` expects against what the actor really allocates, models of 60 to 90 million parameters, on CPU.
+"""Compares the memory that `megatron-rl plan` expects with what the actor allocates, for models of 75 M parameters.
 
-    python benchmarks/plan_memory.py --check      # exits 1 when a part is off by more than 5 %, activations by more than 15 %
+    python benchmarks/plan_memory.py --check      # exits 1 when a part is off by more than 5 %, activations by 15 %
 
-Storages are counted, not sampled: parameters, gradient buffers, optimizer state, and what autograd saves at its peak over one update.
-The worst rank of each layout; layouts of one and two ranks, one after the other.
+It runs on a CPU. Storages are counted, not sampled: parameters, gradient buffers, optimizer state, and what autograd
+saves at its peak over one update. Every row is the worst rank of a layout of one or two ranks.
 """
 
 from __future__ import annotations
@@ -103,7 +103,10 @@ def _case(folder: Path, case: tuple[int, str, dict[str, Any], dict[str, str]]) -
 def _errors(
     case: tuple[int, str, dict[str, Any], dict[str, str]], answers: list[dict[str, dict[str, float]]]
 ) -> dict[str, float]:
-    """{case and part: the largest relative error over the ranks}; of activations, on the ranks' sum where experts share them out."""
+    """Returns {case and part: the largest relative error over the ranks}.
+
+    Activations are compared on the ranks' sum where experts are spread over ranks.
+    """
     ranks, model, layout, kind = case
     words = [f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel"]
     label = " ".join(

@@ -1,8 +1,10 @@
-"""Published runs of other trainers against what `megatron-rl plan` expects of the same model, layout and GPUs (docs/plan.md, offline).
+"""Compares published runs of other trainers with what `megatron-rl plan` expects of the same model, layout and GPUs.
 
-    python benchmarks/plan_published.py            # the table; with --check exits 1 when a row that was not fitted is off by more than 30 %
+    python benchmarks/plan_published.py         # prints the table of docs/plan.md; it needs no network
+    python benchmarks/plan_published.py --check # exits 1 when a row that was not fitted is off by more than 30 %
 
-Rows marked `fitted` set the shares of planning/hardware.py and the constants of planning/compute.py; the others are the check.
+Rows marked `fitted` set the shares of planning/hardware.py and the constants of planning/compute.py; the others are the
+check.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 from common import add_arguments, finish  # noqa: E402
 
 from megatron_rl.planning import compute, shapes  # noqa: E402
-from megatron_rl.planning.compute import Batch, Engine  # noqa: E402
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
-from megatron_rl.planning.memory import WHOLE, Numbers  # noqa: E402
+from megatron_rl.planning.memory import WHOLE, Precision  # noqa: E402
 from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
 from megatron_rl.weights.sizes import Sizes  # noqa: E402
@@ -37,21 +39,23 @@ PROMPT = 130  # tokens of a problem of OpenMathInstruct-2 in its template: not p
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """One published run: its figure and ours."""
+
     what: str
     source: str
     unit: str
     published: float
     ours: float
     fitted: bool = False
-    other: str = ""  # what it does that this project does not: shown, held to no bar
+    other: str = ""  # what it does that this project does not; such a row is shown and held to no bar
 
 
 def mpt(name: str, layers: int, hidden: int, heads: int) -> Shape:
-    """An MPT: four hidden sizes of feed-forward in two matrices, which counts as 8/3 in our three."""
+    """Returns the shape of an MPT: its feed-forward of four hidden sizes in two matrices counts as 8/3 in our three."""
     ffn = hidden * 8 // 3 // 8 * 8
     sizes = Sizes(
-        family="llama", num_layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads, ffn=ffn, vocab=50368,
-        tied=True,
+        family="llama", num_layers=layers, hidden=hidden, heads=heads, kv_heads=heads, head_dim=hidden // heads,
+        ffn=ffn, vocab=50368, tied=True,
     )  # fmt: skip
     return Shape(name=name, sizes=sizes)
 
@@ -67,18 +71,18 @@ MODELS = {
 def trained(
     shape: Shape, where: str, layout: Parallel, *, samples: int, length: int, micro: int, recompute: bool
 ) -> tuple[float, float]:
-    """-> (seconds of a step, tokens a second and GPU)."""
+    """Returns (seconds of a step, tokens a second and GPU) of pre-training."""
     cluster = parse_cluster(where)
-    batch = Batch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
+    batch = SequenceBatch(sequences=samples, length=length, micro_tokens=micro * length, full=True)
     seconds = compute.pass_seconds(shape, layout, cluster, batch, backward=True, recompute=[WHOLE] if recompute else ())
-    seconds += compute.optimizer_seconds(shape, layout, cluster, Numbers.gpu("bfloat16"))
+    seconds += compute.optimizer_seconds(shape, layout, cluster, Precision.gpu("bfloat16"))
     return seconds, batch.tokens / seconds / cluster.gpus
 
 
 def foundry(
     model: str, where: str, numbers: tuple[int, int, int], *, recompute: bool, published: float, fitted: bool = False
 ) -> Row:
-    """`numbers`: length, micro-batch size, global batch size."""
+    """Returns a row of FOUNDRY. `numbers`: length, micro-batch size, global batch size."""
     length, micro, samples = numbers
     layout = Parallel(world=parse_cluster(where).gpus)
     _, rate = trained(MODELS[model], where, layout, samples=samples, length=length, micro=micro, recompute=recompute)
@@ -95,55 +99,51 @@ def grpo(
     published: float,
     **kind: bool,
 ) -> Row:
-    """`numbers`: samples, optimizer steps, mean and greatest length of prompt and completion."""
+    """Returns a row of NEMO_RL.
+
+    `numbers`: samples, optimizer steps, mean and greatest length of prompt and completion.
+    """
     samples, steps, mean, longest = numbers
     shape, cluster = read_shape(model), parse_cluster(where)
     parallel = Parallel(world=cluster.gpus, **layout, sequence_parallel=layout.get("tp", 1) > 1)
-    batch = Batch(sequences=samples, length=mean, micro_tokens=longest)
-    passed = 2 * compute.pass_seconds(
-        shape, parallel, cluster, batch, backward=False
-    )  # the policy's before the update, the reference's
-    part = Batch(sequences=samples // steps, length=mean, micro_tokens=longest)
+    batch = SequenceBatch(sequences=samples, length=mean, micro_tokens=longest)
+    # two forward passes: the policy's before the update, and the reference's
+    passed = 2 * compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
+    part = SequenceBatch(sequences=samples // steps, length=mean, micro_tokens=longest)
     recompute = () if shape.name == "llama-3.1-8b" else [WHOLE]
     passed += steps * compute.pass_seconds(shape, parallel, cluster, part, backward=True, recompute=recompute)
-    passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Numbers.gpu("bfloat16"))
+    passed += steps * compute.optimizer_seconds(shape, parallel, cluster, Precision.gpu("bfloat16"))
     room = max(8e9, 0.6 * cluster.device.memory - 2 * shapes.total(shape) / tp)
-    engine = Engine(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
+    engine = EngineSetup(replicas=cluster.gpus // tp, tp=tp, max_batch=256, kv_bytes=room)
     draw = Draw(role="", samples=samples, prompt=PROMPT, response=mean - PROMPT, longest=longest - PROMPT)
-    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
-    sent = compute.refit(shape, parallel, engine, cluster, width=2, together=False).seconds
+    drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
+    sent = compute.refit_cost(shape, parallel, engine, cluster, width=2, together=False).seconds
     if "-v" in sys.argv:
         print(f"{model}: rollout {drawn.seconds:.0f} ({drawn.rows:.0f} rows), passes {passed:.0f}, refit {sent:.1f}")
     return Row(
-        what=f"GRPO {shape.name}, {where}, {samples} samples of {mean:.0f}", source=NEMO_RL, unit="s/step", published=published,
-        ours=drawn.seconds + passed + sent, **kind,
+        what=f"GRPO {shape.name}, {where}, {samples} samples of {mean:.0f}", source=NEMO_RL, unit="s/step",
+        published=published, ours=drawn.seconds + passed + sent, **kind,
     )  # fmt: skip
 
 
 def served(rows: int, published: float, **kind: bool) -> Row:
-    """vLLM at a fixed number of requests under way: 1,024 tokens in, 128 out."""
+    """Returns a row of SWEEP: vLLM at a fixed number of requests under way, 1,024 tokens in and 128 out."""
     shape, cluster = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-40")
-    engine = Engine(replicas=1, tp=1, max_batch=rows, kv_bytes=18e9)
+    engine = EngineSetup(replicas=1, tp=1, max_batch=rows, kv_bytes=18e9)
     draw = Draw(role="", samples=20 * rows, prompt=1024, response=128, longest=128)
-    drawn = compute.rollout(shape, engine, cluster, draw, width=2)
+    drawn = compute.rollout_cost(shape, engine, cluster, draw, width=2)
     what = f"vLLM llama-3.1-8b on one A100-40, {rows} requests at once"
     return Row(
         what=what, source=SWEEP, unit="tokens/s out", published=published, ours=20 * rows * 128 / drawn.seconds, **kind
     )
 
 
-def rows() -> list[Row]:
+def mixtures() -> list[Row]:
+    """Returns the rows of models with experts."""
     qwen = read_shape("qwen3-30b-a3b")
     _, experts = trained(qwen, "1x8xH100", Parallel(world=8, ep=8), samples=512, length=4096, micro=4, recompute=False)
-    _, kimi = trained(
-        read_shape("moe-1t"),
-        "32x8xH100",
-        Parallel(world=256, pp=8, vpp=4, ep=32),
-        samples=512,
-        length=4096,
-        micro=1,
-        recompute=True,
-    )
+    trillion, layout = read_shape("moe-1t"), Parallel(world=256, pp=8, vpp=4, ep=32)
+    _, kimi = trained(trillion, "32x8xH100", layout, samples=512, length=4096, micro=1, recompute=True)
     _, small = trained(
         qwen, "2x8xH100", Parallel(world=16, pp=2, vpp=24, ep=8), samples=512, length=4096, micro=2, recompute=False
     )
@@ -151,19 +151,7 @@ def rows() -> list[Row]:
     _, large = trained(
         read_shape("qwen3-235b-a22b"), "32x8xH100", layout, samples=2048, length=4096, micro=1, recompute=False
     )
-    turing = Shape(name="mt-nlg-530b", sizes=mpt("530b", 105, 20480, 128).sizes)
-    layout = Parallel(world=2240, tp=8, pp=35, sequence_parallel=False)
-    turing_s, _ = trained(turing, "280x8xA100-80", layout, samples=1920, length=2048, micro=1, recompute=True)
     return [
-        foundry("7b", "1x8xA100-80", (2048, 6, 96), recompute=False, published=4641, fitted=True),
-        foundry("7b", "1x8xA100-80", (8192, 8, 128), recompute=True, published=3206),
-        foundry("13b", "1x8xA100-80", (2048, 2, 48), recompute=False, published=2262),
-        foundry("30b", "1x8xA100-80", (2048, 3, 504), recompute=True, published=916),
-        foundry("70b", "8x8xA100-80", (2048, 8, 2048), recompute=True, published=410),
-        foundry("7b", "1x8xH100", (2048, 6, 48), recompute=False, published=10643, fitted=True),
-        foundry("13b", "8x8xH100", (2048, 2, 128), recompute=False, published=4800),
-        foundry("70b", "8x8xH100", (2048, 8, 2048), recompute=True, published=1039),
-        Row(what="MT-NLG 530B, 280x8xA100, tp8 pp35 dp8", source=MT_NLG, unit="s/step", published=60.1, ours=turing_s),
         Row(
             what="Qwen3-30B-A3B, 1x8xH100, ep8",
             source=AUTOMODEL,
@@ -196,6 +184,25 @@ def rows() -> list[Row]:
             ours=kimi,
             other=DISPATCH,
         ),
+    ]
+
+
+def rows() -> list[Row]:
+    """Returns all rows, in the order of the table."""
+    turing = Shape(name="mt-nlg-530b", sizes=mpt("530b", 105, 20480, 128).sizes)
+    layout = Parallel(world=2240, tp=8, pp=35, sequence_parallel=False)
+    turing_s, _ = trained(turing, "280x8xA100-80", layout, samples=1920, length=2048, micro=1, recompute=True)
+    return [
+        foundry("7b", "1x8xA100-80", (2048, 6, 96), recompute=False, published=4641, fitted=True),
+        foundry("7b", "1x8xA100-80", (8192, 8, 128), recompute=True, published=3206),
+        foundry("13b", "1x8xA100-80", (2048, 2, 48), recompute=False, published=2262),
+        foundry("30b", "1x8xA100-80", (2048, 3, 504), recompute=True, published=916),
+        foundry("70b", "8x8xA100-80", (2048, 8, 2048), recompute=True, published=410),
+        foundry("7b", "1x8xH100", (2048, 6, 48), recompute=False, published=10643, fitted=True),
+        foundry("13b", "8x8xH100", (2048, 2, 128), recompute=False, published=4800),
+        foundry("70b", "8x8xH100", (2048, 8, 2048), recompute=True, published=1039),
+        Row(what="MT-NLG 530B, 280x8xA100, tp8 pp35 dp8", source=MT_NLG, unit="s/step", published=60.1, ours=turing_s),
+        *mixtures(),
         served(1, 75, fitted=True),
         served(8, 75 * 6.6),
         grpo("llama-3.1-8b", "2x8xH100", (2048, 4, 1060, 4096), 1, {"pp": 2}, 97.7, fitted=True),
@@ -212,9 +219,8 @@ def main() -> None:
     args, found = parser.parse_args(), rows()
     for row in found:
         kind = "fitted" if row.fitted else row.other
-        print(
-            f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {row.ours / row.published:.2f} | {kind} |"
-        )
+        ratio = row.ours / row.published
+        print(f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {ratio:.2f} | {kind} |")
     checked = {row.what: row.ours / row.published for row in found}
     free = [row.what for row in found if not row.fitted and not row.other]
     finish(checked, {name: 1 - WORST for name in free}, args, limits={name: 1 + WORST for name in free})

@@ -1,15 +1,16 @@
-"""Faults in one long run on a real Slurm cluster of four nodes on this machine: from each to the next progress.
+"""Measures how a long run recovers from faults, on a real Slurm cluster of four nodes on this machine.
 
-A Tango run on the last-letter models, two ranks on two nodes, embedded engines, a checkpoint after every step. --faults of these kinds,
-drawn by --seed, each after a few turns without one:
+The run is Tango on the last-letter models: two ranks on two nodes, embedded engines, a checkpoint after every step. It
+meets --faults faults of these kinds, drawn by --seed, each after a few turns without one:
 
     rank       SIGKILL to a rank                      hang      SIGSTOP to a rank: it neither works nor ends
     node       SIGKILL to all of a node, slurmd too   save      SIGKILL to a rank while a checkpoint is written
     requeue    scontrol requeue                       warning   SIGUSR1 to the batch script, as before the time limit
 
-`KIND/seconds`: from the fault until a turn is done that was not done before, mean; what Slurm needs to notice a dead node (SlurmdTimeout,
-10 s here, and its own rounds) and what run.hang_after_s says (10 s here) are in it. `turns_lost`: done again, mean over all faults.
-`prompts_lost`: prompts of turns that are missing, doubled or without all their answers at the end.
+`KIND/seconds` is the mean time from the fault until a turn is done that was not done before. It includes the time in
+which Slurm notices a dead node (SlurmdTimeout, 10 s here, and its own rounds) and run.hang_after_s (10 s here).
+`turns_lost` is the mean number of turns done again after a fault. `prompts_lost` counts the prompts of turns that are
+missing, doubled or without all their answers at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ sys.path[:0] = [str(ROOT / "tests/helpers"), str(EXAMPLE)]
 from slurm_cluster import Cluster, SlurmError, missing_commands  # noqa: E402
 
 from megatron_rl.cluster import slices  # noqa: E402
-from megatron_rl.run.directory import read_rollouts, rollout_files  # noqa: E402
 from megatron_rl.run.metrics import read_metrics  # noqa: E402
+from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files  # noqa: E402
 
 KINDS = ("rank", "hang", "node", "save", "requeue", "warning")
 PROMPTS, SAMPLES, HANG_S, GIVE_UP_S, LOOK_S = 8, 5, 10, 300.0, 0.1
@@ -56,7 +57,7 @@ python: {sys.executable}
 
 
 class Watched:
-    """The run, as its directory shows it."""
+    """A run that is observed through its directory and Slurm."""
 
     def __init__(self, cluster: Cluster, run: Path, job: str) -> None:
         self.cluster, self.run, self.job = cluster, run, job
@@ -65,12 +66,12 @@ class Watched:
         return max((row.turn for row in read_metrics(self.run) if row.scope != "eval"), default=-1)
 
     def element(self) -> str:
-        """Of the chain, that which runs."""
+        """Returns the element of the chain that runs."""
         self.until("a running element", lambda: "RUNNING" in self.cluster.states(self.job).values())
         return next(element for element, state in self.cluster.states(self.job).items() if state == "RUNNING")
 
     def ranks(self) -> list[psutil.Process]:
-        """As srun started them, not what they have started."""
+        """Returns the rank processes that srun started, without the processes that these have started."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -91,7 +92,7 @@ class Watched:
 
 
 def strike(kind: str, watched: Watched, rng: random.Random) -> tuple[str | None, float]:
-    """-> (a node that is to be brought back, when it was)."""
+    """Makes a fault. Returns (a node to be brought back or None, the time of the fault)."""
     cluster = watched.cluster
     if kind == "save":
         watched.until("a checkpoint under way", lambda: any((watched.run / "checkpoints").glob(".step_*.tmp")))
@@ -112,7 +113,10 @@ def strike(kind: str, watched: Watched, rng: random.Random) -> tuple[str | None,
 
 
 def told(cluster: Cluster, words: list[str]) -> bool:
-    """False where the element has just ended. Of one that ends by its signal scancel waits for more: it was told."""
+    """Runs a command of Slurm's. Returns False when the element has just ended.
+
+    An element that ends by its signal leaves scancel waiting: a time-out means that it was told.
+    """
     try:
         cluster.run(*words, timeout_s=10)
     except SlurmError:
@@ -123,13 +127,13 @@ def told(cluster: Cluster, words: list[str]) -> bool:
 
 
 def prompts_lost(run: Path, turns: int) -> float:
-    """Of turns that are not there exactly once, or whose prompts have not all their answers."""
+    """Returns the number of prompts in turns that are not there exactly once, or without all their answers."""
     seen = Counter(row.turn for row in read_metrics(run) if row.scope not in ("eval", "gate"))
     lost = sum(PROMPTS for turn in range(turns) if seen[turn] != 1)
-    for path in rollout_files(run):
-        groups = Counter(row["group"] for row in read_rollouts(path))
+    for path in turn_files(run / ROLLOUTS):
+        groups = Counter(row["group"] for row in read_rows(path))
         lost += PROMPTS - sum(count == SAMPLES for count in groups.values())
-    return float(lost + PROMPTS * (turns - len(rollout_files(run))))
+    return float(lost + PROMPTS * (turns - len(turn_files(run / ROLLOUTS))))
 
 
 def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
@@ -137,23 +141,40 @@ def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
     site.write_text(SITE)
     words = [
         str(EXAMPLE / "tango.yaml"), f"roles.generator.model.path={models}/generator/model",
-        f"roles.verifier.model.path={models}/verifier/model", f"data.path={models}/task/train.jsonl", "evaluation.prompts=null",
-        f"run.prompts_per_step={PROMPTS}", "run.save_every=1", f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}",
-        "recipe.args.generator_updates=3000", "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
+        f"roles.verifier.model.path={models}/verifier/model", f"data.path={models}/task/train.jsonl",
+        "evaluation.prompts=null", f"run.prompts_per_step={PROMPTS}", "run.save_every=1",
+        f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}", "recipe.args.generator_updates=3000",
+        "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
     ]  # fmt: skip
     said = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.main", "submit", *words], cwd=ROOT, env=cluster.environment(), check=True, text=True,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-m", "megatron_rl.main", "submit", *words], cwd=ROOT, env=cluster.environment(),
+        check=True, text=True, stdout=subprocess.PIPE,
     ).stdout  # fmt: skip
     return Watched(cluster, folder / name, said.splitlines()[0].rpartition(" ")[2])
 
 
+def recover(watched: Watched, kind: str, rng: random.Random) -> tuple[float, int]:
+    """Makes a fault after a few turns without one. Returns (seconds until there is progress, turns done again)."""
+    calm_until = watched.last_turn() + rng.randint(3, 8)
+    watched.until("turns without a fault", lambda: watched.last_turn() >= calm_until)
+    starts = len(slices.read(watched.run))  # read before the fault: its command may come back after the next start
+    node, struck = strike(kind, watched, rng)
+    done = watched.last_turn()
+    watched.until(f"another start after {kind}", lambda: len(slices.read(watched.run)) > starts)
+    again = max(0, done + 1 - slices.read(watched.run)[-1].turns_before)
+    watched.until(f"progress after {kind}", lambda: watched.last_turn() > done)
+    seconds = time.monotonic() - struck
+    if node is not None:
+        watched.cluster.start_node(node)
+    return seconds, again
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=20, help="number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--models", type=Path, default=ROOT / "runs/last_letter_2_heads/a", help="made when there are none"
+        "--models", type=Path, default=ROOT / "runs/last_letter_2_heads/a", help="models; made when there are none"
     )
     common.add_arguments(parser)
     args = parser.parse_args()
@@ -171,20 +192,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, Cluster(Path(name) / "slurm", gpus=0) as cluster:
         watched = submit(cluster, Path(name), args.models, "long")
         for kind in track(kinds, description="faults"):
-            start = watched.last_turn()
-            calm = rng.randint(3, 8)
-            watched.until("turns without a fault", lambda start=start, calm=calm: watched.last_turn() >= start + calm)
-            starts = len(
-                slices.read(watched.run)
-            )  # before: the next start may be there when the command that strikes comes back
-            node, struck = strike(kind, watched, rng)
-            done = watched.last_turn()
-            watched.until(f"another start after {kind}", lambda starts=starts: len(slices.read(watched.run)) > starts)
-            again.append(max(0, done + 1 - slices.read(watched.run)[-1].turns_before))
-            watched.until(f"progress after {kind}", lambda done=done: watched.last_turn() > done)
-            seconds[kind].append(time.monotonic() - struck)
-            if node is not None:
-                cluster.start_node(node)
+            taken, repeated = recover(watched, kind, rng)
+            seconds[kind].append(taken)
+            again.append(repeated)
         (watched.run / "stop").touch()
         watched.until(
             "the end",

@@ -1,16 +1,18 @@
-"""A refit of about 1 GB between four processes that are trainer and engine ranks at once: along a plan, against gathering everything.
+"""Times a refit of about 1 GB between four processes, each a trainer and an engine rank: planned, and by gathering.
 
-    gather      every parameter all-gathered over the ranks of its stage and broadcast from there: the whole model on every rank, which
-                then takes its part. What most frameworks do
-    bucketed    the same, many parameters in one collective of up to 64 MiB
-    direct      each engine rank receives its own slices from ranks that hold them (this project), over TCP (what is taken between hosts
-                without fast links), gloo and shared memory
-    delta       direct over TCP, what changed alone, after a step of 1e-6 in float32; full: the same step, everything
+    gather      every parameter is all-gathered over the ranks of its stage and broadcast from there, so that every
+                rank has the whole model and takes its part. Most frameworks do this
+    bucketed    the same, with many parameters in one collective of up to 64 MiB
+    direct      each engine rank receives its own slices from ranks that hold them (this project): over TCP (used
+                between hosts without fast links), gloo and shared memory
+    delta       direct over TCP, sending only what changed in a step of 1e-6 in float32
+    full        the same step, sending everything
+    p2p         messages of the plan's sizes between the plan's pairs, as raw_messages buffers over gloo
+    memcpy      a copy in one process while the others copy too
 
-`wire_gb` is what all ranks together receive from other ranks. The bound: what the engine ranks need and do not hold themselves.
-`p2p`: messages of the plan's sizes between the plan's pairs as raw buffers over gloo, in turn with the direct ways; `memcpy`: a copy in
-one process while the others copy too. Seconds are of the fastest of --rounds, each as long as its slowest rank; of the direct ways and
-raw messages, which take turns, of four times as many. With --gigabytes 0.05 it is a quick look.
+`wire_gb` is what all ranks together receive from other ranks; `bound_gb` is what the engine ranks need and do not hold
+themselves. Seconds are those of the fastest of --rounds rounds, each as long as its slowest rank. The direct ways and
+p2p take turns and have four times as many rounds. `--gigabytes 0.05` gives a quick look.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from megatron_rl.refit.wiring import Seat, Seating
 from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
-from megatron_rl.weights.reshard import Plan
+from megatron_rl.weights.reshard import RefitPlan
 from megatron_rl.weights.sizes import Sizes
 
 RANKS = 4
-BUCKET = 64 << 20  # bytes
+BUCKET = 64 << 20  # bytes that memcpy copies
 BARS = {
     name: bar
     for model in ("dense", "moe")
@@ -55,13 +57,13 @@ BARS = {
         f"{model}/direct_tcp_of_p2p": 0.6,
     }.items()
 }
-WAYS = ("tcp", "gloo", "shared_memory")
+TRANSPORTS = ("tcp", "gloo", "shared_memory")
 Shards = dict[str, tuple[Tensor, list[Rect]]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bfloat16")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the model in bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -101,21 +103,18 @@ def main() -> None:
 
 
 def dense(gigabytes: float) -> Topology:
-    """TP2 x PP2 into an engine of four tensor ranks."""
+    """Returns TP2 x PP2 into an engine of four tensor ranks."""
     layers = max(2, round(gigabytes * 1e9 / 2 / 62e6) // 2 * 2)
-    sizes = Sizes(
-        family="qwen2", num_layers=layers, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=8192, vocab=16000, tied=False
-    )  # fmt: skip
+    width = {"hidden": 2048, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 8192, "vocab": 16000}
+    sizes = Sizes(family="qwen2", num_layers=layers, tied=False, **width)
     return Topology(sizes=sizes, trainer=TrainerLayout(tp=2, pp=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16")
 
 
 def moe(gigabytes: float) -> Topology:
-    """TP2 x PP2 with experts over two ranks, into an engine of four ranks that cut every expert."""
+    """Returns TP2 x PP2 with experts over two ranks, into an engine of four ranks that cut every expert."""
     layers = max(2, round(gigabytes * 1e9 / 2 / 54e6) // 2 * 2)
-    sizes = Sizes(
-        family="qwen3_moe", num_layers=layers, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=1024, vocab=16000, tied=False,
-        experts=32, expert_ffn=512,
-    )  # fmt: skip
+    width = {"hidden": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "ffn": 1024, "vocab": 16000}
+    sizes = Sizes(family="qwen3_moe", num_layers=layers, tied=False, experts=32, expert_ffn=512, **width)
     return Topology(
         sizes=sizes, trainer=TrainerLayout(tp=2, pp=2, ep=2), engines=EngineLayout(tp=RANKS), dtype="bfloat16"
     )
@@ -125,7 +124,7 @@ CASES: dict[str, Callable[[float], Topology]] = {"dense": dense, "moe": moe}
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
-    """Collective; the figures are those of the slowest rank."""
+    """Returns the figures of one case, which are those of the slowest rank. Collective."""
     topology, rank = CASES[name](args.gigabytes), dist.get_rank()
     own, engine = shards(topology, rank), Engine(topology, rank)
     model = 2 * sum(rows * columns for rows, columns in hf_shapes(topology.sizes).values())
@@ -133,9 +132,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     for way, limit in (("gather", 0), ("bucketed", args.bucket_mib << 20)):
         figures[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
     reference = {n: t.clone() for n, t in engine.tensors.items()}
-    plan, messages = raw(topology, args)
+    plan, messages = raw_messages(topology, args)
     runs, sides = {"p2p_s": messages}, []
-    for transport in WAYS:
+    for transport in TRANSPORTS:
         for tensor in engine.tensors.values():
             tensor.zero_()
         settings = RefitConfig(transport=transport, bucket_mib=args.bucket_mib, verify="off")
@@ -147,25 +146,24 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
             raise SystemExit(f"{name}: direct over {transport} gave other weights than gathering")
         runs[f"direct_{transport}_s"] = lambda side=side: side(1)
         sides.append(side)
-    figures |= {name: min(seconds) for name, seconds in in_turn(runs, 4 * args.rounds).items()}
+    figures |= {name: min(seconds) for name, seconds in measure_alternately(runs, 4 * args.rounds).items()}
     for side in sides:
         side.close()
     figures |= {"bound_gb": plan.lower_bound * 2 / 1e9, "p2p_gb_per_s": plan.sent * 2 / 1e9 / figures["p2p_s"]}
     figures["bound_over_direct_bytes"] = figures["bound_gb"] / figures["wire_gb"]
     figures["bucketed_over_direct"] = figures["bucketed_s"] / figures["direct_shared_memory_s"]
-    for way in WAYS:
+    for way in TRANSPORTS:
         figures[f"gather_over_direct_{way}"] = figures["gather_s"] / figures[f"direct_{way}_s"]
         figures[f"direct_{way}_of_p2p"] = figures["p2p_s"] / figures[f"direct_{way}_s"]
     return figures | changes(topology, own, engine, args)
 
 
 def shards(topology: Topology, rank: int) -> Shards:
-    """A trainer rank's parameters with their rectangles, random."""
+    """Returns a trainer rank's parameters, random, with their rectangles."""
     generator, out = torch.Generator().manual_seed(rank), {}
     for name, (shape, rects) in shapes_of(topology, rank).items():
-        seeded = (
-            generator if is_sharded(name) else torch.Generator().manual_seed(len(name))
-        )  # held alike by all ranks of the stage
+        # All ranks of a stage hold the same values of a parameter that is not sharded.
+        seeded = generator if is_sharded(name) else torch.Generator().manual_seed(len(name))
         out[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
     return out
 
@@ -199,7 +197,10 @@ class Engine:
 
 
 def gather(topology: Topology, own: Shards, engine: Engine, limit: int) -> None:
-    """The whole model on every rank, stage by stage; parameters joined up to `limit` bytes a collective (0: each alone)."""
+    """Brings the whole model to every rank, stage by stage.
+
+    A collective joins parameters of up to `limit` bytes (0: one each).
+    """
     rank, stage_of, groups = dist.get_rank(), dist.get_rank() // 2, process_groups()
     for stage in range(2):
         members = [stage * 2, stage * 2 + 1]
@@ -222,12 +223,14 @@ def gather(topology: Topology, own: Shards, engine: Engine, limit: int) -> None:
 
 @functools.cache
 def process_groups() -> dict[str, Any]:
+    """Returns the groups of the two stages and of the two pairs of ranks at the same position in them."""
     ranks = {"stage0": [0, 1], "stage1": [2, 3], "pair0": [0, 2], "pair1": [1, 3]}
     return {name: dist.new_group(members, backend="gloo") for name, members in ranks.items()}
 
 
 @functools.cache
 def shapes_of(topology: Topology, rank: int) -> dict[str, tuple[torch.Size, list[Rect]]]:
+    """Returns {parameter: (shape, rectangles)} of a trainer rank."""
     found: dict[str, list[Rect]] = {}
     for holding in layouts.trainer(topology.sizes, topology.trainer):
         if rank in holding.ranks:
@@ -240,6 +243,7 @@ def shapes_of(topology: Topology, rank: int) -> dict[str, tuple[torch.Size, list
 
 
 def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
+    """Yields the parameters in runs of up to `limit` bytes."""
     waiting, size = [], 0
     for pair in pairs:
         own = pair[0][1][0].numel() * 2
@@ -251,24 +255,24 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
     yield waiting
 
 
-def raw(topology: Topology, args: argparse.Namespace) -> tuple[Plan, Callable[[], None]]:
-    """The plan, and what sends messages of its sizes between its pairs as raw buffers, over gloo."""
+def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPlan, Callable[[], None]]:
+    """Returns the plan, and a function that sends messages of its sizes between its pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
     dist.all_gather_object(seats, Seat.new(torch.device("cpu")))
     plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
-    rank, turns = dist.get_rank(), 1 + max(b.turn for b in plan.buckets)
+    rank, rounds = dist.get_rank(), 1 + max(b.round_number for b in plan.buckets)
     out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
-    sends = {b.turn: b for b in plan.buckets if b.source == rank}
-    receives = {b.turn: b for b in plan.buckets if b.destination == rank}
+    sends = {b.round_number: b for b in plan.buckets if b.source == rank}
+    receives = {b.round_number: b for b in plan.buckets if b.destination == rank}
 
     def run() -> None:
         pending: list[Any] = []
-        for turn in range(turns):
-            now = []
-            if turn in sends:
-                now.append(dist.isend(out[turn % 2][: sends[turn].elements * 2], sends[turn].destination, tag=turn))
-            if turn in receives:
-                now.append(dist.irecv(into[turn % 2][: receives[turn].elements * 2], receives[turn].source, tag=turn))
+        for number in range(rounds):
+            now, half = [], number % 2
+            if bucket := sends.get(number):
+                now.append(dist.isend(out[half][: bucket.elements * 2], bucket.destination, tag=number))
+            if bucket := receives.get(number):
+                now.append(dist.irecv(into[half][: bucket.elements * 2], bucket.source, tag=number))
             for work in pending:
                 work.wait()
             pending = now
@@ -279,7 +283,7 @@ def raw(topology: Topology, args: argparse.Namespace) -> tuple[Plan, Callable[[]
 
 
 def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
-    """Refits of what a step of 1e-6 in float32 changes of the bfloat16 weights, in deltas over TCP, against all of them."""
+    """Times refits after a step of 1e-6 in float32: as deltas over TCP, and sending all weights."""
     parameters = {n: t for n, (t, _) in own.items()}
     masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
     figures: dict[str, float] = {}
@@ -301,19 +305,19 @@ def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Name
 
 
 def memcpy() -> float:
-    """GB/s of this process's copies, while the others copy too."""
+    """Returns GB/s of this process's copies, while the others copy too."""
     source, target = torch.ones(BUCKET, dtype=torch.uint8), torch.ones(BUCKET, dtype=torch.uint8)
     seconds = best(lambda: target.copy_(source), 5)
     return BUCKET / seconds / 1e9
 
 
 def best(run: Callable[[], Any], rounds: int) -> float:
-    """Seconds of the fastest round, each as long as its slowest rank; after one to warm up."""
-    return min(in_turn({"": run}, rounds)[""])
+    """Returns the seconds of the fastest round, each as long as its slowest rank, after one round to warm up."""
+    return min(measure_alternately({"": run}, rounds)[""])
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of every round of several, which take turns: the machine's other work then meets all of them."""
+def measure_alternately(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Returns the seconds of every round of several runs. They alternate, so that all meet the machine's other work."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
@@ -325,6 +329,7 @@ def in_turn(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[f
 
 
 def slowest(seconds: float) -> float:
+    """Returns the largest value of all ranks."""
     figure = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(figure, op=dist.ReduceOp.MAX)
     return float(figure)

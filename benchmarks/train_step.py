@@ -1,13 +1,15 @@
-"""Tokens per CPU-second of one update of our actor against a plain transformers training step, same model and batch, one run.
+"""Compares tokens per CPU-second of one update of our actor and of a plain transformers training step.
 
-Two kinds of work. `equal`: all sequences have one length and every token but the first is trained, so padding costs nobody
-anything; ours runs padded too. `varied`: lengths as rollouts have them (prompt of 32, log-normal response), the loss on the
-response; ours runs packed, transformers pads each micro-batch of the same number of sequences, in the order given. Both sides
-use the same number of sequences per micro-batch on `equal`, one thread, fp32, SDPA attention, clipping and AdamW, and are
-measured in turn, several rounds; each side counts with its fastest. Tokens counted are real ones, not padding.
+Both train the same model on the same batch, of two kinds. `equal`: all sequences have one length and every token but
+the first is trained, so that padding costs nobody anything; ours runs padded too. `varied`: lengths as rollouts have
+them (a prompt of 32, a log-normal response), with the loss on the response; ours runs packed, while transformers pads
+each micro-batch of the same number of sequences, in the order given. On `equal` both sides use the same number of
+sequences per micro-batch. Both use one thread, fp32, SDPA attention, clipping and AdamW. They alternate for several
+rounds in one process, and each side counts with its fastest round. Tokens counted are real ones, not padding.
 
---layouts: the `varied` batch on two ranks, packed and padded, for each axis alone; CPU seconds are those of both ranks together, the
-sums waited for among them, and are compared with one process and with transformers.
+With --layouts the `varied` batch also runs on two ranks, packed and padded, for each axis of parallelism alone. CPU
+seconds are then those of both ranks together, waiting included, and are compared with one process and with
+transformers.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ BARS = {"equal/ratio": 0.95, "varied/ratio": 1.5}
 
 
 def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Trajectory]:
-    """`count` random sequences; `length` is the length of all (equal) or the longest allowed (varied)."""
+    """Returns `count` random sequences. `length` is the length of all (equal) or the longest allowed (varied)."""
     rng = random.Random(0)
     out = []
     for i in range(count):
@@ -89,7 +91,7 @@ def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Traject
 
 
 def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], None]:
-    """A training step as a user of transformers writes it: pad each micro-batch, cross-entropy, clip, AdamW."""
+    """Returns a training step as a user of transformers writes it: pad each micro-batch, cross-entropy, clip, AdamW."""
     model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     cu, micro = batch.cu_seqlens.tolist(), []
@@ -116,6 +118,7 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
 
 
 def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int, layout: Layout = ALONE) -> Callable[[], None]:
+    """Returns a training step of our actor. `budget`: tokens of a micro-batch."""
     role = RoleConfig(
         model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0), packed=packed,
         micro_batch_tokens=budget // layout.cp, layout=layout,
@@ -125,7 +128,7 @@ def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int, layout
 
 
 def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse.Namespace) -> list[float]:
-    """CPU seconds of this rank in each round."""
+    """Returns the CPU seconds of this rank in each round."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/{name}_{packed}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -144,7 +147,7 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
 
 
 def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, float]:
-    """Tokens per CPU-second of each layout, packed and padded."""
+    """Returns the tokens per CPU-second of each layout, packed and padded."""
     figures, cases = {}, [(name, packed) for name in LAYOUTS for packed in (True, False)]
     with multiprocessing.get_context("spawn").Pool(RANKS) as pool:
         for name, packed in track(cases, "layouts on two ranks", console=Console(stderr=True)):
@@ -157,7 +160,7 @@ def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, f
 
 
 def measure(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """CPU seconds (ours, theirs) of the fastest round of each: what else runs on the machine only ever adds."""
+    """Returns the CPU seconds (ours, theirs) of the fastest round of each: other work only ever adds to them."""
 
     def cpu(step: Callable[[], None]) -> float:
         start = time.process_time()

@@ -1,10 +1,11 @@
-"""Real GSM8K text through the whole path on a CPU: tokenizer, tiny models, SFT of both roles, Tango, resume, report.
+"""Takes real GSM8K text through the whole path on a CPU: tokenizer, tiny models, SFT, Tango, resume, report.
 
     python examples/gsm8k_cpu.py --data PATH/TO/gsm8k/train.jsonl
 
-The file has the rows of openai/grade-school-math ({"question", "answer"} with `#### n`). The models are far too small for arithmetic: the
-generator learns the first problems of the file by heart, well enough that some samples are right, and reinforcement learning works on
-the same problems. The figures show that every part does its work on real text; they say nothing about mathematics.
+The file has the rows of openai/grade-school-math ({"question", "answer"} with `#### n`). The models are far too small
+for arithmetic: the generator learns the first problems of the file by heart, well enough that some samples are right,
+and reinforcement learning works on the same problems. The figures show that every part does its work on real text; they
+say nothing about mathematics.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from megatron_rl.text import fill
 HERE = Path(__file__).parent
 BASE = Path("runs/gsm8k")
 PLACES = (HERE.parent.parent / "shared/data/gsm8k/train.jsonl", Path("data/gsm8k/train.jsonl"))
-PROBLEMS = 64  # learned by heart
-BATCH = 32
+PROBLEMS = 64  # problems that the models learn by heart
+BATCH = 32  # pairs in one SFT step
 
 
 def main() -> None:
@@ -37,34 +38,44 @@ def main() -> None:
         "--sft-steps",
         type=int,
         default=220,
-        help="of each role; 400 learn the problems so well that nothing is left to reinforce",
+        help="SFT steps of each role; 400 learn the problems so well that nothing is left to reinforce",
     )
     options = parser.parse_args()
     source = options.data or next((p for p in PLACES if p.exists()), None)
     if source is None or not source.exists():
         sys.exit(
-            f"no GSM8K file at {options.data or PLACES[0]}: give one with --data (openai/grade-school-math, train.jsonl)"
+            f"no GSM8K file at {options.data or PLACES[0]}: give one with --data "
+            "(openai/grade-school-math, train.jsonl)"
         )
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     prepare(rows, options.sft_steps)
     for name, model in (("generator", "task/model"), ("verifier", "task/model")):
         if not (BASE / name / "model/model.safetensors").exists():
             program(
-                "sft", f"model.path={BASE}/{model}", f"data.train={BASE}/task/{name}_sft.jsonl", f"steps={options.sft_steps}",
-                "optimizer.lr=2e-3", "optimizer.min_lr=2e-4", "optimizer.warmup_steps=20", "optimizer.decay=cosine",
-                f"optimizer.decay_steps={options.sft_steps}", f"samples_per_step={BATCH}", f"run.name={name}", f"run.dir={BASE}",
-                "run.save_every=100", "launch.nproc=2",
-            )  # fmt: skip
+                "sft",
+                f"model.path={BASE}/{model}",
+                f"data.train={BASE}/task/{name}_sft.jsonl",
+                f"steps={options.sft_steps}",
+                "optimizer.lr=2e-3",
+                "optimizer.min_lr=2e-4",
+                "optimizer.warmup_steps=20",
+                "optimizer.decay=cosine",
+                f"optimizer.decay_steps={options.sft_steps}",
+                f"samples_per_step={BATCH}",
+                f"run.name={name}",
+                f"run.dir={BASE}",
+                "run.save_every=100",
+                "launch.nproc=2",
+            )
     program("train", str(HERE / "gsm8k_cpu.yaml"), "run.steps=2", "run.resume=auto")
-    program(
-        "train", str(HERE / "gsm8k_cpu.yaml"), "run.resume=must"
-    )  # the same run, longer: it goes on from its checkpoint
+    # The same run, longer: it goes on from its checkpoint.
+    program("train", str(HERE / "gsm8k_cpu.yaml"), "run.resume=must")
     program("report", str(BASE / "tango"))
     print((BASE / "tango/summary.json").read_text())
 
 
 def prepare(rows: list[dict[str, str]], steps: int) -> None:
-    """Tokenizer and random model, the problems, and SFT pairs of both roles."""
+    """Writes tokenizer and random model, the problems, and SFT pairs of both roles."""
     task = BASE / "task"
     if (task / "verifier_sft.jsonl").exists():
         return
@@ -92,7 +103,7 @@ def prepare(rows: list[dict[str, str]], steps: int) -> None:
 
 
 def solution_steps(answer: str) -> list[str]:
-    """The lines of a GSM8K answer, without its calculator marks."""
+    """Returns the lines of a GSM8K answer, without its calculator marks."""
     return [
         re.sub(r"<<.*?>>", "", line).strip() for line in answer.split("####")[0].strip().splitlines() if line.strip()
     ]
@@ -104,7 +115,7 @@ def solution(lines: list[str], answer: str) -> str:
 
 
 def verification(rng: random.Random, template: str, question: str, lines: list[str], answer: str) -> dict[str, str]:
-    """A right solution with all verdicts CORRECT, or one with a changed number from some step on."""
+    """Draws an SFT pair of the verifier: a right solution, or one that is wrong from some step on, and its verdicts."""
     wrong_from = rng.randrange(len(lines)) if rng.random() < 0.5 else len(lines)
     shown = [line if i < wrong_from else corrupt(rng, line) for i, line in enumerate(lines)]
     final = answer if wrong_from == len(lines) else str(rng.randrange(2, 500))
@@ -119,7 +130,7 @@ def verification(rng: random.Random, template: str, question: str, lines: list[s
 
 
 def corrupt(rng: random.Random, line: str) -> str:
-    """Another last number."""
+    """Returns the line with another last number."""
     numbers = list(re.finditer(r"\d+", line))
     if not numbers:
         return line + f" {rng.randrange(100)}"
@@ -128,7 +139,7 @@ def corrupt(rng: random.Random, line: str) -> str:
 
 
 def write_model(directory: Path, texts: list[str]) -> None:
-    """A byte-level BPE of 2048 tokens learned from the texts, and a random Qwen2 of about 1.5 M parameters."""
+    """Writes a byte-level BPE of 2048 tokens learned from the texts, and a random Qwen2 of about 1.5 M parameters."""
     backend = ByteLevelBPETokenizer()
     backend.train_from_iterator(texts, vocab_size=2048, special_tokens=["<|endoftext|>"], show_progress=False)
     tokenizer = PreTrainedTokenizerFast(
@@ -136,9 +147,18 @@ def write_model(directory: Path, texts: list[str]) -> None:
     )
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=0, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        vocab_size=2048,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     Qwen2ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -148,7 +168,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def program(*arguments: str) -> None:
-    """`megatron-rl *arguments`; leaves with its status when it fails."""
+    """Runs `megatron-rl *arguments`. Leaves with its status when it fails."""
     status = subprocess.run([sys.executable, "-m", "megatron_rl.main", *arguments]).returncode
     if status:
         sys.exit(status)

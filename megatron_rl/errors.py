@@ -1,4 +1,4 @@
-"""What a user can mend: errors whose message is all there is to say. Anything else keeps its traceback."""
+"""Lists the errors that a user can mend. Their message is printed alone; any other error keeps its traceback."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from megatron_rl.run.checkpoint import CheckpointError
 from megatron_rl.run.directory import RunError
 from megatron_rl.training.gate import GateFailure
 from megatron_rl.training.loop import NothingTrained
-from megatron_rl.world import DriverError  # on the other ranks, of an error on rank 0
+from megatron_rl.training.player import PlayError
+from megatron_rl.training.store import StoreError
+from megatron_rl.world import DriverError  # raised on the other ranks for an error on rank 0
 
 EXPECTED = (
-    *(
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DriverError,
-        EngineError,
-        FileNotFoundError,
-        FloatingPointError,
-        GateFailure,
-        NothingTrained,
-    ),
-    *(RequestRefused, RewardFailure, RunError),
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DriverError,
+    EngineError,
+    FileNotFoundError,
+    FloatingPointError,
+    GateFailure,
+    NothingTrained,
+    PlayError,
+    RequestRefused,
+    RewardFailure,
+    RunError,
+    StoreError,
 )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -20,6 +23,19 @@ class DriverError(RuntimeError):
 
 class FollowerError(RuntimeError):
     """A served call raised on some rank; the driver gets this, with that rank's traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """The data-parallel replicas of a policy, by the ranks that each lies over. Rank 0 is in the first."""
+
+    ranks: Sequence[Sequence[int]] = ((0,),)  # a replica's first rank receives what the driver sends it
+    reporters: Sequence[int] = (0,)  # by replica: the rank that sends results to the driver
+    group: Any = None  # gloo group of this rank's replica; None where the replica is one rank
+
+    def of(self, rank: int) -> int:
+        """Number of the replica that a rank belongs to."""
+        return next(number for number, ranks in enumerate(self.ranks) if rank in ranks)
 
 
 class World(Protocol):
@@ -49,6 +65,17 @@ class World(Protocol):
         """
         ...
 
+    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+        """Collective: gives every rank its replica's bytes, [sizes[replica]] uint8. `make(replica)` is called on rank 0 alone, once per
+        replica, and must not raise: other ranks wait. Rank 0 sends each replica's bytes once, to its first rank, and holds one buffer
+        beside its own; a replica's other ranks get them from the first."""
+        ...
+
+    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+        """Collective: brings the array [size] float32 of each replica's reporter to rank 0, which knows the sizes. -> [replicas] arrays
+        there, None elsewhere."""
+        ...
+
 
 class OneProcess:
     """A world of one rank, without torch.distributed."""
@@ -73,6 +100,12 @@ class OneProcess:
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         [argument] = args_per_rank
         return [self._handlers[name](argument)]
+
+    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+        return make(0)
+
+    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+        return None if own is None else [own]
 
 
 class TorchWorld:
@@ -132,6 +165,36 @@ class TorchWorld:
             if failure is not None:
                 raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
         return [pickle.loads(packed) for _, packed in answers]
+
+    def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
+        own = replicas.of(self.rank)
+        if self.rank == 0:
+            for replica, ranks in enumerate(replicas.ranks):
+                if replica != own:
+                    dist.send(torch.from_numpy(make(replica)), ranks[0], group=self._group)
+            buffer = make(own)  # last, when the buffers of the others are gone
+        else:
+            buffer = np.empty(sizes[own], np.uint8)
+            if self.rank == replicas.ranks[own][0]:
+                dist.recv(torch.from_numpy(buffer), 0, group=self._group)
+        if len(replicas.ranks[own]) > 1:
+            dist.broadcast(torch.from_numpy(buffer), replicas.ranks[own][0], group=replicas.group)
+        return buffer
+
+    def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
+        if self.rank != 0:
+            if self.rank in replicas.reporters:
+                assert own is not None
+                if len(own):
+                    dist.send(torch.from_numpy(own), 0, group=self._group)
+            return None
+        found = []
+        for rank, size in zip(replicas.reporters, sizes, strict=True):
+            values = own if rank == 0 and own is not None else np.empty(size, np.float32)
+            if rank != 0 and size:
+                dist.recv(torch.from_numpy(values), rank, group=self._group)
+            found.append(values)
+        return found
 
     def _follow(self) -> Any:
         while True:

@@ -1,16 +1,16 @@
-# What the batch scripts share. Sourced by them; expects their settings: CONFIG PYTHON SETUP CONTAINER SRUN.
+# Functions that the batch scripts share. They source it after their settings: CONFIG PYTHON SETUP CONTAINER SRUN.
 # shellcheck shell=bash
 
-# Job 17, element 3 of an array: 17_3, as scontrol and scancel take it.
+# The job as scontrol and scancel take it: 17_3 for element 3 of array 17.
 JOB=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 JOB=${JOB:-$SLURM_JOB_ID}
 RESTART=${SLURM_RESTART_COUNT:-0}
 NAME=${SLURM_JOB_NAME##*-}-$JOB-r$RESTART
-# Whether the elements of this array go on from each other.
+# Not empty where the elements of this array go on from each other.
 CHAIN=${SLURM_ARRAY_JOB_ID:+1}
-# So many faults of one element are enough; its time limits do not count.
+# An element ends after this many faults; its time limits do not count.
 MAX_FAULTS=${MAX_FAULTS:-20}
-# Elements of this array that are engines: none, but for roles.sbatch.
+# Elements of this array that are engines; only roles.sbatch has any.
 ENGINES=
 
 trap : USR1 # a warning that comes too early must not end this script
@@ -22,28 +22,30 @@ setup() {
     set +u
     eval "${SETUP:-}"
     set -u
-    # When this job ends, in seconds since the epoch, for the run's own clock. Without an answer there is none: of nothing, date makes midnight.
+    # The run's own clock gets the end of this job in seconds since the epoch, or nothing where squeue does not answer
+    # (date would make midnight of an empty text).
     local end
     end=$(SLURM_TIME_FORMAT=standard squeue --noheader --jobs="$JOB" --format=%e || true)
     MEGATRON_RL_JOB_END=
     [ -z "$end" ] || MEGATRON_RL_JOB_END=$(date -d "$end" +%s 2>/dev/null || true)
-    # Since Slurm 22.05 srun does not take it from the job by itself.
+    # Since Slurm 22.05 srun does not take the number of CPUs from the job by itself.
     [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
     export MEGATRON_RL_JOB_END MEGATRON_RL_WARNING_S=${WARNING_S:-} PYTHONUNBUFFERED=1
     say "on $SLURM_JOB_NODELIST, until ${MEGATRON_RL_JOB_END:+$(date -d "@$MEGATRON_RL_JOB_END" '+%F %T')}"
 }
 
-# The program once, on this node: in the container where there is one.
+# Runs the program once, on this node, in the container where there is one.
 rl() {
     if [ ${#CONTAINER[@]} -gt 0 ] || [ ${#SRUN[@]} -gt 0 ]; then
-        srun --nodes=1 --ntasks=1 --overlap --gres=none "${SRUN[@]}" "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@"
+        srun --nodes=1 --ntasks=1 --overlap --gres=none "${SRUN[@]}" \
+            "${CONTAINER[@]}" "$PYTHON" -m megatron_rl.main "$@"
     else
         "$PYTHON" -m megatron_rl.main "$@"
     fi
 }
 
-# The program on every task of the job, in the background of this shell, which otherwise would not see signals until it ends. Sets STATUS.
-# One task that fails ends all: without --kill-on-bad-exit the others would wait for it.
+# Runs the program on every task of the job, and sets STATUS. It runs in the background of this shell, which otherwise
+# would not see signals until it ends. One task that fails ends all: without --kill-on-bad-exit the others would wait.
 step() {
     local options=()
     while [ "$1" != -- ]; do options+=("$1"); shift; done
@@ -55,7 +57,7 @@ step() {
     wait "$child" || STATUS=$?
 }
 
-# This element once more. Slurm ends this script when it takes it back. slurmctld may be busy, or away for some minutes.
+# Queues this element again; Slurm ends this script then. slurmctld may be busy, or away for some minutes.
 again() {
     local try
     say "queued again"
@@ -70,13 +72,13 @@ again() {
     exit 1
 }
 
-# Whether another element of a chain is going on from here. One that was queued again may come after all others.
+# Succeeds when another element of the chain waits to go on from here. One that was queued again may come after all.
 waiting_elements() {
     [ -n "$CHAIN" ] && [ -n "$(squeue --noheader --array --states=PENDING --jobs="$SLURM_ARRAY_JOB_ID" --format=%i)" ]
 }
 
-# Whether the trainer still waits or runs, for its engines: somebody may have cancelled it, or its last slice was killed. It does where nobody
-# said which job it is, and where Slurm does not answer.
+# Succeeds when the trainer still waits or runs, which its engines ask: somebody may have cancelled it, or its last
+# slice was killed. Also succeeds where nobody said which job the trainer is, and where Slurm does not answer.
 trainer_lives() {
     local trainer=${TRAINER:-} said
     [ -n "$trainer" ] || trainer=$(cat "$RUN_DIR/jobs/trainer" 2>/dev/null || true)
@@ -88,14 +90,15 @@ trainer_lives() {
     fi
 }
 
-# The elements of this array that have not begun, and the run's engines, are not needed any more.
+# Cancels the elements of this array that have not begun, and the run's engines: they are not needed any more.
 end_chain() {
     [ -z "$CHAIN" ] || scancel --state=PENDING "$SLURM_ARRAY_JOB_ID" || true
     [ -z "${ENGINES:-}" ] || scancel "$ENGINES" || true
     [ ! -f "$RUN_DIR/jobs/engines" ] || xargs --no-run-if-empty scancel <"$RUN_DIR/jobs/engines" || true
 }
 
-# Sets RUN_DIR. A node on which the program does not start may be a bad one; a config that cannot be read is one everywhere.
+# Sets RUN_DIR. A node on which the program does not start may be broken; a config that cannot be read (status 2) is
+# wrong everywhere.
 where() {
     local status=0
     RUN_DIR=$(rl slice where "$CONFIG") && mkdir -p "$RUN_DIR/logs" "$RUN_DIR/jobs" || status=$?
@@ -107,7 +110,7 @@ where() {
     exit 1
 }
 
-# One slice of the trainer: from the newest checkpoint to the end of the run, or of the time.
+# Runs one slice of the trainer, from the newest checkpoint to the end of the run or of the time.
 train() {
     local command=$1 what
     where
@@ -118,11 +121,11 @@ train() {
         [ "${what%%:*}" = "done" ] || exit 1
         return
     fi
-    # Every node looks at itself first: a lost GPU or a read-only file system shows here, and not as a hang of all ranks.
+    # Every node checks itself first: a lost GPU or a read-only file system shows here, not as a hang of all ranks.
     step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 -- \
         doctor "$CONFIG" ${PROFILE:+--profile="$PROFILE"} --quick
     if [ "$STATUS" -eq 0 ]; then
-        # Slurm's warning, by --signal=B:USR1@: the run looks for this file after every turn, saves and leaves.
+        # Slurm's warning (--signal=B:USR1@) makes a file; the run looks for it after every turn, saves and leaves.
         trap 'say "time is nearly up"; touch "$RUN_DIR/leave.$JOB.$RESTART" || true' USR1
         step --label --output="$RUN_DIR/logs/$NAME.out" -- "$command" "$CONFIG"
     fi
@@ -137,7 +140,8 @@ train() {
     esac
 }
 
-# One server of the run's rollouts: $1 is its number among all of them. It comes back after its time limit, and after a fault.
+# Runs one server of the run's rollouts; $1 is its number among all servers. It comes back after its time limit and
+# after a fault.
 engine() {
     local role=${ROLES[$(($1 / REPLICAS))]} replica=$(($1 % REPLICAS)) what
     where
@@ -146,7 +150,7 @@ engine() {
         exit 0
     fi
     local warned=
-    # Not by SLURM_JOB_ID, which for one element of an array is the number of them all.
+    # $SLURM_JOB_ID would not do: for one element of an array it is the number of the whole array.
     trap 'warned=1; say "time is nearly up"; scancel --signal=TERM "$JOB" || true' USR1
     step --nodes=1 --ntasks=1 --output="$RUN_DIR/logs/$NAME.out" -- serve "$CONFIG" --role="$role" --replica="$replica"
     what=$(rl slice over "$CONFIG")

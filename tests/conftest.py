@@ -63,10 +63,10 @@ def last_letter(tmp_path_factory) -> Path:
 
     import task
 
-    from megatron_rl.data.last_letter import Sizes, make_problem, teacher_solution
+    from megatron_rl.data.last_letter import ProblemSizes, make_problem, teacher_solution
 
     base = tmp_path_factory.mktemp("last_letter")
-    sizes = Sizes((2, 3), (2, 3), alphabet=6)
+    sizes = ProblemSizes((2, 3), (2, 3), alphabet=6)
     regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)
     task.write_model(base / "task/model", 0, heads=2)  # vLLM wants heads of 32 on a CPU
     task.write_problems(base / "task/test.jsonl", sizes, 32, 1)

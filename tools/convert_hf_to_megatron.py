@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""A Hugging Face directory as a Megatron distributed checkpoint (torch_dist), which megatron-core loads under any layout. No GPU, no ranks.
+"""Turns a Hugging Face directory into a Megatron distributed checkpoint (torch_dist). Needs no GPU and no ranks.
 
     python tools/convert_hf_to_megatron.py Qwen2.5-7B out/qwen --verify
 
-For programs that start from Megatron checkpoints; the trainer here reads Hugging Face directories itself. Weights alone, no optimizer;
-config.json and tokenizer lie beside them, so that to-hf finds them. Memory holds one parameter. What is missing, cut, of another shape or
-not finite is named, and nothing is left. The same as `megatron-rl convert to-megatron`.
+megatron-core loads the result under any layout. It is for programs that start from Megatron checkpoints; the trainer
+here reads Hugging Face directories itself. It holds weights, no optimizer, and config.json and tokenizer beside them,
+where to-hf finds them. Memory holds one parameter at a time. An input that is missing, cut short, of another shape or
+not finite is named, and then no output is left. This is the same as `megatron-rl convert to-megatron`.
 """
 
 import sys

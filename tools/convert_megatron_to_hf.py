@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""A run's checkpoint as a Hugging Face directory, loadable by transformers and vLLM as it stands. No GPU, no ranks.
+"""Turns a run's checkpoint into a Hugging Face directory for transformers and vLLM. Needs no GPU and no ranks.
 
     python tools/convert_megatron_to_hf.py runs/demo out/generator --role generator
-    python tools/convert_megatron_to_hf.py runs/demo/checkpoints/step_000012 out/verifier --role verifier --dtype bfloat16 --verify
+    python tools/convert_megatron_to_hf.py runs/demo/checkpoints/step_000012 out/verifier --role verifier --verify
 
-Reads whatever layout wrote the checkpoint. Memory holds one parameter. A conversion that is cut short leaves nothing that looks complete.
-The same as `megatron-rl convert to-hf`.
+The checkpoint may be of any layout. Memory holds one parameter at a time. A conversion that is cut short leaves nothing
+that looks complete. With --dtype bfloat16 the result is cast. This is the same as `megatron-rl convert to-hf`.
 """
 
 import sys

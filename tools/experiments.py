@@ -1,10 +1,12 @@
-"""What an experiment is: tasks with names, each a command of megatron-rl or a program, and what they wait for; read from a Python file."""
+"""Reads experiments from Python files and checks them.
+
+An experiment is a graph of named tasks, each a command of megatron-rl or a program, with the tasks that it waits for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
 from megatron_rl.jobs import submit
-from megatron_rl.jobs.submit import Plan
+from megatron_rl.jobs.submit import Submission
 from megatron_rl.session.launch import run_directory
 
 SCHEMAS: dict[str, Any] = {"train": TrainConfig, "sft": SftConfig, "eval": EvalConfig}
@@ -25,18 +27,18 @@ CONFIG = "config.yaml"  # below RUN/jobs
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line gives to a definition."""
+    """The command line's options that a definition gets."""
 
-    small: bool  # of a laptop's size
-    dir: str  # where runs go
+    small: bool  # true asks for a laptop's size
+    dir: str  # directory of the runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """`megatron-rl COMMAND SETTINGS`. With `points` a sweep: one run for each, which differ in these settings."""
+    """One `megatron-rl COMMAND SETTINGS`, or with `points` a sweep: a run for each point, with the point's settings."""
 
     name: str
-    command: str  # train, sft, eval
+    command: str  # train, sft or eval
     settings: Sequence[str]  # CONFIG.yaml files, then a.b=c
     after: Sequence[str] = ()  # tasks above it that must have succeeded
     points: Sequence[Mapping[str, Any]] = ()
@@ -53,45 +55,50 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
+    """A graph of tasks."""
+
     name: str
     tasks: Sequence[Task | Program]  # each stands below those that it waits for
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one process group runs."""
+    """One command line that a process group runs."""
 
     name: str
-    words: Sequence[str]  # behind the interpreter
-    after: Sequence[str]  # steps
-    directory: Path | None = None  # of the run; None for a program
+    words: Sequence[str]  # the arguments of the interpreter
+    after: Sequence[str]  # names of the steps that must have succeeded
+    directory: Path | None = None  # the run's; None for a program
     nodes: int = 1
-    time: str | None = None  # limit; None: the profile's
+    time: str | None = None  # time limit; None takes the profile's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A task whose config is read and checked. `plan.scripts` are those of slurm/ that it goes through; without any, NeMo-Run starts its
-    steps."""
+    """A task whose config is read and checked.
+
+    It goes through the scripts of slurm/ in `submission.scripts`; where there are none, NeMo-Run starts its steps.
+    """
 
     task: Task | Program
     steps: Sequence[Step]
-    plan: Plan | None  # None for a program
-    why: str = ""  # it goes through scripts of slurm/
+    submission: Submission | None  # None for a program
+    why: str = ""  # the reason why it goes through scripts of slurm/
     slices: int = 1
 
 
 def load(path: Path, options: Options) -> Experiment:
-    """What `experiment(options)` of a Python file returns. Raises ConfigError."""
+    """Returns the experiment that `experiment(options)` of a Python file returns. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(
-            f"no definition {path}: give a Python file with a function experiment(options), such as examples/nemo_run/sweep.py"
+            f"no definition {path}: give a Python file with a function experiment(options), "
+            "such as examples/nemo_run/sweep.py"
         )
     spec = importlib.util.spec_from_file_location(f"definition_{path.stem}", path)
     if path.suffix != ".py" or spec is None or spec.loader is None:
         raise ConfigError(f"{path} is no Python file: a definition is one with a function experiment(options)")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look their modules up there
     spec.loader.exec_module(module)
     if "experiment" not in vars(module):
         raise ConfigError(f"{path} has no function experiment(options)")
@@ -105,7 +112,7 @@ def load(path: Path, options: Options) -> Experiment:
 
 
 def with_overrides(experiment: Experiment, words: Sequence[str]) -> Experiment:
-    """`words`: TASK.a.b=c, each a setting of that task, after its own. Raises ConfigError."""
+    """Returns the experiment with further settings, TASK.a.b=c, after those of its tasks. Raises ConfigError."""
     own = {task.name: list(task.settings) for task in experiment.tasks if isinstance(task, Task)}
     for word in words:
         name, dot, setting = word.partition(".")
@@ -117,7 +124,7 @@ def with_overrides(experiment: Experiment, words: Sequence[str]) -> Experiment:
 
 
 def for_local(experiment: Experiment) -> list[Planned]:
-    """On this machine: configs as they are, on launch.nproc ranks. Raises ConfigError."""
+    """Plans the tasks on this machine: configs as they are, on launch.nproc ranks. Raises ConfigError."""
     out: list[Planned] = []
     steps: dict[str, list[str]] = {}
     for task in experiment.tasks:
@@ -130,7 +137,10 @@ def for_local(experiment: Experiment) -> list[Planned]:
 
 
 def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
-    """On a cluster: through NeMo-Run what is one job, through slurm/ what is an array and what comes after one. Raises ConfigError."""
+    """Plans the tasks on a cluster. Raises ConfigError.
+
+    One job goes through NeMo-Run; an array, and what comes after one, goes through the scripts of slurm/.
+    """
     out: list[Planned] = []
     own: dict[str, str] = {}  # task -> why it goes through slurm/
     for task in experiment.tasks:
@@ -151,14 +161,14 @@ def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
 
 
 def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
-    """`why` it goes through slurm/ whatever it is; empty: decided by its shape."""
+    """Plans one task. `why`: the reason why it goes through slurm/ in any case; empty: its shape decides."""
     config = _read(task)
     slices = 1
     if isinstance(config, EvalConfig):
-        plan = submit.plan_eval([config], site, _directory(config))
+        submission = submit.plan_eval([config], site, _directory(config))
         files = {CONFIG: config_files.dump(config)}
     elif task.points:
-        plan = submit.plan_sweep(
+        submission = submit.plan_sweep(
             config,
             [(point, _read(task, point)) for point in task.points],
             site,
@@ -168,15 +178,15 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
         files = {}
         why = f"is a sweep of {len(task.points)} runs, an array"
     else:
-        plan = submit.plan_run(config, site, command=task.command, to_come=bool(task.after))
-        files, slices = {CONFIG: plan.files[CONFIG]}, config.job.slices
+        submission = submit.plan_run(config, site, command=task.command, to_come=bool(task.after))
+        files, slices = {CONFIG: submission.files[CONFIG]}, config.job.slices
         if slices > 1:
             why = f"is a chain of {slices} slices, an array"
-        elif len(plan.scripts) > 1:
+        elif len(submission.scripts) > 1:
             why = "has engines beside its trainer, an array"
     if why:
-        return Planned(task=task, steps=[], plan=plan, why=why, slices=slices)
-    return replace(_single(task, config, task.after), plan=Plan(plan.directory, files, [], {}))
+        return Planned(task=task, steps=[], submission=submission, why=why, slices=slices)
+    return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, [], {}))
 
 
 def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
@@ -187,9 +197,12 @@ def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
     ]
     job = None if isinstance(config, EvalConfig) else config.job
     step = Step(
-        name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1, time=job.time if job else None
+        name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1,
+        time=job.time if job else None,
     )  # fmt: skip
-    return Planned(task=task, steps=[step], plan=Plan(directory, {CONFIG: config_files.dump(config)}, [], {}))
+    return Planned(
+        task=task, steps=[step], submission=Submission(directory, {CONFIG: config_files.dump(config)}, [], {})
+    )
 
 
 def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
@@ -198,26 +211,27 @@ def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
         config_checks.check(config, config.launch.nproc, to_come=bool(task.after))
         return _single(task, config, after)
     site = Profile(ranks_per_node=config.launch.nproc, gpus_per_node=0)
-    plan = submit.plan_sweep(
+    submission = submit.plan_sweep(
         config,
         [(point, _read(task, point)) for point in task.points],
         site,
         command=task.command,
         to_come=bool(task.after),
     )
-    files = {
-        name: text for name, text in plan.files.items() if name not in plan.scripts
-    }  # `megatron-rl status` and `report` know it then
+    # with these files `megatron-rl status` and `report` know the sweep
+    files = {name: text for name, text in submission.files.items() if name not in submission.scripts}
     steps = [
-        Step(name=f"{task.name}_{index:03d}", words=_megatron_rl(task, plan.directory / submit.JOBS / f"{index:03d}.yaml"), after=after,
-             directory=plan.directory / f"{index:03d}")
+        Step(
+            name=f"{task.name}_{index:03d}", after=after, directory=submission.directory / f"{index:03d}",
+            words=_megatron_rl(task, submission.directory / submit.JOBS / f"{index:03d}.yaml"),
+        )
         for index in range(len(task.points))
     ]  # fmt: skip
-    return Planned(task=task, steps=steps, plan=Plan(plan.directory, files, [], {}))
+    return Planned(task=task, steps=steps, submission=Submission(submission.directory, files, [], {}))
 
 
 def _program(task: Program, after: Sequence[str]) -> Planned:
-    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], plan=None)
+    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], submission=None)
 
 
 def _megatron_rl(task: Task, config: Path) -> list[str]:
@@ -225,16 +239,13 @@ def _megatron_rl(task: Task, config: Path) -> list[str]:
 
 
 def _read(task: Task, point: Mapping[str, Any] | None = None) -> Any:
-    """The config of a task, or of one point of its sweep."""
+    """Reads the config of a task, or of one point of its sweep."""
     if task.command not in SCHEMAS:
         raise ConfigError(f"command {task.command!r}: give one of {', '.join(SCHEMAS)}")
     if task.points and task.command == "eval":
         raise ConfigError("a sweep is of train or sft: give evaluations a task each")
-    changes = [
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in (point or {}).items()
-    ]
     files, own = [Path(s) for s in task.settings if "=" not in s], [s for s in task.settings if "=" in s]
-    return config_files.load(SCHEMAS[task.command], files, [*own, *changes])
+    return config_files.load(SCHEMAS[task.command], files, [*own, *submit.overrides(point or {})])
 
 
 def _directory(config: Any) -> Path:
@@ -245,7 +256,7 @@ def _directory(config: Any) -> Path:
 
 @contextlib.contextmanager
 def _named(task: Task | Program) -> Iterator[None]:
-    """Errors with the task's name before them."""
+    """Puts the task's name before the block's errors."""
     try:
         yield
     except ConfigError as error:
@@ -253,17 +264,18 @@ def _named(task: Task | Program) -> Iterator[None]:
 
 
 def _apart(planned: list[Planned]) -> list[Planned]:
-    """Refuses two tasks in one directory: each has its jobs/ there."""
+    """Raises ConfigError for two tasks in one directory, where each has its jobs/."""
     owners: dict[Path, str] = {}
     for one in planned:
-        if one.plan is None:
+        if one.submission is None:
             continue
-        if one.plan.directory in owners:
-            both = f"{owners[one.plan.directory]!r} and {one.task.name!r}"
+        if one.submission.directory in owners:
+            both = f"{owners[one.submission.directory]!r} and {one.task.name!r}"
             raise ConfigError(
-                f"tasks {both} both have the directory {one.plan.directory}: give each a run.name, or an output, of its own"
+                f"tasks {both} both have the directory {one.submission.directory}: "
+                "give each a run.name, or an output, of its own"
             )
-        owners[one.plan.directory] = one.task.name
+        owners[one.submission.directory] = one.task.name
     return planned
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What is in a checkpoint or a model directory: tensors, shapes, sizes, and which run and turn it is of.
+"""Shows what a checkpoint or a model directory holds: tensors, shapes, sizes, and the number of turns it comes after.
 
 python tools/inspect_checkpoint.py runs/demo --role generator
 python tools/inspect_checkpoint.py runs/demo/models/verifier

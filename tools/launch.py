@@ -6,9 +6,9 @@
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --executor slurm --profile a100 --dryrun
     .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py rates.run.steps=20 --executor slurm --wait
 
-Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the profile's python. On
-Slurm what is an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait for an array for ever.
-The same command given again goes on where it stood. docs/nemo_run.md says more.
+Every task's config is resolved first and written to RUN/jobs, as `megatron-rl submit` does; the tasks run with the
+profile's python. On Slurm an array, and what comes after one, goes through the scripts of slurm/: NeMo-Run would wait
+for an array for ever. The same command given again goes on where it stood. docs/nemo_run.md says more.
 """
 
 from __future__ import annotations
@@ -31,15 +31,25 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))  # the project is not installed beside NeMo-Run
 
-from experiments import Experiment, Options, Planned, Step, Task, for_local, for_slurm, load, with_overrides  # noqa: E402
+from experiments import (  # noqa: E402
+    Experiment,
+    Options,
+    Planned,
+    Step,
+    Task,
+    for_local,
+    for_slurm,
+    load,
+    with_overrides,
+)
 
 from megatron_rl.cluster import profile, slices, slurm  # noqa: E402
 from megatron_rl.cluster.profile import Profile  # noqa: E402
 from megatron_rl.cluster.render import common_settings  # noqa: E402
-from megatron_rl.commands import submit  # noqa: E402
 from megatron_rl.config.schema import ConfigError  # noqa: E402
+from megatron_rl.jobs import submit  # noqa: E402
 
-DONE, LOST = "SUCCEEDED", "NOT STARTED"  # of a local task: NeMo-Run's word, and ours
+DONE, LOST = "SUCCEEDED", "NOT STARTED"  # states of a local task: NeMo-Run's word, and ours
 ENDED = (
     "COMPLETED",
     "FAILED",
@@ -55,11 +65,14 @@ DRY = "dryrun"
 SRUN = """\
 unset SLURM_UNBUFFEREDIO  # srun would give the tasks a terminal, and their logs a live table
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # since Slurm 22.05 srun does not take it from the job by itself"""
-TAKEN = "/nemo_run"  # NeMo-Run puts the directory of the job in its place, wherever it stands in a batch script
+TAKEN = "/nemo_run"  # NeMo-Run replaces this by the job's directory, wherever it stands in a batch script
 
 
 def main() -> int:
-    """Returns the exit status: 0 all tasks succeeded or were submitted, 1 one failed, 2 wrong definition, config or arguments."""
+    """Launches an experiment.
+
+    Returns 0 (all tasks succeeded or were submitted), 1 (one failed) or 2 (wrong definition, config or arguments).
+    """
     args = _parser().parse_intermixed_args()
     nemo_words = [args.experiment, *args.settings]
     files = [word for word in nemo_words if word.endswith(".py") and "=" not in word]
@@ -89,7 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "settings", nargs="*", metavar="TASK.a.b=c", help="settings of its tasks, over those of the definition"
     )
-    parser.add_argument("--executor", choices=("local", "slurm"), default="local", help="(default: %(default)s)")
+    parser.add_argument(
+        "--executor", choices=("local", "slurm"), default="local", help="where tasks run (default: %(default)s)"
+    )
     parser.add_argument(
         "--profile",
         help="the site: a name in slurm/profiles, or a YAML file (default: cpu; with --executor slurm a100)",
@@ -97,10 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dryrun", action="store_true", help="print commands and batch scripts; write, start and submit nothing"
     )
-    parser.add_argument("--small", action="store_true", help="the definition's laptop size")
-    parser.add_argument("--dir", default="runs", help="where runs go (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="take the definition's laptop size")
+    parser.add_argument("--dir", default="runs", help="directory of the runs (default: %(default)s)")
     parser.add_argument(
-        "--at-once", type=int, default=1, metavar="N", help="local: so many tasks at a time (default: %(default)s)"
+        "--at-once", type=int, default=1, metavar="N", help="local: number of tasks at a time (default: %(default)s)"
     )
     parser.add_argument("--wait", action="store_true", help="slurm: stay until all jobs have ended, and say how")
     parser.add_argument(
@@ -108,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="of --wait: between two looks (default: %(default)s)",
+        help="time between two looks of --wait (default: %(default)s)",
     )
     return parser
 
@@ -151,7 +166,10 @@ def _local(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
 
 
 class _Forwarded:
-    """SIGINT and SIGTERM go on to the tasks, which save and leave; NeMo-Run waits for them. `number`: the last one, or 0."""
+    """A block whose SIGINT and SIGTERM go on to the tasks, which save and leave; NeMo-Run waits for them.
+
+    `number` is the last signal, or 0.
+    """
 
     def __enter__(self) -> _Forwarded:
         self.number = 0
@@ -172,8 +190,11 @@ class _Forwarded:
 def _run_steps(
     nemo: Any, name: str, steps: Sequence[Step], site: Profile, *, at_once: int, signals: _Forwarded
 ) -> dict[str, str]:
-    """-> states. One NeMo-Run experiment for what is ready and fits: given the whole graph, its local executor starts a task whether
-    or not the ones before it failed. After a signal nothing is started."""
+    """Runs the steps and returns their states. After a signal nothing is started.
+
+    Every NeMo-Run experiment has only what is ready and fits: given the whole graph, NeMo-Run's local executor would
+    start a task although one before it failed.
+    """
     python, states = str(common_settings(site, ROOT)["PYTHON"]), dict[str, str]()
     waiting = {step.name: step for step in steps}
     while waiting:
@@ -204,23 +225,23 @@ def _slurm(nemo: Any, experiment: Experiment, site: Profile, args: argparse.Name
         return 0
     slurm.require()
     for one in planned:
-        if one.plan is not None:
-            submit.refuse_busy(one.plan.directory)
+        if one.submission is not None:
+            submit.refuse_busy(one.submission.directory)
     ids = _submit_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site)
     for one in planned:
-        if one.plan is not None and one.why:
+        if one.submission is not None and one.why:
             print(f"{one.task.name} {one.why}: it goes through the scripts of slurm/")
-            submit.write(one.plan)
-            ids[one.task.name] = [*submit.send(one.plan, dependency=_dependency(one, planned, ids)).values()]
-        elif one.plan is not None:
-            submit.note(one.plan.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
+            submit.write(one.submission)
+            ids[one.task.name] = [*submit.send(one.submission, dependency=_dependency(one, planned, ids)).values()]
+        elif one.submission is not None:
+            submit.record_job(one.submission.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
     for name, jobs in ids.items():
         print(f"submitted {name}: job {', '.join(jobs)}")
     return _follow(planned, ids, args.every) if args.wait else 0
 
 
 def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profile) -> None:
-    """NeMo-Run's dry run writes its scripts to files; these are printed, and removed."""
+    """Prints the batch scripts. NeMo-Run's dry run writes its own to files, which are printed and removed."""
     with nemo.Experiment(name, id=f"{name}_{DRY}", serialize_metadata_for_scripts=False) as dry:
         for step in (step for one in planned for step in one.steps):
             dry.add(
@@ -240,16 +261,18 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
     for one in planned:
         for step in one.steps:
             print(f"# ---- {step.name}, by NeMo-Run{_behind(step.after)}\n{texts[step.name]}")
-        if one.plan is not None and one.why:
-            for script in one.plan.scripts:
-                print(
-                    f"# ---- {one.task.name} {one.why}: {one.plan.directory}/{submit.JOBS}/{script}{_behind(one.task.after)}"
-                )
-                print(one.plan.files[script])
+        if one.submission is not None and one.why:
+            for script in one.submission.scripts:
+                path = f"{one.submission.directory}/{submit.JOBS}/{script}"
+                print(f"# ---- {one.task.name} {one.why}: {path}{_behind(one.task.after)}")
+                print(one.submission.files[script])
 
 
 def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) -> dict[str, list[str]]:
-    """One NeMo-Run experiment, with dependencies -> jobs by task. It is not waited for: NeMo-Run asks sacct, which not every site has."""
+    """Submits the steps as one NeMo-Run experiment with dependencies. Returns the jobs by task. Raises SlurmError.
+
+    The experiment is not waited for: NeMo-Run would ask sacct, which not every site has.
+    """
     if not steps:
         return {}
     from invoke.exceptions import UnexpectedExit  # comes with NeMo-Run, which calls sbatch by it
@@ -274,7 +297,10 @@ def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) ->
 
 
 def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
-    """Everything in setup_lines that has quotes or small letters: NeMo-Run writes its env_vars without the ones, in capitals."""
+    """Returns the executor of a step.
+
+    Exports stand in setup_lines, because NeMo-Run writes its env_vars without quotes and in capitals.
+    """
     is_program = step.directory is None
     ranks, gpus = (1, 0) if is_program else (site.ranks_per_node, site.gpus_per_node)
     image = site.container if site.container is not None and site.container.runtime == "pyxis" else None
@@ -292,11 +318,13 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
     own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{SRUN}"
     executor = nemo.SlurmExecutor(
-        account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes, ntasks_per_node=ranks,
-        gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks), mem=None if is_program else site.memory,
-        exclusive=True if site.exclusive and not is_program else None, job_name_prefix=f"{name}.", packager=nemo.Packager(),
-        container_image=image.image if image else None, container_mounts=list(image.mounts) if image else [], srun_args=words,
-        additional_parameters={key: value for key, value in more.items() if value is not None}, tunnel=nemo.LocalTunnel(job_dir=""),
+        account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes,
+        ntasks_per_node=ranks, gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks),
+        mem=None if is_program else site.memory, exclusive=True if site.exclusive and not is_program else None,
+        job_name_prefix=f"{name}.", packager=nemo.Packager(), container_image=image.image if image else None,
+        container_mounts=list(image.mounts) if image else [], srun_args=words,
+        additional_parameters={key: value for key, value in more.items() if value is not None},
+        tunnel=nemo.LocalTunnel(job_dir=""),
         setup_lines="\n".join([*exports, own, *site.setup]), poll_estimated_start_time=False,
     )  # fmt: skip
     if step.directory is not None:
@@ -305,26 +333,26 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
 
 
 def _sbatch_words(site: Profile) -> dict[str, Any]:
-    """--comment=x as NeMo-Run takes it: {comment: x}; a word without a value is true."""
+    """Converts the profile's sbatch options for NeMo-Run: --comment=x is {comment: x}, --word is {word: True}."""
     pairs = [word.removeprefix("--").partition("=") for word in site.sbatch]
     return {name.replace("-", "_"): value if equals else True for name, equals, value in pairs}
 
 
 def _slurm_words(step: Step, site: Profile) -> list[str]:
-    """Quoted: NeMo-Run puts them into its script as they are."""
+    """Returns the command's words, quoted, because NeMo-Run puts them into its script as they are."""
     shared = common_settings(site, ROOT)
     words = [*shared["CONTAINER"], str(shared["PYTHON"]), *step.words]
     return [_quoted(word) for word in words]
 
 
 def _quoted(word: str) -> str:
-    """For bash, in parts where NeMo-Run would change it."""
+    """Quotes a word for bash, in parts where NeMo-Run would change it (TAKEN)."""
     half = TAKEN[: len(TAKEN) // 2]
     return shlex.quote(word).replace(TAKEN, f"{half}''{TAKEN.removeprefix(half)}")
 
 
 def _refuse_taken(steps: Sequence[Step], site: Profile) -> None:
-    """What cannot be written in parts."""
+    """Raises ConfigError for TAKEN in a text that cannot be quoted in parts."""
     texts = [
         os.getcwd(),
         *(str(step.directory) for step in steps if step.directory),
@@ -348,9 +376,9 @@ def _environment(site: Profile) -> dict[str, str]:
 
 
 def _written(planned: Planned) -> Sequence[Step]:
-    """The task's steps, after its files are there."""
-    if planned.plan is not None and planned.steps:
-        submit.put(planned.plan)
+    """Writes the task's files and returns its steps."""
+    if planned.submission is not None and planned.steps:
+        submit.write_files(planned.submission)
         for step in planned.steps:
             if step.directory is not None:
                 submit.allow_start(step.directory)
@@ -358,14 +386,17 @@ def _written(planned: Planned) -> Sequence[Step]:
 
 
 def _dependency(one: Planned, planned: Sequence[Planned], ids: Mapping[str, Sequence[str]]) -> str | None:
-    """As sbatch takes it. A chain cancels the slices that it does not need, which Slurm takes for a failure: what follows starts after any
-    end, and fails where the chain has left no model."""
+    """Returns a task's dependency as sbatch takes it, or None.
+
+    A chain cancels the slices that it does not need, which Slurm takes for a failure. A task after a chain starts after
+    any end, and fails where the chain has left no model.
+    """
     chains = {other.task.name for other in planned if other.slices > 1}
     return ",".join(f"{'afterany' if name in chains else 'afterok'}:{ids[name][0]}" for name in one.task.after) or None
 
 
 def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_s: float) -> int:
-    """Until Slurm has none of the jobs any more; prints what changes. Returns 1 where a task did not succeed."""
+    """Prints what changes until all jobs have ended. Returns 1 when a task did not succeed, else 0."""
     last: dict[str, str] = {}
     states: dict[str, str] = {}
     while True:
@@ -392,12 +423,13 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
 
 
 def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
-    if isinstance(one.task, Task) and one.plan is not None and one.task.command != "eval" and not one.task.points:
-        return slices.finished(one.plan.directory)
+    if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval" and not one.task.points:
+        return slices.finished(one.submission.directory)
     return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
 
 
 def _behind(after: Sequence[str]) -> str:
+    """Returns the words on what a step waits for."""
     return f", after {', '.join(after)}" if after else ""
 
 

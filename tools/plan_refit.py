@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What a refit moves, before anything is queued: bytes per link, the bound, and the time, for a trainer and an engine layout.
+"""Shows what a refit would move, before a job is queued: bytes per link, the least that any plan sends, and the time.
 
     python tools/plan_refit.py --model qwen2.5-7b --trainer tp4,pp2,dp4 --engine tp2x8
     python tools/plan_refit.py --model path/to/config.json --trainer tp4,pp2,dp8,ep16 --engine tp8+ep --together
 
-Trainer: tp, pp, dp, ep, etp, each with its number. Engine: tpN, xM replicas, +ep for whole experts per rank. Times are bytes over link
-speeds (A100: NVLink 300 GB/s a GPU and direction; the network as given), nothing else: a floor, not a forecast.
+A trainer layout is tp, pp, dp, ep and etp, each with its number. An engine layout is tpN, with xM for M replicas and
++ep for whole experts per rank. Times are bytes over link speeds and nothing else: a floor, not a forecast. The links
+are those of an A100 (NVLink, 300 GB/s a GPU and direction) and the network as given.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.models import KNOWN
 from megatron_rl.weights.rectangles import hf_shapes
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement, RefitPlan
 from megatron_rl.weights.sizes import Sizes
 
 NVLINK = 300e9  # bytes a second, per GPU and direction
@@ -43,18 +44,18 @@ def main() -> int:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="engine rank r runs on the GPU of trainer rank r (default: nodes of its own)",
+        help="engine rank r runs on the GPU of trainer rank r (default: engines have nodes of their own)",
     )
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs of a node (default: %(default)s)")
     parser.add_argument(
         "--network",
         type=float,
         default=8 * 200,
-        help="gigabits a second of a node, all adapters together (default: %(default)s)",
+        help="network of a node in gigabits a second, all adapters together (default: %(default)s)",
     )
-    parser.add_argument("--bytes", type=int, default=2, help="per element (default: %(default)s, bfloat16)")
-    parser.add_argument("--bucket", type=int, default=128, help="MiB of one message (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--bytes", type=int, default=2, help="bytes of an element (default: %(default)s, bfloat16)")
+    parser.add_argument("--bucket", type=int, default=128, help="size of a message in MiB (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="a file to write the figures to, besides showing them")
     args = parser.parse_args()
     for name in ("gpus_per_node", "network", "bytes", "bucket"):
         if getattr(args, name) <= 0:
@@ -70,20 +71,30 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Makes the plan, shows its figures as a table, and returns them."""
     sizes, trainer, engine = read_model(args.model), read_trainer(args.trainer), read_engine(args.engine)
     per_node = args.gpus_per_node
     if args.together and engine.world > trainer.world:
-        raise ConfigError(f"--together: {engine.world} engine ranks do not find room on {trainer.world} trainer GPUs")
+        raise ConfigError(f"--together: {engine.world} engine ranks do not fit on {trainer.world} trainer GPUs")
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}")
     first = 0 if args.together else -(-trainer.world // per_node) * per_node
-    sending, receiving = places(trainer.world, 0, per_node), places(engine.world, first, per_node)
+    sending, receiving = placement(trainer.world, 0, per_node), placement(engine.world, first, per_node)
     start = time.perf_counter()
     plan = reshard.plan(
         layouts.trainer(sizes, trainer), layouts.engines(sizes, engine), trainer=sending, engine=receiving,
         bucket_elements=args.bucket * 2**20 // args.bytes,
     )  # fmt: skip
     seconds = time.perf_counter() - start
+    figures = measure(plan, sizes, sending, receiving, args) | {"plan_s": seconds}
+    show(figures, args, f"{args.trainer} ({trainer.world} GPUs) -> {args.engine} ({engine.world} GPUs)")
+    return figures
+
+
+def measure(
+    plan: RefitPlan, sizes: Sizes, sending: RankPlacement, receiving: RankPlacement, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Returns the bytes that the plan moves over each kind of link, and the least seconds that this takes."""
     links: Counter[str] = Counter({"same device": args.bytes * sum(plan.held.values())})
     out, into, node_out, node_in = Counter(), Counter(), Counter(), Counter()
     for bucket in plan.buckets:
@@ -96,11 +107,12 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             links["between nodes"] += size
             node_out[nodes[0]] += size
             node_in[nodes[1]] += size
+    engines = len(receiving.nodes)
     model = args.bytes * sum(rows * columns for rows, columns in hf_shapes(sizes).values())
     network = args.network / 8 * 1e9
     direct = max(most(node_out, node_in) / network, most(out, into) / NVLINK)
-    gathered = max(model * min(per_node, engine.world) / network, model / NVLINK)
-    figures = {
+    gathered = max(model * min(args.gpus_per_node, engines) / network, model / NVLINK)
+    return {
         "model_gb": model / 1e9,
         "needed_gb_per_engine_rank": args.bytes * max(plan.needed.values()) / 1e9,
         **{f"{link.replace(' ', '_')}_gb": size / 1e9 for link, size in links.items()},
@@ -109,32 +121,40 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
         "most_sent_by_a_rank_gb": max(out.values(), default=0) / 1e9,
         "most_received_by_a_rank_gb": max(into.values(), default=0) / 1e9,
         "messages": len(plan.buckets),
-        "rounds": 1 + max((b.turn for b in plan.buckets), default=-1),
+        "rounds": 1 + max((b.round_number for b in plan.buckets), default=-1),
         "floor_s": direct,
-        "gather_everything_gb": model * engine.world / 1e9,
+        "gather_everything_gb": model * engines / 1e9,
         "gather_everything_floor_s": gathered,
-        "plan_s": seconds,
     }
-    table = Table(title=f"{args.model}: {args.trainer} ({trainer.world} GPUs) -> {args.engine} ({engine.world} GPUs)")
+
+
+def show(figures: dict[str, Any], args: argparse.Namespace, title: str) -> None:
+    """Prints the figures as a table."""
+    table = Table(title=f"{args.model}: {title}")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.3f}" if isinstance(value, float) else f"{value:,}")
-    table.caption = f"{per_node} GPUs a node, {args.network:g} Gb/s a node, NVLink {NVLINK / 1e9:.0f} GB/s a GPU, {args.bytes} bytes an element"
+    table.caption = (
+        f"{args.gpus_per_node} GPUs a node, {args.network:g} Gb/s a node, NVLink {NVLINK / 1e9:.0f} GB/s a GPU, "
+        f"{args.bytes} bytes an element"
+    )
     Console(width=max(100, Console().width)).print(table)
-    return figures
 
 
 def most(*counts: Counter[int]) -> int:
+    """Returns the largest number of all counters."""
     return max((size for count in counts for size in count.values()), default=0)
 
 
-def places(world: int, first: int, per_node: int) -> Places:
+def placement(world: int, first: int, per_node: int) -> RankPlacement:
+    """Returns where `world` ranks run: one per GPU, from GPU `first` on."""
     devices = list(range(first, first + world))
-    return Places([d // per_node for d in devices], devices)
+    return RankPlacement([d // per_node for d in devices], devices)
 
 
 def read_model(name: str) -> Sizes:
+    """Returns the sizes of a model by its name, its directory or its config.json. Raises ConfigError."""
     if name in KNOWN:
         return KNOWN[name]
     path = Path(name)
@@ -150,16 +170,18 @@ def read_model(name: str) -> Sizes:
 
 
 def read_trainer(text: str) -> TrainerLayout:
+    """Returns the trainer's layout from a text like tp4,pp2,dp4. Raises ConfigError."""
     known = ("tp", "pp", "dp", "ep", "etp")
     parts = {
         m[1]: int(m[2]) for m in (re.fullmatch(r"([a-z]+)([1-9]\d*)", part.strip()) for part in text.split(",")) if m
     }
     if len(parts) != len(text.split(",")) or any(name not in known for name in parts):
-        raise ConfigError(f"--trainer {text}: parts like tp4, of {', '.join(known)}, with commas between")
+        raise ConfigError(f"--trainer {text}: give parts like tp4, of {', '.join(known)}, with commas between")
     return TrainerLayout(**parts)
 
 
 def read_engine(text: str) -> EngineLayout:
+    """Returns the engines' layout from a text like tp2x8+ep. Raises ConfigError."""
     match = re.fullmatch(r"tp([1-9]\d*)(?:x([1-9]\d*))?(\+ep)?", text)
     if match is None:
         raise ConfigError(f"--engine {text}: it has the form tp2, tp2x8 or tp8+ep")

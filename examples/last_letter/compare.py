@@ -1,8 +1,9 @@
-"""Arms of the last-letter experiment over seeds: runs what is missing, then a table with 95 % confidence intervals, and curves.
+"""Compares arms of the last-letter experiment over seeds: a table with 95 % confidence intervals, and curves.
 
-    python examples/last_letter/compare.py --regime a --arms tango grpo frozen_verifier frozen_generator --seeds 0 1 2 --out runs/arms
+    python examples/last_letter/compare.py --regime a --arms tango grpo --seeds 0 1 2 --out runs/arms
 
-`--check` holds the results against the bars of the shipped configurations and leaves with status 1 when one is missed.
+It runs what is missing first. `--check` compares the results with the bars of the shipped configurations and leaves
+with status 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, arm: str, seed: int) -> dict:
-    """The summary of one arm and seed; the run is made, or continued, when it is not complete."""
+    """Returns the summary of one arm and seed. The run is made, or continued, when it is not complete."""
     out = options.out / f"{arm}_seed{seed}"
     summary = out / "summary.json"
     if not summary.exists() or "arm" not in json.loads(summary.read_text()):
@@ -81,9 +82,19 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict:
         log = out.parent / f"{arm}_seed{seed}.log"
         console.print(f"{arm}, seed {seed} -> {log}")
         command = [
-            sys.executable, str(HERE / "run.py"), "--regime", options.regime, "--arm", arm, "--seed", str(seed), "--out", str(out),
-            "--evaluate-every", str(options.evaluate_every),
-        ]  # fmt: skip
+            sys.executable,
+            str(HERE / "run.py"),
+            "--regime",
+            options.regime,
+            "--arm",
+            arm,
+            "--seed",
+            str(seed),
+            "--out",
+            str(out),
+            "--evaluate-every",
+            str(options.evaluate_every),
+        ]
         with log.open("w") as file:
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
         if status:
@@ -93,7 +104,10 @@ def run(options: argparse.Namespace, arm: str, seed: int) -> dict:
 
 
 def check(regime: str, figures: dict[str, dict[str, float]]) -> int:
-    """Bars: regime a, Tango +0.50 accuracy and +0.10 outcome-F1; regime b, Tango at least 0.15 above GRPO. -> exit status."""
+    """Compares the figures with their bars and returns the exit status.
+
+    Bars of regime a: Tango gains 0.50 accuracy and 0.10 outcome-F1. Of regime b: Tango is at least 0.15 above GRPO.
+    """
     accuracy = "generator_accuracy_sampled"
     if regime == "a":
         wanted = [("Tango's gain in sampled accuracy", figures[f"tango/{accuracy}"]["gain"], 0.50)]
@@ -107,7 +121,10 @@ def check(regime: str, figures: dict[str, dict[str, float]]) -> int:
 
 
 def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
-    """Sampled accuracy and outcome-F1 against the updates of the role they measure: a thin line per seed, a thick mean."""
+    """Draws sampled accuracy and outcome-F1 over the updates of the role that they measure.
+
+    Each seed is a thin line, the mean a thick one.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.8))
     for number, arm in enumerate(summaries):
         for axis, role, figure_name in (
@@ -139,7 +156,10 @@ def draw(options: argparse.Namespace, summaries: dict[str, list[dict]]) -> None:
 
 
 def curve(run_dir: Path, role: str, name: str) -> list[tuple[int, float]]:
-    """(turns of `role` so far, figure) of each evaluation after which the role moved on; a role that never learns gives one point."""
+    """Returns (turns of `role` so far, figure) for the last evaluation at each number of turns.
+
+    A role that never learns gives one point.
+    """
     turns, points = 0, {}
     for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         turns += row["scope"] == role

@@ -1,9 +1,10 @@
-"""The last-letter experiment from nothing: tiny model, SFT of both roles, one arm of reinforcement learning, table and report.
+"""Runs the last-letter experiment from nothing: tiny model, SFT of both roles, one arm of RL, table and report.
 
     python examples/last_letter/run.py --regime a --arm tango --seed 0 --out runs/demo
 
-The task and the SFT models of a regime are made once, under runs/last_letter/REGIME, and used by all arms and seeds; `--seed` is that
-of reinforcement learning. A run that was interrupted goes on where it stood when the same command is given again.
+The task and the SFT models of a regime are made once, under runs/last_letter/REGIME, and used by all arms and seeds;
+`--seed` is the seed of reinforcement learning. A run that was interrupted goes on where it stood when the same command
+is given again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ from rich.table import Table
 HERE = Path(__file__).parent
 ARMS = ("tango", "grpo", "frozen_verifier", "frozen_generator")
 SFT_SEED = 1
-POOL = 512  # sampled solutions the verifier's SFT judges
+POOL = 512  # sampled solutions that the verifier's SFT judges
 ENGINES = {"embedded": [], "vllm": ["engine.kind=vllm"], "sglang": ["engine.kind=sglang", "engine.kv_cache_gib=0.25"]}
 MADE_BY = {"vllm": "make engines", "sglang": "make engines-sglang"}
 HEADS = {"embedded": 4, "vllm": 2, "sglang": 2}  # vLLM's attention on a CPU wants heads of 32 at least
-STUBBED = "engine: SGLang's real server on STUBBED kernels, torch's operations in their place; this says nothing about its speed"
+STUBBED = (
+    "engine: SGLang's real server on STUBBED kernels (torch operations instead); this says nothing about its speed"
+)
 console = Console(soft_wrap=True)
 
 
 class Stages:
-    """Runs the program's commands one after the other and remembers how long each took."""
+    """The stages of the experiment: runs the program's commands one by one and remembers how long each took."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -49,10 +52,10 @@ class Stages:
         self.seconds[name] = round(time.monotonic() - start, 1)
 
     def command(self, name: str, *arguments: str) -> None:
-        """`megatron-rl *arguments` as a stage; leaves with its status when it fails."""
+        """Runs `megatron-rl *arguments` as a stage. Leaves with its status when it fails."""
         with self.stage(name):
             child = subprocess.Popen([sys.executable, "-m", "megatron_rl.main", *arguments])
-            numbers = (signal.SIGINT, signal.SIGTERM)  # passed on: the child saves, and this waits for it
+            numbers = (signal.SIGINT, signal.SIGTERM)  # these go to the child, which saves while this process waits
             before = {number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in numbers}
             status = child.wait()
             for number, handler in before.items():
@@ -62,9 +65,10 @@ class Stages:
 
 
 def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
-    """Task files, then SFT of generator and verifier, under `base`. Does nothing that is there already.
+    """Makes the task's files, then the SFT models of generator and verifier, under `base`. What is there is kept.
 
-    Regime b takes regime a's verifier: b's own generator is right too seldom to learn from its solutions what right looks like.
+    Regime b takes regime a's verifier: b's own generator is right too seldom for a verifier to learn from its
+    solutions.
     """
     if name == "b":
         prepare(base.parent / "a", "a", stages, heads=heads)
@@ -85,45 +89,60 @@ def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
     if name != "b" and not (base / "verifier/model/model.safetensors").exists():
         pool = base / "pool"
         stages.command(
-            "solutions for the verifier to judge", "generate", f"model.path={base}/generator/model", f"data.path={files}/pool.jsonl",
-            "data.settings=last_letter", f"template={HERE}/prompts/generator.txt", "sampling.max_tokens=48", "validation_share=0.0",
-            f"output={pool}", "launch.nproc=2",
-        )  # fmt: skip
+            "solutions for the verifier to judge",
+            "generate",
+            f"model.path={base}/generator/model",
+            f"data.path={files}/pool.jsonl",
+            "data.settings=last_letter",
+            f"template={HERE}/prompts/generator.txt",
+            "sampling.max_tokens=48",
+            "validation_share=0.0",
+            f"output={pool}",
+            "launch.nproc=2",
+        )
         rows = pq.read_table(pool / "train.parquet").to_pylist()
         task.write_verifier_pairs(files / "verifier_sft.jsonl", regime, rows, SFT_SEED + 6)
         stages.command("SFT of the verifier", "sft", *_sft(base, "verifier", base / "generator/model", 400))
 
 
 def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
-    """One arm, into options.out."""
+    """Trains one arm, into options.out."""
     regime = task.regimes()[options.regime]
     updates = options.updates or regime.generator_updates
     warmup = regime.warmup_updates if options.warmup is None else options.warmup
     settings = [
-        f"run.seed={options.seed}", f"run.name={options.out.name}", f"run.dir={options.out.parent}", f"data.path={base}/task/train.jsonl",
-        f"evaluation.prompts.path={base}/task/test.jsonl", f"roles.generator.model.path={base}/generator/model",
+        f"run.seed={options.seed}",
+        f"run.name={options.out.name}",
+        f"run.dir={options.out.parent}",
+        f"data.path={base}/task/train.jsonl",
+        f"evaluation.prompts.path={base}/task/test.jsonl",
+        f"roles.generator.model.path={base}/generator/model",
         f"roles.generator.optimizer.lr={regime.generator_lr}",
-        f"evaluation.every={options.evaluate_every}", *ENGINES[options.engine],
-    ]  # fmt: skip
+        f"evaluation.every={options.evaluate_every}",
+        *ENGINES[options.engine],
+    ]
     if options.engine != "embedded":
         settings += [f"engine.python={options.python}"]
     if options.arm == "grpo":
         stages.command("GRPO", "train", str(HERE / "grpo.yaml"), *settings, f"recipe.args.updates={updates}")
         return
     settings += [
-        f"roles.verifier.model.path={base.parent}/a/verifier/model", f"roles.verifier.optimizer.lr={regime.verifier_lr}",
-        f"recipe.args.generator_updates={updates}", f"recipe.args.warmup_updates={warmup}",
-        f"recipe.args.alpha_start={regime.alpha_start}", f"recipe.args.alpha_min={regime.alpha_min}",
+        f"roles.verifier.model.path={base.parent}/a/verifier/model",
+        f"roles.verifier.optimizer.lr={regime.verifier_lr}",
+        f"recipe.args.generator_updates={updates}",
+        f"recipe.args.warmup_updates={warmup}",
+        f"recipe.args.alpha_start={regime.alpha_start}",
+        f"recipe.args.alpha_min={regime.alpha_min}",
         f"recipe.args.train_generator={str(options.arm != 'frozen_generator').lower()}",
         f"recipe.args.train_verifier={str(options.arm != 'frozen_verifier').lower()}",
-    ]  # fmt: skip
+    ]
     if regime.judged != regime.train:
         settings += [f"roles.verifier.data={{path: {base}/task/judged.jsonl, settings: last_letter}}"]
     stages.command(f"reinforcement learning: {options.arm}", "train", str(HERE / "tango.yaml"), *settings)
 
 
 def finish(options: argparse.Namespace, stages: Stages) -> None:
-    """Completes summary.json, prints before and after, writes the report."""
+    """Completes summary.json, prints the figures before and after, and writes the report."""
     path = options.out / "summary.json"
     summary = json.loads(path.read_text())
     for figure, source in (
@@ -155,7 +174,7 @@ def finish(options: argparse.Namespace, stages: Stages) -> None:
 
 
 def phases(run: Path) -> dict[str, dict[str, float]]:
-    """Seconds by role and phase, summed over the run's metrics."""
+    """Returns seconds by role and phase, summed over the run's metrics."""
     totals: dict[str, dict[str, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -176,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--regime", choices=task.regimes(), default="a")
     parser.add_argument("--arm", choices=ARMS, default="tango")
-    parser.add_argument("--seed", type=int, default=0, help="of reinforcement learning")
+    parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="run directory")
     parser.add_argument("--updates", type=int, help="generator updates (default: the regime's)")
     parser.add_argument(
@@ -192,7 +211,8 @@ def main() -> None:
         "--evaluate-every", type=int, default=0, help="steps between evaluations (default: start and end alone)"
     )
     parser.add_argument(
-        "--python", help="that servers run in (default: .venv-vllm/bin/python or .venv-sglang/bin/python)"
+        "--python",
+        help="Python of the servers' environment (default: .venv-vllm/bin/python or .venv-sglang/bin/python)",
     )
     options = parser.parse_args()
     options.python = options.python or f".venv-{options.engine}/bin/python"

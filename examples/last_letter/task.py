@@ -1,4 +1,4 @@
-"""Files of the last-letter experiment: a tiny model and tokenizer, problems, and SFT pairs for both roles."""
+"""Writes the files of the last-letter experiment: a tiny model and tokenizer, problems, and SFT pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.data.last_letter import LETTERS, MAX_STEPS, Sizes, make_problem, teacher_solution, verification_text
+from megatron_rl.data.last_letter import (
+    LETTERS,
+    MAX_STEPS,
+    ProblemSizes,
+    make_problem,
+    teacher_solution,
+    verification_text,
+)
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.text import fill
 
@@ -25,18 +32,18 @@ TAGS = [
     *("\\boxed{CORRECT}", "\\boxed{INCORRECT}"),
 ]
 BATCH = 32  # pairs per SFT step
-MISREAD = 0.25  # how often the verifier's teacher looks at the first letter
+MISREAD = 0.25  # probability that the verifier's teacher looks at the first letter
 
 
 @dataclass(frozen=True)
 class Regime:
-    """One setting of the experiment (measured in a sketch before: see docs/last_letter.md)."""
+    """One setting of the experiment (docs/last_letter.md)."""
 
-    misconception: float  # of the generator's SFT teacher, per step
-    sft: Sizes
-    train: Sizes
-    test: Sizes
-    judged: Sizes  # problems whose solutions the verifier learns to judge
+    misconception: float  # probability that the generator's SFT teacher gets a reasoning step wrong
+    sft: ProblemSizes
+    train: ProblemSizes
+    test: ProblemSizes
+    judged: ProblemSizes  # problems whose solutions the verifier learns to judge
     alpha_start: float
     alpha_min: float
     warmup_updates: int
@@ -46,18 +53,22 @@ class Regime:
 
 
 def regimes() -> dict[str, Regime]:
-    """a: outcomes are frequent enough for GRPO alone. b: 97 of 100 groups have no right answer at first."""
-    short = Sizes((2, 5), (2, 4))
+    """Returns the settings by name.
+
+    a: right answers are frequent enough for GRPO alone. b: at first 97 of 100 groups have none.
+    """
+    short, long = ProblemSizes((2, 5), (2, 4)), ProblemSizes((5, 5), (2, 4))
     return {
-        "a": Regime(0.35, short, short, Sizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
-        "b": Regime(
-            0.65, short, Sizes((5, 5), (2, 4)), Sizes((5, 5), (2, 4)), Sizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4
-        ),
+        "a": Regime(0.35, short, short, ProblemSizes((3, 5), (2, 4)), short, 0.3, 1e-3, 8, 30, 1.5e-4),
+        "b": Regime(0.65, short, long, long, ProblemSizes((2, 4), (2, 4)), 0.7, 0.1, 3, 40, 1e-4),
     }
 
 
 def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
-    """A 0.16 M parameter Qwen2 with random weights, and its 59-word tokenizer. Heads are of 64 / `heads`."""
+    """Writes a Qwen2 of 0.16 M parameters with random weights, and its 59-word tokenizer.
+
+    A head's width is 64 / `heads`.
+    """
     words = [*SPECIAL, *TAGS, *(f"#{i}" for i in range(1, MAX_STEPS + 1)), *LETTERS]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -65,10 +76,20 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
         tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )
     config = Qwen2Config(
-        vocab_size=len(words), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=2,
-        max_position_embeddings=512, rms_norm_eps=1e-6, tie_word_embeddings=False, use_sliding_window=False,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = Qwen2ForCausalLM(config)
     _initialise(model, seed)
     model.save_pretrained(directory)
@@ -76,9 +97,9 @@ def write_model(directory: Path, seed: int, *, heads: int = 4) -> None:
 
 
 def write_problems(
-    path: Path, sizes: Sizes, count: int, seed: int, *, without: Iterable[str] = ()
+    path: Path, sizes: ProblemSizes, count: int, seed: int, *, without: Iterable[str] = ()
 ) -> list[dict[str, Any]]:
-    """Distinct problems, none with a question in `without`."""
+    """Writes and returns distinct problems, none with a question in `without`."""
     rng, seen, rows = random.Random(seed), set(without), []
     while len(rows) < count:
         row = make_problem(rng, sizes)
@@ -92,7 +113,7 @@ def write_problems(
 def write_generator_pairs(
     path: Path, regime: Regime, seed: int, *, clean_steps: int = 300, noisy_steps: int = 100
 ) -> None:
-    """Pairs in training order: first a teacher without fault, then one with the misconception."""
+    """Writes pairs in training order: first by a teacher without fault, then by one with the misconception."""
     rng, template, rows = random.Random(seed), _template("generator"), []
     for i in range((clean_steps + noisy_steps) * BATCH):
         problem = make_problem(rng, regime.sft)
@@ -109,7 +130,10 @@ def write_generator_pairs(
 def write_verifier_pairs(
     path: Path, regime: Regime, pool: list[dict[str, Any]], seed: int, *, steps: int = 400
 ) -> None:
-    """Half the pairs judge solutions that the generator sampled (`pool` rows with words, question, response), half a noisy teacher's."""
+    """Writes pairs that judge solutions: half of them by the generator, half by a noisy teacher.
+
+    `pool`: the generator's solutions, rows with words, question and response.
+    """
     rng, template, rows = random.Random(seed), _template("verifier"), []
     for _ in range(steps * BATCH):
         if rng.random() < 0.5:
@@ -135,7 +159,10 @@ def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _initialise(model: Qwen2ForCausalLM, seed: int) -> None:
-    """Weights of std fan_in^-1/2, smaller where a block writes into the residual stream; the usual 0.02 learns too slowly here."""
+    """Draws weights of standard deviation fan_in^-1/2, smaller where a block writes into the residual stream.
+
+    The usual 0.02 learns too slowly here.
+    """
     torch.manual_seed(seed)
     depth = (2 * model.config.num_hidden_layers) ** -0.5
     with torch.no_grad():

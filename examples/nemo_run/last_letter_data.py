@@ -1,4 +1,4 @@
-"""What the small experiments start from, under DIRECTORY: a model with random weights, problems, pairs for the SFT of both roles.
+"""Writes what the small experiments start from: a model with random weights, problems, SFT pairs of both roles.
 
 python examples/nemo_run/last_letter_data.py DIRECTORY
 """
@@ -13,9 +13,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / "last_letter")]
 
 import task  # noqa: E402
 
-from megatron_rl.data.last_letter import Sizes, make_problem, teacher_solution  # noqa: E402
+from megatron_rl.data.last_letter import ProblemSizes, make_problem, teacher_solution  # noqa: E402
 
-SIZES = Sizes((2, 3), (2, 3), alphabet=6)
+SIZES = ProblemSizes((2, 3), (2, 3), alphabet=6)
 MISTAKES = 0.35  # share of the teacher's solutions with the misconception
 
 

@@ -1,4 +1,4 @@
-"""SFT of the generator, Tango from what it gives, an evaluation of what Tango gives: one graph.
+"""Describes one graph of tasks: SFT of the generator, Tango from its model, and an evaluation of Tango's model.
 
 .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --executor slurm --profile my_site.yaml
 .venv-nemo/bin/python tools/launch.py examples/nemo_run/sft_tango_eval.py --small
@@ -17,52 +17,80 @@ def experiment(options: Options) -> Experiment:
 
 
 def published(out: str) -> list[Task | Program]:
-    """The runs of the shipped configs. Tango takes more than one time limit: a chain of slices, which goes through slurm/."""
+    """Returns the runs of the shipped configs. Tango takes longer than one time limit, so it is a chain of slices."""
     return [
         Task(name="sft", command="sft", settings=["examples/sft_qwen2.5_math_7b.yaml", f"run.dir={out}"]),
         Task(
-            name="tango", command="train", after=["sft"],
+            name="tango",
+            command="train",
+            after=["sft"],
             settings=[
-                "examples/tango_qwen2.5_7b.yaml", f"run.dir={out}", f"roles.generator.model.path={out}/sft_qwen2.5_math_7b/model",
-                "job.nodes=4", "job.slices=8",
+                "examples/tango_qwen2.5_7b.yaml",
+                f"run.dir={out}",
+                f"roles.generator.model.path={out}/sft_qwen2.5_math_7b/model",
+                "job.nodes=4",
+                "job.slices=8",
             ],
         ),
         Task(
-            name="math", command="eval", after=["tango"],
+            name="math",
+            command="eval",
+            after=["tango"],
             settings=[
-                f"model={{path: {out}/tango_qwen2.5_7b/models/{GENERATOR}, dtype: bfloat16}}", "template=tango_generator",
-                "data={path: HuggingFaceH4/MATH-500, settings: math, split: test, shuffle: false}", "sampling.max_tokens=2048",
+                f"model={{path: {out}/tango_qwen2.5_7b/models/{GENERATOR}, dtype: bfloat16}}",
+                "template=tango_generator",
+                "data={path: HuggingFaceH4/MATH-500, settings: math, split: test, shuffle: false}",
+                "sampling.max_tokens=2048",
                 f"output={out}/tango_qwen2.5_7b_eval/math.json",
             ],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def small(out: str) -> list[Task | Program]:
-    """The last-letter task, two ranks on CPUs, a minute: the same graph, with its data and an SFT of the verifier too."""
+    """Returns the same graph for the last-letter task, with its data and an SFT of the verifier.
+
+    It takes a minute on two ranks without GPUs.
+    """
     base = f"{out}/sft_tango_eval"
     return [
         Program(name="data", words=["examples/nemo_run/last_letter_data.py", f"{base}/task"]),
         warm_up(base, GENERATOR, "task/model", steps=170, after="data"),
         warm_up(base, VERIFIER, f"{GENERATOR}/model", steps=100, after=GENERATOR),
         Task(
-            name="tango", command="train", after=[GENERATOR, VERIFIER],
+            name="tango",
+            command="train",
+            after=[GENERATOR, VERIFIER],
             settings=[
-                f"{LETTERS}/tango.yaml", f"run.dir={base}", "run.name=tango", f"data.path={base}/task/train.jsonl",
+                f"{LETTERS}/tango.yaml",
+                f"run.dir={base}",
+                "run.name=tango",
+                f"data.path={base}/task/train.jsonl",
                 *(f"roles.{role}.model.path={base}/{role}/model" for role in (GENERATOR, VERIFIER)),
-                f"evaluation.prompts.path={base}/task/test.jsonl", "evaluation.num_prompts=32", "recipe.args.generator_updates=5",
-                "recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8", "run.prompts_per_step=8", "run.save_every=1",
+                f"evaluation.prompts.path={base}/task/test.jsonl",
+                "evaluation.num_prompts=32",
+                "recipe.args.generator_updates=5",
+                "recipe.args.warmup_updates=1",
+                "recipe.args.balanced_per_class=8",
+                "run.prompts_per_step=8",
+                "run.save_every=1",
             ],
         ),
         Task(
-            name="eval", command="eval", after=["tango"],
+            name="eval",
+            command="eval",
+            after=["tango"],
             settings=[
-                f"model.path={base}/tango/models/{GENERATOR}", f"template={LETTERS}/prompts/{GENERATOR}.txt",
-                f"data={{path: {base}/task/test.jsonl, settings: last_letter, shuffle: false}}", "sampling.max_tokens=48",
-                "reward.target=megatron_rl.rewards.last_letter:grade", f"output={base}/eval/last_letter.json", "launch.nproc=2",
+                f"model.path={base}/tango/models/{GENERATOR}",
+                f"template={LETTERS}/prompts/{GENERATOR}.txt",
+                f"data={{path: {base}/task/test.jsonl, settings: last_letter, shuffle: false}}",
+                "sampling.max_tokens=48",
+                "reward.target=megatron_rl.rewards.last_letter:grade",
+                f"output={base}/eval/last_letter.json",
+                "launch.nproc=2",
             ],
         ),
-    ]  # fmt: skip
+    ]
 
 
 def warm_up(base: str, role: str, start: str, *, steps: int, after: str) -> Task:

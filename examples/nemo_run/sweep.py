@@ -1,4 +1,6 @@
-"""A sweep, learning rates x seeds: on Slurm one array through slurm/, here one run after the other; `megatron-rl report` draws it.
+"""Describes a sweep over learning rates and seeds: one array on Slurm, one run after the other on this machine.
+
+`megatron-rl report` draws its results.
 
 .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py --executor slurm --profile my_site.yaml
 .venv-nemo/bin/python tools/launch.py examples/nemo_run/sweep.py --small
@@ -14,14 +16,14 @@ def experiment(options: Options) -> Experiment:
 
 
 def published(out: str) -> list[Task | Program]:
-    """GRPO from the SFT generator, whose model is there from sft_tango_eval.py."""
+    """Returns GRPO runs from the SFT generator, whose model sft_tango_eval.py has made."""
     settings = ["examples/grpo_qwen2.5_7b.yaml", f"run.dir={out}", "run.name=rates", "job.nodes=4"]
     points = grid("roles.generator.optimizer.lr", (5e-7, 1e-6, 2e-6), seeds=2)
     return [Task(name="rates", command="train", settings=settings, points=points)]
 
 
 def small(out: str) -> list[Task | Program]:
-    """SFT on the last-letter task."""
+    """Returns SFT runs on the last-letter task."""
     base = f"{out}/sweep"
     settings = [
         "examples/last_letter/sft.yaml", f"run.dir={base}", "run.name=rates", f"model.path={base}/task/model",
@@ -41,4 +43,5 @@ def small(out: str) -> list[Task | Program]:
 
 
 def grid(setting: str, rates: tuple[float, ...], *, seeds: int) -> list[dict[str, float]]:
+    """Returns the points of the sweep: every rate with every seed."""
     return [{setting: rate, "run.seed": seed} for rate in rates for seed in range(seeds)]

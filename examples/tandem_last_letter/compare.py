@@ -1,9 +1,11 @@
-"""Tandem RL against GRPO from one SFT start on the last-letter task: alone, handed over to the start and back, and as the start reads it.
+"""Compares Tandem RL with GRPO on the last-letter task, both from the same SFT model.
 
     python examples/tandem_last_letter/compare.py --seeds 0 1 2 --out runs/tandem_last_letter/arms
 
-Runs what is missing; a table with 95 % confidence intervals over seeds, and comparison.json. The two arms differ in one thing: GRPO has
-no junior. Each is trained by the same number of updates, prompts and samples, without KL term.
+Each arm is measured alone, in hand-offs with the SFT model, and by how well the SFT model predicts its texts. The
+script runs what is missing, prints a table with 95 % confidence intervals over seeds, and writes comparison.json. The
+two arms differ in one thing: GRPO has no junior. Each is trained by the same number of updates, prompts and samples,
+without a KL term.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from measures import Figures, measure  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron_rl.data.last_letter import Sizes  # noqa: E402
+from megatron_rl.data.last_letter import ProblemSizes  # noqa: E402
 
 ARMS = {
     "grpo": ["recipe.target=megatron_rl.recipes.grpo:Grpo", "roles.generator.tandem=null"],
@@ -55,10 +57,10 @@ console = Console(soft_wrap=True, width=120)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="of reinforcement learning; at least two"
+        "--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of reinforcement learning; at least two"
     )
     parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--samples", type=int, default=4, help="per held-out problem and measure")
+    parser.add_argument("--samples", type=int, default=4, help="samples for each held-out problem and measure")
     parser.add_argument("--out", type=Path, default=Path("runs/tandem_last_letter/arms"))
     options = parser.parse_args()
     base = Path("runs/tandem_last_letter")
@@ -79,24 +81,32 @@ def main() -> None:
 
 
 def prepare(base: Path) -> None:
-    """The task and the SFT model of regime a of examples/last_letter, under `base`. Does nothing that is there already."""
+    """Makes the task and the SFT model of regime a of examples/last_letter, under `base`. What is there is kept."""
     regime, files = task.regimes()["a"], base / "task"
     if not (files / "generator_sft.jsonl").exists():
         task.write_model(files / "model", SFT_SEED)
-        test = task.write_problems(files / "test.jsonl", Sizes((3, 5), (2, 4)), 512, SFT_SEED + 1)
+        test = task.write_problems(files / "test.jsonl", ProblemSizes((3, 5), (2, 4)), 512, SFT_SEED + 1)
         task.write_problems(
             files / "train.jsonl", regime.train, 8000, SFT_SEED + 2, without=[row["question"] for row in test]
         )
         task.write_generator_pairs(files / "generator_sft.jsonl", regime, SFT_SEED + 5)
     if not (base / "generator/model/model.safetensors").exists():
         program(
-            base / "sft.log", "sft", HERE.parent / "last_letter/sft.yaml", f"model.path={files}/model", "launch.nproc=1",
-            f"data.train={files}/generator_sft.jsonl", "steps=400", "optimizer.decay_steps=400", "run.name=generator", f"run.dir={base}",
-        )  # fmt: skip
+            base / "sft.log",
+            "sft",
+            HERE.parent / "last_letter/sft.yaml",
+            f"model.path={files}/model",
+            "launch.nproc=1",
+            f"data.train={files}/generator_sft.jsonl",
+            "steps=400",
+            "optimizer.decay_steps=400",
+            "run.name=generator",
+            f"run.dir={base}",
+        )
 
 
 def train(options: argparse.Namespace, arm: str, seed: int) -> Path:
-    """One arm and seed -> its run directory; made, or gone on with, when it is not complete."""
+    """Trains one arm with one seed and returns its run directory. An unfinished run is continued."""
     run = options.out / f"{arm}_seed{seed}"
     if not (run / "summary.json").exists():
         program(
@@ -107,7 +117,7 @@ def train(options: argparse.Namespace, arm: str, seed: int) -> Path:
 
 
 def program(log: Path, *arguments: Any) -> None:
-    """`megatron-rl *arguments`; leaves with its status when it fails."""
+    """Runs `megatron-rl *arguments`. Leaves with its status when it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     console.print(f"{arguments[0]} -> {log}")
     with log.open("w") as file:
@@ -119,7 +129,7 @@ def program(log: Path, *arguments: Any) -> None:
 
 
 def measured(run: Path, junior: Path, test: Path, samples: int) -> Figures:
-    """Of a trained model, kept beside it."""
+    """Returns the figures of a trained model, which are measured once and kept beside it."""
     kept = run / "measured.json"
     if not kept.exists():
         kept.write_text(json.dumps(measure(run / "models/generator", junior, test, samples=samples)) + "\n")

@@ -1,4 +1,4 @@
-"""What a trained model is worth on held-out last-letter problems: alone, by turns with the junior, and to the junior as a reader."""
+"""Measures a trained model on held-out problems: alone, in turns with the junior, and as the junior reads it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
 
 TEMPLATE = Path(__file__).parent.parent / "last_letter/prompts/generator.txt"
-TURN_END = "</step>"  # where a hand-off passes the pen: these texts have no blank lines
+TURN_END = "</step>"  # a hand-off changes the author here, as these texts have no blank lines
 MAX_TOKENS = 48
 SEED = 17
 Figures = dict[str, float]
 
 
 def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
-    """Accuracies and the junior's cross-entropy, all on the same problems; sampled at temperature 1."""
+    """Returns accuracies and the junior's cross-entropy, all on the same problems, sampled at temperature 1."""
     tokenizer: Any = load_tokenizer(senior)
     problems = [json.loads(line) for line in test.read_text().splitlines()]
     prompts = [tokenize(tokenizer, fill(TEMPLATE.read_text().strip(), question=p["question"])) for p in problems]
@@ -52,7 +52,7 @@ def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
 def handed_over(
     pair: Sequence[EmbeddedEngine], prompts: Sequence[list[int]], sampling: Sampling, tokenizer: Any
 ) -> list[list[int]]:
-    """One text per prompt: the senior begins, the pen passes at the end of every step, until the text ends or is full."""
+    """Writes one text for each prompt. The senior begins; the author changes after every reasoning step."""
     out: list[list[int]] = [[] for _ in prompts]
     going, rounds = list(range(len(prompts))), 0
     [end] = tokenizer.convert_tokens_to_ids([TURN_END])

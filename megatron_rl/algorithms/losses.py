@@ -1,96 +1,109 @@
-"""Losses on log-probabilities. Each returns sums over trained tokens; the caller divides once, by `denominator` of the whole batch."""
+"""Losses on log-probabilities: weighted sums over positions, which the caller divides once, by the denominator of the optimizer step."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms import objectives
+from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.types import Batch
 
 
 class PolicyLoss:
-    """Clipped policy gradient with KL to a frozen reference and an entropy bonus (PPO, arXiv 1707.06347; GRPO's per-token form)."""
+    """An objective named in the config, with truncated importance sampling, KL to a frozen reference and an entropy bonus."""
+
+    uses_advantages: bool
+    needs: frozenset[str]
 
     def __init__(self, config: LossConfig) -> None:
         self.config = config
+        self._args = dict(config.objective_args)
+        if config.objective == "clipped":
+            self._args = {"clip_low": config.clip_low, "clip_high": config.clip_high} | self._args
+        self._objective = objectives.find(config.objective, self._args)
+        self.uses_advantages = self._objective.uses_advantages
+        self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Live log-probs and entropies [N] of a micro-batch of whole sequences -> (sum to minimise, detached sums by name).
+    def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
+        """[S] weighted numbers of labels and group numbers -> ([S] float32 weights of the rollouts' tokens, denominator)."""
+        return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
 
-        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever stands at an
-        untrained place, nan included, reaches neither value nor gradient. The sums, over trained tokens and unweighted:
-        clip_frac (the clip decides the token's loss), ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)),
-        and with kl_coef > 0 kl_ref (k3 of KL(policy || reference), whatever `kl` is).
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Live statistics of a micro-batch of whole sequences -> (weighted sum to minimise, detached sums by name).
+
+        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever stands at a
+        place without weight, nan included, reaches neither value nor gradient. The sums, over trained tokens and unweighted:
+        ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the objective's own (clip_frac: the clip
+        decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy || reference), whatever `kl` is).
         Tokens with a weight that are not trained (a junior's) are in the loss alone, with its truncated importance sampling off.
-        Raises ValueError when kl_coef > 0 and a batch with a trained token has no reference.
+        Raises ValueError when the reference is needed and a batch with a trained token has none.
         """
-        config, mask = self.config, batch.counted
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        advantages = batch.advantages
-        ratio = _at(mask, logprobs - old).exp()
-        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-        per_token = -torch.min(ratio * advantages, clipped * advantages)
-        gap = _at(batch.mask, old - batch.engine_logprobs)  # no gradient: neither side is live
+        config = self.config
+        live, batch = live.at(batch.counted), self._complete(live, batch).cleaned()
+        assert batch.old_logprobs is not None and live.entropy is not None
+        answer = self._objective(live, batch, **self._args)
+        per_token, figures = answer if isinstance(answer, tuple) else (answer, {})
+        gap = at(batch.mask, batch.old_logprobs - batch.engine_logprobs)  # no gradient: neither side is live
         if config.tis_cap is not None:
             per_token = per_token * gap.exp().clamp(max=config.tis_cap)
         if config.entropy_coef:
-            per_token = per_token - config.entropy_coef * _at(mask, entropy)
+            per_token = per_token - config.entropy_coef * live.entropy
         sums = {
-            "clip_frac": (clipped * advantages < ratio * advantages).to(logprobs.dtype),
-            "ratio": ratio.detach(),
-            "entropy": entropy.detach(),
+            "ratio": (live.logprobs.detach() - batch.old_logprobs).exp(),
+            "entropy": live.entropy.detach(),
             "engine_gap": gap.abs(),
             "engine_kl": k3(-gap, torch.zeros_like(gap)),
         }
         if config.kl_coef > 0:
-            live, reference = _at(mask, logprobs), _at(mask, self._reference(batch))
+            assert batch.reference_logprobs is not None
             estimate = {"k1": k1, "k2": k2, "k3": k3}[config.kl]
-            per_token = per_token + config.kl_coef * estimate(live, reference)
-            sums["kl_ref"] = k3(live.detach(), reference)
-        total = (_at(mask, per_token) * self._weights(batch, logprobs)).sum()
-        return total, {name: _at(batch.mask, values).sum() for name, values in sums.items()}
+            per_token = per_token + config.kl_coef * estimate(live.logprobs, batch.reference_logprobs)
+            sums["kl_ref"] = k3(live.logprobs.detach(), batch.reference_logprobs)
+        total = (at(batch.counted, per_token) * batch.weights.to(per_token.dtype)).sum()
+        sums |= {name: values.detach().to(per_token.dtype) for name, values in figures.items()}
+        return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
 
-    def denominator(self, batch: Batch) -> float:
-        """Trained tokens (token_mean; by weight), or sequences with at least one of them (sequence_mean)."""
-        if self.config.aggregation == "token_mean":
-            return float(_weights(batch).sum())
-        return float((_weight_per_sequence(batch) > 0).sum())
-
-    def _reference(self, batch: Batch) -> Tensor:
-        """[N] log-probs of the reference; of a batch that trains nothing (a rank without sequences) they may be missing."""
-        if batch.reference_logprobs is not None:
-            return batch.reference_logprobs
-        if batch.mask.any():
-            raise ValueError(
-                f"loss.kl_coef = {self.config.kl_coef} needs the reference's log-probs: compute them, or set kl_coef to 0"
-            )
-        return torch.zeros_like(batch.engine_logprobs)
-
-    def _weights(self, batch: Batch, like: Tensor) -> Tensor:
-        """[N]: that of each token, or its share of its sequence's."""
-        weights = _weights(batch).to(like.dtype)
-        if self.config.aggregation == "token_mean":
-            return weights
-        whole = _weight_per_sequence(batch)
-        per_sequence = torch.where(whole > 0, 1.0 / whole, 0.0).to(like.dtype)
-        return weights * per_sequence.repeat_interleave(batch.lengths.to(per_sequence.device))
+    def _complete(self, live: Statistics, batch: Batch) -> Batch:
+        """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have none."""
+        if "reference" in self.needs and batch.reference_logprobs is None:
+            if batch.mask.any():
+                raise ValueError(
+                    f"loss.kl_coef = {self.config.kl_coef} or loss.objective = {self.config.objective!r} needs the reference's "
+                    "log-probs: compute them, or set kl_coef to 0"
+                )
+            batch = replace(batch, reference_logprobs=torch.zeros_like(batch.engine_logprobs))
+        if "vocab_mean" in self.needs and "old_vocab_mean" not in batch.values:
+            assert live.vocab_mean is not None
+            batch = replace(batch, values={**batch.values, "old_vocab_mean": live.vocab_mean.detach()})
+        if batch.old_logprobs is None:
+            batch = replace(batch, old_logprobs=live.logprobs.detach())
+        return batch
 
 
 class CompletionLoss:
     """Negative log-likelihood of the trained tokens (supervised fine-tuning)."""
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] each -> (sum to minimise, {entropy: detached sum})."""
-        return -_at(batch.mask, logprobs).sum(), {"entropy": _at(batch.mask, entropy.detach()).sum()}
+    needs = frozenset({"entropy"})
+    uses_advantages = False
 
-    def denominator(self, batch: Batch) -> float:
-        """Trained tokens."""
-        return float(batch.mask.sum())
+    def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
+        """All tokens alike; the denominator is their number."""
+        return aggregate("token_mean", counts, groups)
+
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the sum to minimise and {entropy: detached sum}."""
+        assert live.entropy is not None
+        total = -(at(batch.counted, live.logprobs) * batch.weights.to(live.logprobs.dtype)).sum()
+        return total, {"entropy": at(batch.mask, live.entropy.detach()).sum()}
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Estimates of KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL Divergence).
+    """Estimates KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL Divergence).
 
     log p - log q: unbiased, high variance. As a loss its gradient is zero in expectation: it pulls nowhere.
     """
@@ -106,21 +119,3 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log q - log p: unbiased, low variance, never negative."""
     difference = other - logprobs
     return difference.exp() - difference - 1
-
-
-def _at(mask: Tensor, values: Tensor) -> Tensor:
-    """Values where trained, 0 elsewhere: nothing that stands at an untrained place can reach a sum, not even nan."""
-    return torch.where(mask, values, 0.0)
-
-
-def _weights(batch: Batch) -> Tensor:
-    """[N] of each label in the loss."""
-    return batch.mask.float() if batch.weights is None else batch.weights
-
-
-def _weight_per_sequence(batch: Batch) -> Tensor:
-    """[S] sum of the weights of each sequence's labels, float64."""
-    weights = _weights(batch).double()
-    sums = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
-    cu = batch.cu_seqlens.to(sums.device)
-    return sums[cu[1:]] - sums[cu[:-1]]

@@ -1,1 +1,1 @@
-"""Slurm: the jobs of a run, what they leave in its directory for each other, and the limits they run under."""
+"""Adapts runs to Slurm: job scripts, time limits, addresses, and the record of a run's starts in its directory."""

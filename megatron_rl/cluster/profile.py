@@ -1,4 +1,4 @@
-"""What a site's Slurm wants: one YAML file for a cluster, beside the configs of runs."""
+"""Reads a site's profile: one YAML file with what a cluster's Slurm wants, apart from the configs of runs."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ from pydantic import NonNegativeInt, PositiveInt
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, config
 
-SHIPPED = Path(__file__).parent.parent.parent / "slurm"
+SHIPPED = Path(__file__).parent.parent.parent / "slurm"  # batch scripts and profiles of the checkout
 
 
 @config
 class Container:
+    """The container in which a site runs the program."""
+
     runtime: Literal["pyxis", "apptainer"]
-    image: str  # of pyxis: an .sqsh file or docker://...; of apptainer: a .sif file
-    mounts: tuple[str, ...] = ()  # /host/path:/path/inside
+    image: str  # for pyxis an .sqsh file or docker://..., for apptainer a .sif file
+    mounts: tuple[str, ...] = ()  # each as /host/path:/path/inside
 
 
 @config
 class Profile:
-    """null leaves the word out: the cluster's default."""
+    """A site's settings. null leaves an option out of the batch scripts, so that the cluster's default holds."""
 
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    time: str = "04:00:00"  # limit of one slice
-    warning_s: PositiveInt = 600  # before it, the run is asked to save and leave
+    time: str = "04:00:00"  # time limit of one slice
+    warning_s: PositiveInt = 600  # seconds before the limit at which the run is asked to save and leave
     ranks_per_node: PositiveInt = 8
-    gpus_per_node: NonNegativeInt = 8  # 0: none are asked for
+    gpus_per_node: NonNegativeInt = 8  # 0 asks for none
     gpu_type: str | None = None
     cpus_per_rank: PositiveInt = 12
-    memory: str | None = None  # --mem; "0": all of a node's
-    exclusive: bool = False  # no other job on the trainer's nodes
+    memory: str | None = None  # --mem; "0" takes all of a node's memory
+    exclusive: bool = False  # true lets no other job onto the trainer's nodes
     constraint: str | None = None
-    host: str = "auto"  # interface that servers, refits and ranks listen at
+    host: str = "auto"  # interface at which servers, refits and ranks listen
     environment: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()  # shell lines before the program
-    python: str = ".venv/bin/python"  # from the checkout's root, or absolute; inside the container
+    python: str = ".venv/bin/python"  # absolute, or from the checkout's root; inside the container
     engine_python: str = ".venv-vllm/bin/python"
     container: Container | None = None
-    sbatch: tuple[str, ...] = ()  # further words of #SBATCH
-    srun: tuple[str, ...] = ()
+    sbatch: tuple[str, ...] = ()  # further options for #SBATCH lines
+    srun: tuple[str, ...] = ()  # further options of srun
 
 
 def read(name: str) -> Profile:
-    """`name`: of a profile that is shipped, or a YAML file. Raises ConfigError."""
+    """Reads a profile. `name`: a profile in slurm/profiles, or a YAML file. Raises ConfigError when there is none."""
     if not SHIPPED.is_dir():
         raise ConfigError(f"{SHIPPED} is not there: install megatron_rl from a checkout, with pip install -e")
     path = Path(name) if name.endswith((".yaml", ".yml")) else SHIPPED / "profiles" / f"{name}.yaml"

@@ -1,4 +1,4 @@
-"""Batch scripts: the templates of slurm/, with their #SBATCH lines and their settings written for one run and one site."""
+"""Writes batch scripts: templates of slurm/ with the #SBATCH lines and settings of one run on one site."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ SETTINGS, END = "# --- settings", "# --- end of settings"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What one script asks for."""
+class ScriptShape:
+    """The nodes, time and array that one batch script asks for."""
 
-    template: str  # train, engines, roles, sweep, eval
-    name: str  # of the job, before -TEMPLATE
+    template: str  # train, engines, roles, sweep or eval
+    name: str  # the job's name without its ending -TEMPLATE
     nodes: int = 1
-    ranks: int  # of a node
-    gpus: int  # of a node
+    ranks: int  # ranks on each node
+    gpus: int  # GPUs on each node
     time: str
-    array: str | None  # as --array takes it
+    array: str | None  # the value of --array
     warning_s: int | None = None
     exclusive: bool = False
-    logs: Path  # directory of the batch scripts' own output
+    logs: Path  # directory for the batch script's own output
 
 
-def script(shape: Shape, profile: Profile, values: Mapping[str, str | int | Sequence[str]], directory: Path) -> str:
-    """The template with its header and settings replaced. `values`: of the settings, by name; lists become bash arrays. `directory`: that
-    the job starts in, from which relative paths of the config count. Raises ConfigError for a setting that the template does not have."""
+def script(
+    shape: ScriptShape, profile: Profile, values: Mapping[str, str | int | Sequence[str]], directory: Path
+) -> str:
+    """Returns the template with its header and settings replaced.
+
+    `values`: the settings by name; lists become bash arrays. `directory`: the one that the job starts in, from which
+    relative paths of the config count. Raises ConfigError for a setting that the template does not have.
+    """
     lines = (SHIPPED / f"{shape.template}.sbatch").read_text(encoding="utf-8").splitlines()
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
     first, last = (next(i for i, line in enumerate(body) if line.startswith(mark)) for mark in (SETTINGS, END))
@@ -44,8 +49,8 @@ def script(shape: Shape, profile: Profile, values: Mapping[str, str | int | Sequ
     return "\n".join([lines[0], *header(shape, profile, directory), *body[:first], *settings, *body[last:]]) + "\n"
 
 
-def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
-    """The #SBATCH lines. Only what the site or the run asks for: what is not said is the cluster's default."""
+def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
+    """Returns the #SBATCH lines: only what the site or the run asks for. The rest is the cluster's default."""
     gpus = f"{profile.gpu_type}:{shape.gpus}" if profile.gpu_type else str(shape.gpus)
     output = shape.logs / f"{shape.template}-{'%A_%a' if shape.array else '%j'}.out"
     words = {
@@ -57,9 +62,8 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
         "ntasks-per-node": shape.ranks,
         "gpus-per-node": gpus if shape.gpus else None,
         "cpus-per-task": profile.cpus_per_rank * max(1, shape.gpus // shape.ranks),
-        "mem": profile.memory
-        if shape.gpus == profile.gpus_per_node
-        else None,  # a part of a node takes the default of its share
+        # a part of a node takes the default memory of its share
+        "mem": profile.memory if shape.gpus == profile.gpus_per_node else None,
         "constraint": profile.constraint,
         "time": shape.time,
         "array": shape.array,
@@ -74,7 +78,10 @@ def header(shape: Shape, profile: Profile, directory: Path) -> list[str]:
 
 
 def common_settings(profile: Profile, root: Path, directory: Path | None = None) -> dict[str, str | Sequence[str]]:
-    """Settings that all templates have. `directory`: that the program starts in inside a container; null: the image's own."""
+    """Returns the settings that all templates have.
+
+    `directory`: the one that the program starts in inside a container; None is the image's own.
+    """
     srun, words = [*profile.srun], []
     if profile.container is not None and profile.container.runtime == "pyxis":
         srun.append(f"--container-image={profile.container.image}")

@@ -1,4 +1,4 @@
-"""The starts and ends of a run's trainer, in RUN/slices.jsonl: from them comes what its job does next."""
+"""Records the starts and ends of a run's trainer in RUN/slices.jsonl, and decides from them what its job does next."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from megatron_rl.cluster.job import STOP, Job
+from megatron_rl.cluster.job import STOP, SlurmJob
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunDirectory
 
 FILE = "slices.jsonl"
-CONFIG = 2  # exit status of `megatron-rl train`: wrong config
-HUNG = 86  # of a rank that ended itself because nothing moved
-SILENT_SHARE = (
-    3  # starts that ended without a word, a crashed node or a preemption, are borne so many times as long as others
-)
+WRONG_CONFIG = 2  # exit status of `megatron-rl train` for a wrong config
+HUNG = 86  # exit status of a rank that ended itself because nothing moved
+# Starts that ended without a word (a crashed node, a preemption) are borne this many times as long as others.
+SILENT_SHARE = 3
 SILENT = "ended without a word: a node or the batch script was killed, or the time limit came before it had saved"
 
 
-class Next(StrEnum):
-    """What the batch script does now."""
+class NextAction(StrEnum):
+    """An order to the batch script: what it does now."""
 
     GO = "go"  # start the ranks
     DONE = "done"  # the target is reached: cancel what waits
     STOPPED = "stopped"  # somebody asked for it, or trying again cannot help: cancel what waits
-    SLICE = "slice"  # left in time: the next element goes on
-    AGAIN = "again"  # a fault: the same element once more
+    SLICE = "slice"  # the run left in time: the next element of the array goes on
+    AGAIN = "again"  # there was a fault: the same element starts once more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One start of the trainer. `turns` are those in a complete checkpoint."""
+    """One start of the trainer. Its `turns` are counted in complete checkpoints."""
 
     job: str
     restart: int
@@ -48,19 +47,22 @@ class Slice:
 
     @property
     def refused(self) -> bool:
-        """It started no rank: those before it had made no progress."""
+        """Returns whether this start was refused, without any rank, because starts before it had made no progress."""
         return self.ended is not None and self.status is None
 
 
 def read(directory: Path, *, alive: bool = True) -> list[Slice]:
-    """In order; those that ended without a word have SILENT as their cause, but for the last, which may still run: not where the run is
-    not `alive`."""
+    """Returns the starts in order.
+
+    A start that ended without a word gets SILENT as its cause. The last one may still run, and gets it only where the
+    run is not `alive`.
+    """
     path, found = directory / FILE, dict[tuple[str, int], Slice]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             one = Slice(**json.loads(line))
         except (ValueError, TypeError):
-            continue  # half a line, of a node that died while it wrote
+            continue  # a node died while it wrote, and left half a line
         found[one.job, one.restart] = one
     slices = [*found.values()]
     out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
@@ -70,13 +72,16 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     return out + last
 
 
-def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, str]:
-    """Notes a start -> (what to do, why). `stalled`: so many starts of one submission, one after the other, without a new checkpoint are
-    enough; of those that ended without a word three times as many. Who submits again has mended something."""
+def begin(directory: Path, job: SlurmJob, nodes: str, stalled: int) -> tuple[NextAction, str]:
+    """Records a start. Returns what the batch script does now, and why.
+
+    `stalled`: the chain stops after this many starts of one submission in a row without a new checkpoint, or after
+    three times as many that ended without a word. Whoever submits again has mended something: it is counted anew.
+    """
     if finished(directory):
-        return Next.DONE, f"{directory} is finished"
+        return NextAction.DONE, f"{directory} is finished"
     if (directory / STOP).exists():
-        return Next.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
+        return NextAction.STOPPED, f"{directory / STOP} is there: somebody stopped this run (remove it to go on)"
     turns = turns_done(directory)
     new = Slice(job=job.id, restart=job.restart, nodes=nodes, began=time.time(), turns_before=turns)
     before = [
@@ -89,40 +94,45 @@ def begin(directory: Path, job: Job, nodes: str, stalled: int) -> tuple[Next, st
         causes = "; ".join(dict.fromkeys(s.cause or SILENT for s in before))
         why = f"{len(before)} starts made no progress beyond {turns} turns (job.stalled): {causes}"
         _append(directory, replace(new, ended=new.began, turns_after=turns, cause=why))
-        return Next.STOPPED, why
+        return NextAction.STOPPED, why
     _append(directory, new)
-    return Next.GO, f"{turns} turns are done"
+    return NextAction.GO, f"{turns} turns are done"
 
 
-def end(directory: Path, job: Job, status: int) -> tuple[Next, str]:
-    """Notes an end -> (what to do, why). `status`: of srun; ranks that were asked to leave, and saved, end with 0 too."""
+def end(directory: Path, job: SlurmJob, status: int) -> tuple[NextAction, str]:
+    """Records an end. Returns what the batch script does now, and why.
+
+    `status` is srun's; ranks that were asked to leave, and saved, end with 0 too.
+    """
     turns, own = turns_done(directory), [s for s in read(directory) if (s.job, s.restart) == (job.id, job.restart)]
     cause = _cause(status, turns, finished(directory))
     if own:
         _append(directory, replace(own[-1], ended=time.time(), turns_after=turns, status=status, cause=cause))
     if finished(directory):
-        return Next.DONE, cause
-    if status == CONFIG or (directory / STOP).exists():
-        return Next.STOPPED, cause
-    return (Next.AGAIN if status else Next.SLICE), cause
+        return NextAction.DONE, cause
+    if status == WRONG_CONFIG or (directory / STOP).exists():
+        return NextAction.STOPPED, cause
+    return (NextAction.AGAIN if status else NextAction.SLICE), cause
 
 
 def over(directory: Path) -> bool:
-    """Whether nothing of this run is to go on: finished, or stopped by somebody."""
+    """Returns whether nothing of this run is to go on: it is finished, or somebody stopped it."""
     return finished(directory) or (directory / STOP).exists()
 
 
 def finished(directory: Path) -> bool:
+    """Returns whether the run has done all its turns."""
     return bool(RunDirectory(directory).read_summary().get("finished"))
 
 
 def turns_done(directory: Path) -> int:
+    """Returns the number of turns in the newest complete checkpoint."""
     newest = Checkpoints(RunDirectory(directory).checkpoints).newest()
     return newest.number if newest else 0
 
 
 def _submission(job: str) -> str:
-    """17 of 17_3."""
+    """Returns the id of a job's submission: 17 for 17_3."""
     return job.partition("_")[0]
 
 
@@ -133,7 +143,7 @@ def _silent(one: Slice, after: Slice) -> Slice:
 def _cause(status: int, turns: int, finished: bool) -> str:
     known = {
         0: "all turns are done" if finished else f"left in time, saved after {turns} turns",
-        CONFIG: "the config or the command line is wrong: see the log",
+        WRONG_CONFIG: "the config or the command line is wrong: see the log",
         HUNG: "nothing moved for run.hang_after_s: see logs/stacks_*",
     }
     killed = f"killed by signal {status - 128}" if status > 128 else f"failed with status {status}: see the log"
@@ -143,7 +153,7 @@ def _cause(status: int, turns: int, finished: bool) -> str:
 def _append(directory: Path, one: Slice) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE
-    cut = path.exists() and not path.read_bytes().endswith(b"\n")  # half a line before this one must not take it along
+    cut = path.exists() and not path.read_bytes().endswith(b"\n")  # half a line is already there: begin a new one
     with path.open("a", encoding="utf-8") as file:
         file.write("\n" * cut + json.dumps(asdict(one)) + "\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""Slurm's own commands, as far as a run needs them."""
+"""Calls Slurm's own commands: sbatch, squeue, sacct and scancel."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 
 from megatron_rl.config.schema import ConfigError
 
-ANSWER_S = 60.0
-_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # id, name, state, nodes, time left, reason, start
+ANSWER_S = 60.0  # a command that has not answered by then has failed
+_FIELDS = ("%i", "%j", "%T", "%N", "%L", "%r", "%S")  # squeue's: id, name, state, nodes, time left, reason, start
 
 
 class SlurmError(RuntimeError):
-    """A command of Slurm's that failed; the message is its own."""
+    """Raised when a command of Slurm's fails; the message is its own."""
 
 
 @dataclass(frozen=True)
 class Queued:
-    """A line of squeue."""
+    """One line of squeue: a job that waits or runs."""
 
-    id: str  # 17_3 of an array; 17_[4-7] for those that have not begun
+    id: str  # 17_3 for an element of an array; 17_[4-7] for elements that have not begun
     name: str
     state: str
     nodes: str
@@ -32,6 +32,7 @@ class Queued:
 
 
 def present() -> bool:
+    """Returns whether this host has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
@@ -39,12 +40,15 @@ def require() -> None:
     """Raises ConfigError where there is no Slurm."""
     if not present():
         raise ConfigError(
-            "there is no sbatch here: run this on a login node of the cluster, or look at the scripts with --dry-run"
+            "there is no sbatch here: run this on a login node of the cluster, or print the scripts with --dry-run"
         )
 
 
 def submit(script: Path, *, dependency: str | None = None) -> str:
-    """-> the job's id. `dependency`: as sbatch takes it, after:17_0 or afterok:17; a job for which it cannot come true is cancelled."""
+    """Submits a batch script and returns the job's id. Raises SlurmError.
+
+    `dependency`: sbatch's, such as after:17_0 or afterok:17. A job whose dependency cannot come true is cancelled.
+    """
     words = [
         "sbatch",
         "--parsable",
@@ -55,7 +59,7 @@ def submit(script: Path, *, dependency: str | None = None) -> str:
 
 
 def queue(jobs: Sequence[str]) -> list[Queued]:
-    """Those of the jobs that wait or run."""
+    """Returns those of the jobs that wait or run. Raises SlurmError."""
     if not jobs or not present():
         return []
     try:
@@ -68,7 +72,10 @@ def queue(jobs: Sequence[str]) -> list[Queued]:
 
 
 def states(jobs: Sequence[str]) -> dict[str, str]:
-    """{job: state}, of an array {job_index: state}; those that ended too. Slurm forgets a job after its MinJobAge, usually 300 s."""
+    """Returns {job: state}, or {job_index: state} for an array, of jobs that ended too. Raises SlurmError.
+
+    Slurm forgets a job after its MinJobAge, usually 300 s.
+    """
     found = dict[str, str]()
     for job in jobs:
         try:
@@ -82,7 +89,10 @@ def states(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
-    """{(job or job_index, number of its start): how Slurm's accounting says it ended}; empty where there is no accounting."""
+    """Returns how Slurm's accounting says that each start ended: {(job or job_index, number of the start): state}.
+
+    It is empty where there is no accounting.
+    """
     if not jobs or shutil.which("sacct") is None:
         return {}
     words = [
@@ -106,7 +116,10 @@ def accounted(jobs: Sequence[str]) -> dict[tuple[str, int], str]:
 
 
 def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
-    """Those of the jobs that wait or run; `pending`: that wait. One that Slurm has forgotten, or that began meanwhile, is no error."""
+    """Cancels those of the jobs that wait or run; with `pending` those that wait. Raises SlurmError.
+
+    A job that Slurm has forgotten, or that began meanwhile, is no error.
+    """
     for job in sorted({one.id.partition("_")[0] for one in queue(jobs) if one.state == "PENDING" or not pending}):
         try:
             run(["scancel", *(["--state=PENDING"] if pending else []), job])
@@ -116,7 +129,7 @@ def cancel(jobs: Sequence[str], *, pending: bool = False) -> None:
 
 
 def run(words: Sequence[str]) -> str:
-    """Raises SlurmError."""
+    """Runs a command and returns its output. Raises SlurmError when it fails or does not answer."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Ends a run in which nothing moves any more, after the stacks of all its ranks are written down."""
+"""Ends a run in which nothing moves any more, after it has written the stacks of all its ranks."""
 
 from __future__ import annotations
 
@@ -13,30 +13,35 @@ from pathlib import Path
 from megatron_rl.cluster.slices import HUNG
 
 POLL_S = 2.0
-GRACE_S = 10.0  # for all ranks to write their stacks
+GRACE_S = 10.0  # time for all ranks to write their stacks
 
 
 class Watchdog:
-    """One on every rank. The driver's counts: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. The others
-    see in a file that the driver itself still runs."""
+    """A rank's guard against hanging. Every rank has one.
+
+    The driver's decides: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. The others
+    see from a file that the driver itself still runs.
+    """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
-        """`session`: of this start of the ranks, the same on all. `after_s`: without a beat; 0: never."""
+        """`session` names this start of the ranks. `after_s`: seconds without a beat that end the run; 0 is never."""
         self._file, self._alive = directory / f"hang.{session}", directory / f"alive.{session}"
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done, self._began = time.monotonic(), threading.Event(), time.time()
 
     def beat(self) -> None:
+        """Notes that the run has moved."""
         self._last = time.monotonic()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        """Watches the run in a thread while the block runs."""
         if self._after_s == 0:
             yield
             return
         if self._rank == 0:
-            self._forget_others()
+            self._remove_other_files()
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         try:
@@ -47,8 +52,8 @@ class Watchdog:
             if self._rank == 0:
                 self._alive.unlink(missing_ok=True)
 
-    def _forget_others(self) -> None:
-        """What earlier starts left that were killed; there is one trainer at a time in a run directory."""
+    def _remove_other_files(self) -> None:
+        """Removes the files of earlier starts that were killed; a run directory has one trainer at a time."""
         for kind in (self._file, self._alive):
             for path in kind.parent.glob(f"{kind.name.partition('.')[0]}.*"):
                 if path != kind:
@@ -59,22 +64,22 @@ class Watchdog:
         while not self._done.wait(min(POLL_S, self._after_s / 4)):
             if self._rank == 0:
                 _touch(self._alive)
-            elif (now := self._driver_was_there()) != seen:
+            elif (now := self._driver_seen_at()) != seen:
                 seen = now
                 self.beat()
             late = time.monotonic() - self._last > self._after_s
             if late:
                 _touch(self._file)
-            if late or self._told():
+            if late or self._told_to_end():
                 self._end()
 
-    def _driver_was_there(self) -> float | None:
+    def _driver_seen_at(self) -> float | None:
         with contextlib.suppress(OSError):
             return self._alive.stat().st_mtime
         return None
 
-    def _told(self) -> bool:
-        """A file that is older than this process is of another one."""
+    def _told_to_end(self) -> bool:
+        """Returns whether another rank asks all to end. A file older than this process belongs to an earlier start."""
         with contextlib.suppress(OSError):
             return self._file.stat().st_mtime >= self._began
         return False
@@ -84,13 +89,16 @@ class Watchdog:
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             with self._stacks.open("w") as file:
                 faulthandler.dump_traceback(file)
-        text = f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): the stacks of rank {self._rank} are in {self._stacks}\n"
+        text = (
+            f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): "
+            f"the stacks of rank {self._rank} are in {self._stacks}\n"
+        )
         os.write(2, text.encode())
         time.sleep(min(GRACE_S, self._after_s))
         os._exit(HUNG)
 
 
 def _touch(file: Path) -> None:
-    """Where it can: a full disk must neither end this thread nor keep it from ending the rank."""
+    """Touches a file if it can: a full disk must neither end this thread nor keep it from ending the rank."""
     with contextlib.suppress(OSError):
         file.touch()

@@ -1,1 +1,1 @@
-"""What each command of the program does once its config is read: the only code that knows every part."""
+"""Holds the command line: the parser, and for each command a module that reads its arguments and calls the parts."""

@@ -1,110 +1,111 @@
-"""The words of `megatron-rl submit`, `status`, `stop`, `logs` and `slice`: arguments first, then the work."""
+"""`megatron-rl submit`, `doctor`, `status`, `stop`, `logs` and `slice`: their arguments, and the calls they make."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig
+from megatron_rl.commands.settings import METAVAR, load
+from megatron_rl.config.schema import ConfigError, SftConfig, TrainConfig
 
-NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
-Load = Callable[[Sequence[str]], tuple[str, Any]]  # words -> (command that they are for, config)
-
-
-def add_parsers(commands: Any) -> None:
-    submit = commands.add_parser(
-        "submit",
-        help="write the batch scripts of a run, a sweep or an evaluation for a Slurm cluster, and submit them",
-        description=SUBMIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    submit.add_argument(
-        "settings", nargs="+", metavar="CONFIG.yaml | a.b=c", help="of `train`, `sft` or, with --checkpoints, `eval`"
-    )
-    submit.add_argument(
-        "--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)"
-    )
-    submit.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
-    submit.add_argument(
-        "--shape",
-        choices=("chain", "roles"),
-        default="chain",
-        help="roles: trainer and engines as one array of single nodes",
-    )
-    submit.add_argument(
-        "--sweep",
-        type=Path,
-        metavar="YAML",
-        help="one run for each combination of {setting: [values]}, or for each of a list",
-    )
-    submit.add_argument(
-        "--checkpoints",
-        nargs="+",
-        metavar="MODEL",
-        help="evaluate each of these model directories by each config given",
-    )
-    submit.add_argument(
-        "--out", type=Path, default=Path("runs/eval"), help="of --checkpoints: where results go (default: runs/eval)"
-    )
-    doctor = commands.add_parser(
-        "doctor", help="look at what a run needs of this host: versions, GPUs, network, files, memory, Slurm"
-    )
-    doctor.add_argument("settings", nargs="*", metavar="CONFIG.yaml | a.b=c", help="of the run; without it, of any run")
-    doctor.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file")
-    doctor.add_argument(
-        "--quick",
-        action="store_true",
-        help="what every node of a job looks at as it starts; prints what is wrong alone",
-    )
-    status = commands.add_parser("status", help="a run's jobs, engines, turns, rates, starts and what ended them")
-    status.add_argument("run", type=Path, help="a run directory, or a sweep's")
-    stop = commands.add_parser("stop", help="let a run save and leave, and take back its jobs")
-    stop.add_argument("run", type=Path)
-    stop.add_argument("--now", action="store_true", help="cancel its jobs at once: what is not saved is lost")
-    logs = commands.add_parser("logs", help="the ends of a run's logs")
-    logs.add_argument("run", type=Path)
-    logs.add_argument(
-        "--of", default="", help="only files with this in their name: train, engines, generator_0, stacks"
-    )
-    logs.add_argument("--lines", type=int, default=20, help="of each file (default: 20)")
-    logs.add_argument("--follow", action="store_true", help="then print new lines as they come")
-    slices = commands.add_parser("slice", help="what the batch scripts ask about their run; not for typing")
-    slices.add_argument("what", choices=("where", "begin", "end", "over"))
-    slices.add_argument("settings", nargs="+", metavar="CONFIG.yaml")
-    slices.add_argument("--status", type=int, default=0, help="of end: what srun ended with")
-
-
-SUBMIT = """A run becomes an array of the trainer's time slices and, where engine.kind is vllm or sglang, an array of engines:
+SUBMIT = """A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
   megatron-rl submit examples/tango_qwen2.5_7b.yaml job.nodes=4 job.slices=8 --profile a100 --dry-run
   megatron-rl submit examples/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
 A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
   megatron-rl submit CONFIG.yaml --sweep grid.yaml
   megatron-rl submit math.yaml gsm8k.yaml --checkpoints runs/a/models/generator runs/b/models/generator
 The scripts are those of slurm/, filled in; docs/slurm.md explains each line."""
+NAMES = ("submit", "doctor", "status", "stop", "logs", "slice")
 
 
-def run(args: argparse.Namespace, load: Load) -> int:
-    """`load` reads configs as every command does. Returns the exit status; raises ConfigError."""
+def add_parsers(commands: Any) -> None:
+    """Adds the parsers of the commands in NAMES."""
+    _add_submit(commands)
+    doctor = commands.add_parser(
+        "doctor", help="check what a run needs of this host: versions, GPUs, network, files, memory, Slurm"
+    )
+    doctor.add_argument("settings", nargs="*", metavar=METAVAR, help="settings of the run; without them, of any run")
+    doctor.add_argument("--profile", help="the site: a name in slurm/profiles, or a YAML file")
+    doctor.add_argument(
+        "--quick",
+        action="store_true",
+        help="make only the checks that every node of a job makes as it starts; print only what is wrong",
+    )
+    status = commands.add_parser("status", help="a run's jobs, engines, turns, rates, starts and what ended them")
+    status.add_argument("run", type=Path, help="a run directory, or a sweep's")
+    stop = commands.add_parser("stop", help="let a run save and leave, and cancel its jobs that wait")
+    stop.add_argument("run", type=Path, help="a run directory, or a sweep's")
+    stop.add_argument("--now", action="store_true", help="cancel its jobs at once: what is not saved is lost")
+    logs = commands.add_parser("logs", help="the ends of a run's logs")
+    logs.add_argument("run", type=Path, help="a run directory")
+    logs.add_argument(
+        "--of", default="", help="only files with this in their name: train, engines, generator_0, stacks"
+    )
+    logs.add_argument("--lines", type=int, default=20, help="number of lines of each file (default: 20)")
+    logs.add_argument("--follow", action="store_true", help="then print new lines as they come")
+    slices = commands.add_parser("slice", help="what the batch scripts ask about their run; not for typing")
+    slices.add_argument("what", choices=("where", "begin", "end", "over"))
+    slices.add_argument("settings", nargs="+", metavar="CONFIG.yaml")
+    slices.add_argument("--status", type=int, default=0, help="srun's exit status, for `end`")
+
+
+def _add_submit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "submit",
+        help="write the batch scripts of a run, a sweep or an evaluation for a Slurm cluster, and submit them",
+        description=SUBMIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "settings", nargs="+", metavar=METAVAR, help="settings of `train`, `sft` or, with --checkpoints, `eval`"
+    )
+    parser.add_argument(
+        "--profile", default="a100", help="the site: a name in slurm/profiles, or a YAML file (default: a100)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the scripts; write and submit nothing")
+    parser.add_argument(
+        "--shape",
+        choices=("chain", "roles"),
+        default="chain",
+        help="roles: trainer and engines as one array of single nodes",
+    )
+    parser.add_argument(
+        "--sweep",
+        type=Path,
+        metavar="YAML",
+        help="one run for each combination of {setting: [values]}, or for each entry of a list",
+    )
+    parser.add_argument(
+        "--checkpoints",
+        nargs="+",
+        metavar="MODEL",
+        help="evaluate each of these model directories by each config given",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/eval"),
+        help="directory for the results of --checkpoints (default: runs/eval)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one of NAMES. Returns the exit status, 1 when a command of Slurm's fails. Raises ConfigError."""
     from megatron_rl.cluster.slurm import SlurmError
 
     try:
-        return {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}[
-            args.command
-        ](args, load)
+        calls = {"submit": _submit, "doctor": _doctor, "status": _status, "stop": _stop, "logs": _logs, "slice": _slice}
+        return calls[args.command](args)
     except SlurmError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
         return 1
 
 
-def _submit(args: argparse.Namespace, load: Load) -> int:
+def _submit(args: argparse.Namespace) -> int:
     from megatron_rl.cluster import profile
     from megatron_rl.jobs import submit
 
@@ -113,53 +114,33 @@ def _submit(args: argparse.Namespace, load: Load) -> int:
     site = profile.read(args.profile)
     config = None
     if args.checkpoints:
-        plan = submit.plan_eval(_evaluations(args), site, args.out)
+        found = submit.evaluations(args.settings, args.checkpoints, args.out)
+        submission = submit.plan_eval(found, site, args.out)
     else:
         command, config = load(args.settings)
         if not isinstance(config, TrainConfig | SftConfig):
-            raise ConfigError(f"a config of `{command}`: give --checkpoints to submit evaluations")
+            raise ConfigError(f"this is a config of `{command}`: give --checkpoints to submit evaluations")
         if args.sweep:
-            points = [(point, load([*args.settings, *_overrides(point)])[1]) for point in submit.grid(args.sweep)]
-            plan = submit.plan_sweep(config, points, site, command=command)
+            grid = submit.read_grid(args.sweep)
+            points = [(point, load([*args.settings, *submit.overrides(point)])[1]) for point in grid]
+            submission = submit.plan_sweep(config, points, site, command=command)
         else:
-            plan = submit.plan_run(config, site, command=command, as_roles=args.shape == "roles")
+            submission = submit.plan_run(config, site, command=command, as_roles=args.shape == "roles")
     if args.dry_run:
-        for name in plan.scripts:
-            print(f"# ---- {plan.directory}/{submit.JOBS}/{name}\n{plan.files[name]}")
+        for name in submission.scripts:
+            print(f"# ---- {submission.directory}/{submit.JOBS}/{name}\n{submission.files[name]}")
         return 0
-    submit.write(plan)
+    submit.write(submission)
     if config is not None and not args.sweep:
         submit.reopen(config)
-    for name, job in submit.send(plan).items():
-        print(f"submitted {plan.directory}/{submit.JOBS}/{name}: job {job}")
-    print(f"megatron-rl status {plan.directory}\nmegatron-rl stop {plan.directory}")
+    for name, job in submit.send(submission).items():
+        print(f"submitted {submission.directory}/{submit.JOBS}/{name}: job {job}")
+    print(f"megatron-rl status {submission.directory}\nmegatron-rl stop {submission.directory}")
     return 0
 
 
-def _evaluations(args: argparse.Namespace) -> list[EvalConfig]:
-    """Each config for each checkpoint, with an output of its own."""
-    files, overrides = [Path(s) for s in args.settings if "=" not in s], [s for s in args.settings if "=" in s]
-    if not files:
-        raise ConfigError("--checkpoints: give at least one config of `eval`, before the options")
-    out = []
-    for path in args.checkpoints:
-        model = Path(path)
-        name = "_".join(part for part in model.parts[-3:] if part not in ("models", "model", "/", "runs"))
-        for file in files:
-            config = config_files.load(EvalConfig, [file], [*overrides, f"model.path={path}"])
-            out.append(replace(config, output=str((args.out / f"{name}.{file.stem}.json").absolute())))
-    outputs = [config.output for config in out]
-    if twice := sorted({str(output) for output in outputs if outputs.count(output) > 1}):
-        raise ConfigError(f"two evaluations would write {', '.join(twice)}: give models and configs of different names")
-    return out
-
-
-def _overrides(point: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
-
-
-def _doctor(args: argparse.Namespace, load: Load) -> int:
-    """Returns 1 when something is wrong."""
+def _doctor(args: argparse.Namespace) -> int:
+    """Prints the checks. Returns 1 when something is wrong."""
     from rich.console import Console
 
     from megatron_rl.cluster import profile
@@ -174,7 +155,7 @@ def _doctor(args: argparse.Namespace, load: Load) -> int:
     return 1 if any(check.verdict == "wrong" for check in checks) else 0
 
 
-def _status(args: argparse.Namespace, load: Load) -> int:
+def _status(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from megatron_rl.jobs import status
@@ -188,14 +169,14 @@ def _status(args: argparse.Namespace, load: Load) -> int:
     return 0
 
 
-def _stop(args: argparse.Namespace, load: Load) -> int:
+def _stop(args: argparse.Namespace) -> int:
     from megatron_rl.jobs import status
 
     print(status.stop(args.run, now=args.now))
     return 0
 
 
-def _logs(args: argparse.Namespace, load: Load) -> int:
+def _logs(args: argparse.Namespace) -> int:
     from megatron_rl.jobs import status
 
     for line in status.tails(args.run, args.of, args.lines):
@@ -206,8 +187,8 @@ def _logs(args: argparse.Namespace, load: Load) -> int:
     return 0
 
 
-def _slice(args: argparse.Namespace, load: Load) -> int:
-    """Prints `WORD: why` for slurm/job.sh."""
+def _slice(args: argparse.Namespace) -> int:
+    """Answers slurm/job.sh: prints the run directory, whether the run is over, or `ACTION: why`."""
     from megatron_rl.cluster import slices
     from megatron_rl.cluster.job import job_from
     from megatron_rl.session.launch import run_directory
@@ -224,8 +205,8 @@ def _slice(args: argparse.Namespace, load: Load) -> int:
     if job is None:
         raise ConfigError(f"slice {args.what} is for a batch script: there is no SLURM_JOB_ID here")
     if args.what == "begin":
-        word, why = slices.begin(directory, job, os.environ.get("SLURM_JOB_NODELIST", ""), config.job.stalled)
+        action, why = slices.begin(directory, job, os.environ.get("SLURM_JOB_NODELIST", ""), config.job.stalled)
     else:
-        word, why = slices.end(directory, job, args.status)
-    print(f"{word}: {why}")
+        action, why = slices.end(directory, job, args.status)
+    print(f"{action}: {why}")
     return 0

@@ -1,17 +1,16 @@
-"""The words of `megatron-rl convert` and of the scripts in tools/: arguments first, without torch, then the work."""
+"""`megatron-rl convert` and the scripts in tools/: their arguments, read without torch, and the calls they make."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
+from megatron_rl.commands.settings import positive
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.conversion.target import stoppable
 
 HELP = {
     "to-hf": "a run's checkpoint as a Hugging Face directory, loadable by transformers and vLLM as it stands",
@@ -23,9 +22,9 @@ SHARD_GB = 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The arguments of one of the commands in HELP."""
+    """Adds the arguments of one of the commands in HELP."""
     source = {"to-megatron": "a Hugging Face directory"}.get(
-        command, "a run directory (its newest checkpoint), a checkpoint, or a role's"
+        command, "a run directory (its newest checkpoint), a checkpoint, or a role's directory in one"
     )
     parser.add_argument("source", type=Path, help=source)
     parser.add_argument("target", type=Path, help="the directory to make; it must not exist")
@@ -33,25 +32,27 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         everything = (
             ""
             if command == "to-hf"
-            else "; without it all of them and the run's state, into a directory of the same name step_N"
+            else "; without it all roles and the run's state go into a directory of the same name step_N"
         )
         parser.add_argument("--role", help=f"which role's model, where a checkpoint holds several{everything}")
         parser.add_argument(
-            "--model", type=Path, help="model directory the role started from (default: as the run's config.yaml says)"
+            "--model",
+            type=Path,
+            help="model directory the role started from (default: the one in the run's config.yaml)",
         )
     if command == "reshard":
         for name, text in (("tp", "tensor parallel ranks"), ("pp", "pipeline stages"), ("ep", "expert parallel ranks")):
             parser.add_argument(
                 f"--{name}",
-                type=_positive,
+                type=positive,
                 default=1,
-                help=f"{text} of the layout that is going to read it (default: 1)",
+                help=f"{text} of the layout that will read it (default: 1)",
             )
         parser.add_argument(
-            "--etp", type=_positive, help="ranks that share an expert (default: as tp, as in a run's layout)"
+            "--etp", type=positive, help="ranks that share an expert (default: tp, as in a run's layout)"
         )
         return
-    parser.add_argument("--dtype", choices=DTYPES, help="cast on the way (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights (default: as they are stored)")
     parser.add_argument(
         "--shard-gb", type=_size, default=SHARD_GB, help=f"largest size of an output file (default: {SHARD_GB:g})"
     )
@@ -62,31 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(command: str, args: argparse.Namespace) -> int:
-    """Carries a command out and says what it did. Raises ConfigError; SystemExit after SIGINT or SIGTERM."""
-    with _stoppable(args.target):
+    """Runs a command and prints what it did. Returns 0. Raises ConfigError, and SystemExit after SIGINT or SIGTERM."""
+    with stoppable(args.target):
         return _run(command, args)
-
-
-@contextlib.contextmanager
-def _stoppable(target: Path) -> Iterator[None]:
-    """SIGINT and SIGTERM end the block through its own clean-up, and are told from the errors that they cause on the way."""
-    asked: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    except BaseException as error:
-        if asked:
-            print(f"interrupted; nothing was left at {target}", file=sys.stderr)
-            raise SystemExit(128 + asked[0]) from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run(command: str, args: argparse.Namespace) -> int:
@@ -102,9 +81,8 @@ def _run(command: str, args: argparse.Namespace) -> int:
             for etp in (args.etp or 1, args.etp or args.tp)
         )
         for path in recut.reshard(args.source, args.target, dense, experts=experts, role=args.role, model=args.model):
-            print(
-                f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{f', etp {args.etp}' if args.etp else ''})"
-            )
+            etp = f", etp {args.etp}" if args.etp else ""
+            print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{etp})")
         return 0
     dtype, size = getattr(torch, args.dtype) if args.dtype else None, int(args.shard_gb * 1e9)
     if command == "to-megatron":
@@ -119,7 +97,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
 
 
 def script(command: str, text: str, arguments: Sequence[str] | None = None) -> int:
-    """One of the commands as a script of its own, `text` being its help. Returns the exit status."""
+    """Runs one of the commands as a script of its own, with `text` as its help. Returns the exit status."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, command)
     args = parser.parse_args(arguments)
@@ -128,12 +106,6 @@ def script(command: str, text: str, arguments: Sequence[str] | None = None) -> i
     except ConfigError as error:
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         return 2
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number, 1 or more")
-    return int(text)
 
 
 def _size(text: str) -> float:

@@ -1,4 +1,4 @@
-"""`megatron-rl eval`: models on benchmarks and problem sets; comparisons of what it has written, and grading of given completions."""
+"""`megatron-rl eval`: measures models on benchmarks and problem sets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.config import files as config_files
-from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, PromptSet, Reward
-from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, Reward
 from megatron_rl.evaluation import report
-from megatron_rl.evaluation.benchmarks import TANGO, benchmark, read_benchmark, solution, source_of
 from megatron_rl.evaluation.draw import ProblemSet, prompt_tokens
 from megatron_rl.evaluation.figures import SetFigures, figures_of, gradings, macro
 from megatron_rl.evaluation.handoff import HANDOFF, HandOff, check_vocabularies
 from megatron_rl.evaluation.judge import JUDGE, Judge, verifier_values
 from megatron_rl.evaluation.samples import Sample, Samples
+from megatron_rl.evaluation.sets import GradedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Grade, Solver, Weigher
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, drift, legibility
 from megatron_rl.rewards.pool import GradePool, check_failures
@@ -34,26 +32,13 @@ from megatron_rl.session.eval_engines import Cast, open_cast
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.text import read_template
 
-CHUNK = 256  # problems asked at once
-JUDGED_TEMPLATE = "tango_verifier"
-Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # places of problems -> the samples of each
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A set as it was read, and how it is asked and graded."""
-
-    name: str
-    title: str
-    problems: list[Problem]
-    reward: Reward
-    judged: bool  # solutions, for a verifier
-    template: str
+CHUNK = 256  # number of problems that are asked at once
+Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # indexes of problems -> the samples of each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A set as prompts, and who grades it."""
+    """A set of problems as prompts, and the reward that grades it."""
 
     problems: ProblemSet
     reward: Reward
@@ -62,12 +47,13 @@ class Task:
 
 @dataclass
 class Graders:
-    """A pool of worker processes for each grader that is needed, kept until the end."""
+    """The pools of worker processes, one for each grader that is needed, kept until the end."""
 
     stack: contextlib.ExitStack
     pools: dict[str, GradePool] = field(default_factory=dict)
 
     def of(self, reward: Reward) -> Grade:
+        """Returns the function that grades by `reward`; starts its pool at the first call."""
         key = f"{reward.target} {reward.args}"
         if key not in self.pools:
             self.pools[key] = self.stack.enter_context(GradePool(reward))
@@ -75,7 +61,10 @@ class Graders:
 
 
 def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
-    """Every rank runs it. Prints the figures; returns the exit status. `environment`: of servers that it starts."""
+    """Evaluates and prints the figures. Every rank runs it. Returns 0.
+
+    `environment`: the environment of servers that it starts.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
     with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
         cast = open_cast(config, world, stack, environment or {})
@@ -84,9 +73,9 @@ def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None 
 
 
 def _evaluate(config: EvalConfig, cast: Cast) -> None:
-    """On the driver."""
+    """Measures every set, prints the figures and writes the output. The driver runs it."""
     start = time.monotonic()
-    tasks = [_task(config, cast.tokenizers[config.model], source) for source in _sources(config)]
+    tasks = [_task(config, cast.tokenizers[config.model], source) for source in read_sets(config)]
     output = None if config.output is None else Path(config.output)
     samples = Samples(None if output is None else output.with_suffix(".jsonl"), _digest(config, tasks))
     if samples.resumed:
@@ -120,45 +109,7 @@ def _say(sets: Sequence[SetFigures]) -> None:
             print(f"note: {s.title}: {what}: {count} of {s.samples} samples")
 
 
-def _sources(config: EvalConfig) -> list[Source]:
-    """Every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
-    out = []
-    for name in config.benchmarks:
-        found = benchmark(name)
-        problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))
-        reward = replace(config.reward, target=found.grader, args={})
-        template = config.template or found.template
-        out.append(
-            Source(
-                name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template
-            )
-        )
-    if config.data is not None:
-        problems, judged, name = (
-            read_problems(config.data),
-            "steps" in resolve(config.data).fields,
-            _name_of(config.data),
-        )
-        if judged:
-            problems = [replace(p, values=solution(p.values)) for p in problems]
-        template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
-        out.append(
-            Source(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template)
-        )
-    names = [source.name for source in out]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"benchmarks and data: {', '.join(twice)} is there twice; name it once, or give data.path a file of another name"
-        )
-    return out
-
-
-def _name_of(source: PromptSet) -> str:
-    path = Path(source.path)
-    return path.stem if path.stem not in ("test", "train") or not path.parent.name else path.parent.name
-
-
-def _task(config: EvalConfig, tokenizer: Any, source: Source) -> Task:
+def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
     try:
         text = read_template(source.template)
         values = [
@@ -175,7 +126,7 @@ def _task(config: EvalConfig, tokenizer: Any, source: Source) -> Task:
 
 
 def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:
-    """Of all that samples depend on."""
+    """Returns a hash of everything that the samples depend on: the settings and the prompts."""
     asked = replace(config, output=None, launch=Launch())
     digest = hashlib.sha256(config_files.dump(asked).encode())
     for task in tasks:
@@ -186,7 +137,7 @@ def _digest(config: EvalConfig, tasks: Sequence[Task]) -> str:
 def _measures(
     config: EvalConfig, cast: Cast, task: Task, graders: Graders, samples: Samples
 ) -> Iterator[tuple[str, Measure]]:
-    """The measures of a set, in the order in which they need each other."""
+    """Yields (name, measure) for a set, in an order in which each finds what it needs of those before."""
     tokenizer, sampling = cast.tokenizers[config.model], sampling_of(config.sampling, n=config.n, seed=config.seed)
     engine = cast.engines[config.model]
     if task.judged:
@@ -233,13 +184,14 @@ def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
     if judging is None:
         return None
     return Weigher(
-        engine=cast.engines[judging.model], tokenizer=cast.tokenizers[judging.model], template=read_template(judging.template),
+        engine=cast.engines[judging.model], tokenizer=cast.tokenizers[judging.model],
+        template=read_template(judging.template),
         sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
     )  # fmt: skip
 
 
 def _on_texts(samples: Samples, score: Callable[..., list[Sample]], config: EvalConfig) -> Measure:
-    """A measure of the texts that were written before."""
+    """Returns a measure that scores the texts which the measure `solve` has written."""
 
     def measure(problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
         texts = {group[0]["id"]: group for group in samples.rows(problems.name, SOLVE)}
@@ -250,7 +202,7 @@ def _on_texts(samples: Samples, score: Callable[..., list[Sample]], config: Eval
 
 
 def _ask(problems: ProblemSet, name: str, measure: Measure, samples: Samples) -> None:
-    """Chunk by chunk what is not there yet."""
+    """Measures the problems that have no samples yet, chunk by chunk."""
     missing = samples.missing(problems.name, name, range(len(problems.problems)))
     for start in range(0, len(missing), CHUNK):
         part = missing[start : start + CHUNK]

@@ -1,6 +1,6 @@
-"""`megatron-rl generate`: a teacher's answers to a problem set, as SFT pairs in train.parquet and validation.parquet.
+"""`megatron-rl generate`: asks a teacher a problem set, and writes SFT pairs to train.parquet and validation.parquet.
 
-Answers that were cut at sampling.max_tokens stand in cut.parquet instead: trained on, they would teach to stop in the middle.
+Answers that were cut at sampling.max_tokens go to cut.parquet: training on them would teach to stop in the middle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from megatron_rl.session.launch import Place, run_directory
 
 
 def run(config: GenerateConfig, place: Place) -> int:
-    """Every rank runs it. Rows: prompt, response, and every mapped field of the problem. Returns the exit status."""
+    """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
+
+    A row has prompt, response, and every mapped field of the problem.
+    """
     parts = Path(config.output) / "parts"
     with open_world(place, run_directory(config)) as world:
         found = answers(config, world, parts)
@@ -32,7 +35,7 @@ def _write(config: GenerateConfig, found: list[Answered]) -> None:
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
     files: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "cut": []}
-    for row, a in zip(rows, found, strict=True):  # whole problems are held out: no leak by a second sample
+    for row, a in zip(rows, found, strict=True):  # whole problems are held out, so that no second sample leaks
         files["cut" if not a.finished else "validation" if a.problem.row in chosen else "train"].append(row)
     output = Path(config.output)
     for name, part in files.items():
@@ -40,6 +43,7 @@ def _write(config: GenerateConfig, found: list[Answered]) -> None:
         if part:
             write_parquet(output / f"{name}.parquet", part)
     print(
-        f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; {len(files['cut'])} answers "
-        f"were cut at sampling.max_tokens = {config.sampling.max_tokens} and stand in cut.parquet"
+        f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
+        f"{len(files['cut'])} answers were cut at sampling.max_tokens = {config.sampling.max_tokens} "
+        "and stand in cut.parquet"
     )

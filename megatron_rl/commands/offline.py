@@ -1,25 +1,46 @@
-"""`megatron-rl eval` without a model: grading of given completions, comparisons of finished evaluations.."""
+"""`megatron-rl eval` without a model: grades given completions, and compares finished evaluations."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
+from megatron_rl.commands.settings import split
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, GradingConfig
 
-from megatron_rl.config.schema import GradingConfig
-from megatron_rl.evaluation import completions
-from megatron_rl.evaluation.benchmarks import benchmark
-from megatron_rl.rewards.pool import GradePool
+SAY_S = 10.0  # time between two lines on how many rows are done
 
-SAY_S = 10.0  # between two lines on how far it is
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0, or 1 when grading itself fails. Raises ConfigError."""
+    from megatron_rl.rewards.pool import RewardFailure
+
+    if args.out is None or (args.completions and args.compare):
+        raise ConfigError("give --out DIR, and one of --completions FILE and --compare A.json B.json ...")
+    if args.compare:
+        return compare_results(args.compare, args.out)
+    grading = config_files.load(GradingConfig, *split(args.settings))
+    try:
+        return grade_completions(grading, args.completions, args.out)
+    except RewardFailure as error:
+        print(f"megatron-rl eval: {error}", file=sys.stderr)
+        return 1
 
 
 def grade_completions(config: GradingConfig, source: Path, directory: Path) -> int:
-    """DIR/graded.jsonl and DIR/summary.json. Returns 0, also when rows could not be graded: their outcome says so."""
+    """Writes DIR/graded.jsonl and DIR/summary.json. Returns 0, also when single rows could not be graded.
+
+    Such a row's outcome says so.
+    """
+    from megatron_rl.evaluation import completions
+    from megatron_rl.evaluation.benchmarks import benchmark
+    from megatron_rl.rewards.pool import GradePool
+
     reward = config.reward
     if config.benchmark is not None:
         reward = replace(reward, target=benchmark(config.benchmark).grader, args={})
@@ -33,9 +54,8 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
 
     with GradePool(reward) as pool:
         summary = completions.grade_file(source, directory, pool.grade, say=say)
-    print(
-        f"{'graded by':12} {reward.target}\n{'rows':12} {summary['rows']}\n{'mean score':12} {summary['mean_score']:.4f}"
-    )
+    print(f"{'graded by':12} {reward.target}")
+    print(f"{'rows':12} {summary['rows']}\n{'mean score':12} {summary['mean_score']:.4f}")
     for outcome, count in sorted(summary["outcomes"].items()):
         print(f"{outcome:12} {count}")
     print(f"{directory / completions.GRADED} ({time.monotonic() - start:.1f} s)")
@@ -43,8 +63,10 @@ def grade_completions(config: GradingConfig, source: Path, directory: Path) -> i
 
 
 def compare_results(files: Sequence[Path], directory: Path) -> int:
-    """DIR/comparison.json and .html, and the table."""
-    from megatron_rl.evaluation import compare  # draws: seconds that grading does without
+    """Writes DIR/comparison.json and .html, and prints the table. Returns 0."""
+    from rich.console import Console
+
+    from megatron_rl.evaluation import compare
 
     rows = compare.compare(files)
     compare.write(rows, directory)

@@ -1,4 +1,4 @@
-"""`megatron-rl sft`: supervised fine-tuning of one model on prompt/response pairs, on the same actor as reinforcement learning."""
+"""`megatron-rl sft`: fine-tunes one model on prompt/response pairs, by the same actor as reinforcement learning."""
 
 from __future__ import annotations
 
@@ -10,33 +10,31 @@ from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.config import schema as configs
 from megatron_rl.config.schema import ConfigError, SftConfig
 from megatron_rl.data.problems import read_pairs
-from megatron_rl.data.sft import sft_trajectories
+from megatron_rl.data.sft import sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import Interrupts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.text import load_tokenizer
-from megatron_rl.types import Trajectory, pack
+from megatron_rl.training.update import Trainee, mean_loss, update
+from megatron_rl.types import Rollout
 from megatron_rl.world import TorchWorld
 
 
 def run(config: SftConfig, place: Place) -> int:
-    """Trains, validates, saves; writes the model to dir/name/model. Every rank runs it. Returns the exit status."""
+    """Trains, validates and saves; writes the model to dir/name/model. Every rank runs it.
+
+    Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
+    """
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world)
 
 
 def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    pairs = read_pairs(config.data)
-    samples = sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
-    validation = _validation(config, tokenizer)
-    steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
-    if steps < 1:
-        raise ConfigError(
-            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: zero steps; lower the last"
-        )
+    samples: list[Rollout] = []  # on the driver alone, as those for validation
+    validation: list[Rollout] = []
+    steps, validates = world.from_driver(_read, config, samples, validation)
     role = configs.RoleConfig(
         model=config.model,
         layout=config.layout,
@@ -54,10 +52,12 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         if driver.finished:
             return 0
         driver.say(
-            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; {sum(len(s.tokens) for s in samples)} tokens"
+            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; "
+            f"{sum(len(s.tokens) for s in samples)} tokens"
         )
         done = _resume(driver, policy)
-        finished = _train(config, world, driver, policy, (samples, validation, steps, done), interrupts)
+        own = (samples, validation) if world.rank == 0 else None
+        finished = _train(config, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
             export_model(world, policy.weights(), config.model, driver.directory.path / "model")
             driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
@@ -69,19 +69,20 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
 
 def _train(
     config: SftConfig, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
-    plan: tuple[list[Trajectory], list[Trajectory], int, int], interrupts: Interrupts,
+    plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
-    """All steps from the resumed one on. False when a signal asked to leave (after saving)."""
-    samples, validation, steps, done = plan
-    loss, saver = CompletionLoss(), Saver(world, driver, {"model": policy}, background=config.run.async_save)
+    """Trains the steps of `plan`: samples and validation on the driver, whether there is validation, steps to do. False when a signal
+    asked to leave (after saving)."""
+    own, validates, todo = plan
+    steps, trainee = todo.stop, Trainee(policy=policy, loss=CompletionLoss())
+    saver = Saver(world, driver, {"model": policy}, background=config.run.async_save)
     driver.leave.begin()
-    for step in range(done, steps):
-        chosen = _samples_of(samples, step, config)
+    for step in todo:
         with driver.watch("train"):
-            metrics = policy.update(pack(chosen), loss)
-        if validation and (step + 1 == steps or (config.validate_every and (step + 1) % config.validate_every == 0)):
+            metrics = update(world, trainee, None if own is None else _samples_of(own[0], step, config))
+        if validates and (step + 1 == steps or (config.validate_every and (step + 1) % config.validate_every == 0)):
             with driver.watch("validate"):
-                metrics["validation_loss"] = policy.loss(pack(validation), loss)
+                metrics["validation_loss"] = mean_loss(world, trainee, None if own is None else own[1])
         driver.log(step, "sft", metrics, turn=step)
         leave = world.broadcast(interrupts.requested or (world.rank == 0 and driver.leave()))
         last = step + 1 == steps
@@ -93,8 +94,25 @@ def _train(
     return True
 
 
-def _samples_of(samples: Sequence[Trajectory], step: int, config: SftConfig) -> list[Trajectory]:
-    """The samples of one step: epochs one after the other, each in its own deterministic order."""
+def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
+    """Reads pairs into both lists, on the driver. -> number of steps, whether there is validation."""
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    limits = {"append_eos": config.data.append_eos, "max_tokens": config.data.max_tokens}
+    samples += sft_rollouts(read_pairs(config.data), tokenizer, **limits)
+    if config.data.validation is not None:
+        held_out = dataclasses.replace(config.data, train=config.data.validation)
+        validation += sft_rollouts(read_pairs(held_out, split="validation"), tokenizer, **limits)
+    steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
+    if steps < 1:
+        raise ConfigError(
+            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: "
+            "that makes zero steps; lower samples_per_step"
+        )
+    return steps, bool(validation)
+
+
+def _samples_of(samples: Sequence[Rollout], step: int, config: SftConfig) -> list[Rollout]:
+    """Returns the samples of one step. Epochs follow each other, each in its own deterministic order."""
     wanted = range(step * config.samples_per_step, (step + 1) * config.samples_per_step)
     orders = {epoch: _order(len(samples), epoch, config) for epoch in {i // len(samples) for i in wanted}}
     return [samples[orders[i // len(samples)][i % len(samples)]] for i in wanted]
@@ -105,13 +123,6 @@ def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
     if config.data.shuffle:
         random.Random(f"{config.run.seed}/{epoch}").shuffle(order)
     return order
-
-
-def _validation(config: SftConfig, tokenizer) -> list[Trajectory]:
-    if config.data.validation is None:
-        return []
-    pairs = read_pairs(dataclasses.replace(config.data, train=config.data.validation), split="validation")
-    return sft_trajectories(pairs, tokenizer, append_eos=config.data.append_eos, max_tokens=config.data.max_tokens)
 
 
 def _resume(driver: Driver, policy: MegatronPolicy) -> int:

@@ -1,4 +1,7 @@
-"""Checks between settings, against the number of ranks and the model's config.json; and what the numbers mean. No torch."""
+"""Checks settings against each other, the number of ranks and the model's config.json, and says what the numbers mean.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -26,63 +29,96 @@ _EXPERT_SIZES = ("num_experts", "num_local_experts", "moe_intermediate_size", "s
 
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
-    """Raises ConfigError for a layout or batch size that cannot work on `ranks` ranks; changes nothing. `to_come`: an earlier stage may
-    still write the model directories."""
-    problems: list[str] = []
-    if isinstance(config, TrainConfig):
-        if not config.roles:
-            problems.append("roles is empty: name at least one role")
-        for name, role in config.roles.items():
-            problems += _layout_problems(
-                f"roles.{name}", role.model.path, role.layout, ranks, to_come
-            ) + _role_problems(f"roles.{name}", role)
-        if config.run.steps is not None and config.run.steps < 1:
-            problems.append(
-                f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for the recipe's plan"
-            )
-        if config.run.prompts_per_step < 1:
-            problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
-        if config.rollouts.max_staleness and isinstance(config.engine, Embedded):
-            problems.append(
-                f"rollouts.max_staleness = {config.rollouts.max_staleness} with engine.kind = 'embedded': that engine shares the trainer's "
-                "processes and cannot work beside them; set it to 0, or engine.kind to vllm or sglang"
-            )
-        if isinstance(config.engine, Servers):
-            problems += _server_problems(config, config.engine)
-        problems += [
-            f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: vLLM's servers alone tell what they choose"
-            for name, role in config.roles.items()
-            if role.router_replay and config.engine.kind != "vllm"
-        ]
-        problems += [
-            f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; leave one of them out"
-            for name, role in config.roles.items()
-            if role.router_replay and role.tandem is not None
-        ]
+    """Raises ConfigError for settings that cannot work together, or on `ranks` ranks. It names all problems at once.
+
+    `to_come`: model directories may be missing still, as an earlier stage writes them.
+    """
+    problems = _train_problems(config, ranks, to_come) if isinstance(config, TrainConfig) else []
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
-        problems += _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
-        if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
-            problems.append(
-                f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = {config.data.max_tokens}: one pair would "
-                "not fit; raise it or lower that"
-            )
-        if config.run.steps is not None:
-            problems.append(f"run.steps = {config.run.steps}: SFT has its own `steps`; set that, and run.steps to null")
-        if config.samples_per_step < 1 or (config.steps is not None and config.steps < 1):
-            problems.append(
-                f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing"
-            )
+        problems += _sft_problems(config, ranks, to_come)
     if problems:
         raise ConfigError("\n  ".join(problems))
+
+
+def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]:
+    problems: list[str] = []
+    if not config.roles:
+        problems.append("roles is empty: name at least one role")
+    for name, role in config.roles.items():
+        problems += _policy_problems(f"roles.{name}", role)
+        if role.has_policy and role.model.path:
+            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks, to_come)
+            problems += _role_problems(f"roles.{name}", role)
+    if config.run.steps is not None and config.run.steps < 1:
+        problems.append(
+            f"run.steps = {config.run.steps}: zero steps would train nothing; give 1 or more, or null for "
+            "the recipe's plan"
+        )
+    if config.run.prompts_per_step < 1:
+        problems.append(f"run.prompts_per_step = {config.run.prompts_per_step}: give 1 or more")
+    if config.rollouts.max_staleness and isinstance(config.engine, Embedded):
+        problems.append(
+            f"rollouts.max_staleness = {config.rollouts.max_staleness} with engine.kind = 'embedded': that engine runs "
+            "in the "
+            "trainer's processes and cannot write rollouts while they train; set it to 0, or engine.kind to vllm or "
+            "sglang"
+        )
+    if isinstance(config.engine, Servers):
+        problems += _server_problems(config, config.engine)
+    problems += [
+        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers report the "
+        "experts that they choose; set engine.kind to vllm, or router_replay to false"
+        for name, role in config.roles.items()
+        if role.router_replay and config.engine.kind != "vllm"
+    ]
+    problems += [
+        f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
+        "leave one of them out"
+        for name, role in config.roles.items()
+        if role.router_replay and role.tandem is not None
+    ]
+    return problems
+
+
+def _policy_problems(name: str, role: RoleConfig) -> list[str]:
+    """Returns what is wrong with where a role's weights come from."""
+    problems = []
+    if not role.model.path:
+        problems.append(f"{name}.model.path is empty: give a model directory or a hub name, or {name}.same_as a role")
+    if role.endpoint is not None and role.policy == "own":
+        problems.append(
+            f"{name}.endpoint with {name}.policy = 'own': an endpoint keeps its weights; set policy to none"
+        )
+    if role.endpoint is not None and role.tandem is not None:
+        problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
+    return problems
+
+
+def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
+    problems = _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
+    if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
+        problems.append(
+            f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = "
+            f"{config.data.max_tokens}: "
+            "one pair would not fit; raise micro_batch_tokens or lower data.max_tokens"
+        )
+    if config.run.steps is not None:
+        problems.append(f"run.steps = {config.run.steps}: SFT has its own `steps`; set that, and run.steps to null")
+    if config.samples_per_step < 1 or (config.steps is not None and config.steps < 1):
+        problems.append(
+            f"steps = {config.steps}, samples_per_step = {config.samples_per_step}: zero steps would train nothing"
+        )
+    return problems
 
 
 def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     problems = []
     if settings.urls:
-        counts = {name: len(settings.urls.get(name, ())) for name in config.roles}
-        if set(settings.urls) != set(config.roles) or set(counts.values()) != {settings.replicas}:
-            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(config.roles)}"
+        served = config.engine_roles
+        counts = {name: len(settings.urls.get(name, ())) for name in served}
+        if set(settings.urls) != set(served) or set(counts.values()) != {settings.replicas}:
+            wanted = f"{settings.replicas} (engine.replicas) for each of {', '.join(served)}"
             problems.append(
                 f"engine.urls has { ({name: len(urls) for name, urls in settings.urls.items()}) }: give {wanted}"
             )
@@ -93,22 +129,27 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     if isinstance(settings, Sglang):
         tandems = [name for name, role in config.roles.items() if role.tandem is not None]
         problems += [
-            f"roles.{name}.tandem with engine.kind = 'sglang': two models in one server are there for vLLM and the embedded engine alone; "
-            "set engine.kind to one of them"
+            f"roles.{name}.tandem with engine.kind = 'sglang': only vLLM and the embedded engine can hold two models; "
+            "set "
+            "engine.kind to one of them"
             for name in tandems
         ]
         for name, role in config.roles.items():
             drawn = role.sampling
             if drawn.temperature > 0 and (drawn.top_p < 1 or drawn.min_p > 0) and not drawn.top_k:
                 problems.append(
-                    f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = 'sglang': it tells "
-                    "the log-probs of what it draws then only under a top_k; set sampling.top_k, or leave truncation off"
+                    f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = "
+                    "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
+                    "sampling.top_k, or leave truncation off"
                 )
     return problems
 
 
 def absent_files(config: Any) -> list[str]:
-    """A line for each file or directory that the config names and that is not there yet (an earlier stage may make it)."""
+    """Returns a line for each file or directory that the config names and that does not exist yet.
+
+    An earlier stage may still make it.
+    """
     places = {name: source.path for name, source in _prompt_sets(config)}
     if isinstance(config, SftConfig):
         places |= {"data.train": config.data.train, "data.validation": config.data.validation or ""}
@@ -117,7 +158,7 @@ def absent_files(config: Any) -> list[str]:
     models = {f"roles.{name}.model.path": role.model.path for name, role in getattr(config, "roles", {}).items()}
     models |= {"model.path": config.model.path} if hasattr(config, "model") else {}
     notes = [
-        f"note: {name} = {path} is no directory here: taken for a hub name"
+        f"note: {name} = {path} is no directory here, so it is taken for a hub name"
         for name, path in models.items()
         if not Path(path).is_dir()
     ]
@@ -152,40 +193,63 @@ def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:
-    """Raises ConfigError when the recipe's roles are not the config's, or run.steps is beyond its plan."""
-    problems = [f"roles.{n} is missing" for n in recipe.roles if n not in config.roles]
-    problems += [f"roles.{n} is not one of them" for n in config.roles if n not in recipe.roles]
+    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, or run.steps is beyond
+    the recipe's plan."""
+    roles, steps = recipe.roles(), len(recipe.schedule())
+    problems = [f"roles.{n} is missing" for n in roles if n not in config.roles]
+    problems += [f"roles.{n} is not one of its roles" for n in config.roles if n not in roles]
     if problems:
         raise ConfigError(
-            f"recipe {config.recipe.target} plays with the roles {', '.join(recipe.roles)}: {'; '.join(problems)}"
+            f"recipe {config.recipe.target} plays with the roles {', '.join(roles)}: {'; '.join(problems)}"
         )
-    if config.run.steps is not None and config.run.steps > recipe.num_steps():
+    for name, part in roles.items():
+        if part.trained and config.roles[name].policy == "none":
+            raise ConfigError(
+                f"roles.{name}.policy = 'none', and recipe {config.recipe.target} trains that role: set policy to own"
+            )
+    if config.run.steps is not None and config.run.steps > steps:
         raise ConfigError(
-            f"run.steps = {config.run.steps}, but the recipe plans {recipe.num_steps()} steps: raise its updates (recipe.args), or set "
-            "run.steps to null"
+            f"run.steps = {config.run.steps}, but the recipe plans {steps} steps: raise its updates "
+            "(recipe.args), or set run.steps to null"
         )
 
 
 def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:
-    """What an update of each trained role is made of, one line each."""
-    prompts, sizes = config.run.prompts_per_step, recipe.group_sizes
-    return [explain_role(n, config.roles[n], prompts=prompts, group_size=sizes[n], ranks=ranks) for n in recipe.trained]
+    """Returns one line for each trained role: prompts, samples and optimizer steps of one update."""
+    prompts = config.run.prompts_per_step
+    return [
+        explain_role(name, config.roles[name], prompts=prompts, group_size=part.samples, ranks=ranks)
+        for name, part in recipe.roles().items()
+        if part.trained
+    ]
 
 
 def explain(config: Any, ranks: int) -> list[str]:
-    """How each role of a training config lies over the ranks, one line each."""
+    """Returns one line for each role of a training config: how its model lies over the ranks."""
     if not isinstance(config, TrainConfig):
         return []
     lines = []
     for name, role in config.roles.items():
-        data_parallel = ranks // role.layout.model_ranks
-        cp = f" x cp {role.layout.cp}" if role.layout.cp > 1 else ""
-        lines.append(f"{name}: tp {role.layout.tp}{cp} x pp {role.layout.pp} x dp {data_parallel} on {ranks} ranks{_experts(role.layout)}; "
-                     f"micro-batches of up to {role.micro_batch_tokens * role.layout.cp} tokens per replica")  # fmt: skip
+        if not role.has_policy:
+            lines.append(f"{name}: {_no_policy(role)}")
+            continue
+        layout = role.layout
+        cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
+        lines.append(
+            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {ranks // layout.model_ranks} on {ranks} ranks"
+            f"{_experts(layout)}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
+        )
         if role.tandem is not None:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
-            lines.append(f"{name}: its rollouts are written along by {junior}, strategy {role.tandem.strategy}")
+            lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")
     return lines
+
+
+def _no_policy(role: RoleConfig) -> str:
+    if role.same_as is not None:
+        return f"shares policy and engines with {role.same_as}"
+    where = "own engines" if role.endpoint is None else role.endpoint.url
+    return f"no policy in the trainer; {where} answer with fixed weights"
 
 
 def _experts(layout: Layout) -> str:
@@ -195,15 +259,18 @@ def _experts(layout: Layout) -> str:
 
 
 def explain_role(name: str, role: RoleConfig, *, prompts: int, group_size: int, ranks: int) -> str:
-    """P prompts x G samples = S; S / B optimizer steps; the most tokens of an update; ranks."""
+    """Describes an update of one role: P prompts x G samples = S samples, S / B optimizer steps, most tokens."""
     samples = prompts * group_size
     batch = role.samples_per_optimizer_step or samples
     longest = samples * (role.max_prompt_tokens + role.sampling.max_tokens)
     replicas = ranks // role.layout.model_ranks
+    steps, micro_batches = -(-samples // batch), -(-longest // (replicas * role.micro_batch_tokens))
     return (
-        f"{name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = {-(-samples // batch)} "
-        f"optimizer steps; at most {longest} tokens, that is up to {-(-longest // (replicas * role.micro_batch_tokens))} micro-batches of "
-        f"{role.micro_batch_tokens} tokens on each of {replicas} data-parallel replicas (tp {role.layout.tp}, pp {role.layout.pp})"
+        f"{name}: {prompts} prompts x {group_size} samples = {samples} samples per update; {samples} / {batch} = "
+        f"{steps} "
+        f"optimizer steps; at most {longest} tokens, that is up to {micro_batches} micro-batches of "
+        f"{role.micro_batch_tokens} tokens on each of {replicas} data-parallel replicas "
+        f"(tp {role.layout.tp}, pp {role.layout.pp})"
     )
 
 
@@ -211,14 +278,15 @@ def _role_problems(name: str, role: RoleConfig) -> list[str]:
     problems = []
     if role.samples_per_optimizer_step is not None and role.samples_per_optimizer_step < 1:
         problems.append(
-            f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all samples"
+            f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all "
+            "samples"
         )
     longest = role.max_prompt_tokens + role.sampling.max_tokens
     if role.micro_batch_tokens * role.layout.cp < longest:
         shares = f" x layout.cp = {role.layout.cp}" if role.layout.cp > 1 else ""
         problems.append(
-            f"{name}.micro_batch_tokens = {role.micro_batch_tokens}{shares} is less than max_prompt_tokens + sampling.max_tokens = "
-            f"{longest}: one sequence would not fit; raise it or layout.cp, or lower these"
+            f"{name}.micro_batch_tokens = {role.micro_batch_tokens}{shares} is less than max_prompt_tokens + "
+            f"sampling.max_tokens = {longest}: one sequence would not fit; raise it or layout.cp, or lower these"
         )
     return problems
 
@@ -227,13 +295,13 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: 
     problems = []
     if ranks % layout.model_ranks:
         problems.append(
-            f"{name}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} ranks: start a "
-            "multiple of it (launch.nproc, or the launcher's), or change the layout"
+            f"{name}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
+            "ranks: start a multiple of it (launch.nproc, or the launcher's), or change the layout"
         )
     elif ranks % layout.expert_ranks:
         problems.append(
-            f"{name}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide {ranks} ranks: "
-            "lower ep or etp (null is tp), or start a multiple of it"
+            f"{name}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide "
+            f"{ranks} ranks: lower ep or etp (null is tp), or start a multiple of it"
         )
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -261,7 +329,7 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: 
 
 
 def _cuts_of_experts(layout: Layout, sizes: dict[str, int]) -> list[tuple[str, int, str]]:
-    """(key of config.json, number it must divide by, what that is) of a model with experts in every layer."""
+    """Lists (key of config.json, number that must divide it, setting) for a model with experts in every layer."""
     width = "moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"
     numbers = [(key, layout.ep, "ep") for key in _EXPERT_SIZES[:2]]
     etp = "etp" if layout.etp is not None else "etp (null: tp)"
@@ -269,14 +337,15 @@ def _cuts_of_experts(layout: Layout, sizes: dict[str, int]) -> list[tuple[str, i
 
 
 def _expert_problems(name: str, path: str, layout: Layout, *, experts: bool) -> list[str]:
-    """What Megatron-core would refuse later, or do without need."""
+    """Returns what Megatron-core would refuse later, or would do needlessly, about experts."""
     if not experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
         return [
-            f"{name}: layout.ep = {layout.ep}, layout.etp = {layout.etp}, but {path} has no experts: set ep to 1 and etp to null"
+            f"{name}: layout.ep = {layout.ep}, layout.etp = {layout.etp}, but {path} has no experts: set ep to 1 and "
+            "etp to null"
         ]
     if experts and layout.tp > 1 and not layout.sequence_parallel:
         return [
-            f"{name}: {path} has experts and layout.tp = {layout.tp}: Megatron-core trains that only with sequence parallelism; set "
-            "layout.sequence_parallel to true"
+            f"{name}: {path} has experts and layout.tp = {layout.tp}: Megatron-core trains that only with sequence "
+            "parallelism; set layout.sequence_parallel to true"
         ]
     return []

@@ -1,4 +1,4 @@
-"""Ready-made mappings of public data sets to our names; whatever a config sets itself wins over them."""
+"""Ready-made mappings from the fields of public data sets to ours. What a config sets itself wins over them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from megatron_rl.config.schema import ConfigError, PromptSet
 
 _BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
-
-_SINGLE = (
-    "subset",
-    "answer_pattern",
-    "answer_commas",
-    "remove_suffix",
-)  # settings of one value, null when a config leaves them open
+# Settings with one value, which are null when a config leaves them open.
+_SINGLE = ("subset", "answer_pattern", "answer_commas", "remove_suffix")
 
 
 def settings_table() -> dict[str, PromptSet]:
-    """Name of the settings -> what they stand for (path left empty)."""
+    """Returns the ready-made settings by name. Their path is left empty."""
     return {
         "eurus2_rl": PromptSet(
             path="",
@@ -49,7 +44,10 @@ def settings_table() -> dict[str, PromptSet]:
 
 
 def resolve(source: PromptSet) -> PromptSet:
-    """`source` with its ready-made settings filled in under its own. Raises ConfigError for an unknown name."""
+    """Returns `source` with its ready-made settings filled in where it sets nothing itself.
+
+    Raises ConfigError for an unknown name of settings.
+    """
     if source.settings is None:
         return dataclasses.replace(source, fields={"question": "question", "answer": "answer", **source.fields})
     table = settings_table()

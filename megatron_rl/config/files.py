@@ -1,4 +1,7 @@
-"""Reading configs: defaults <- YAML files, left to right <- `a.b=c`; every problem at once, with the value and the cure. No torch."""
+"""Reads configs: defaults, then YAML files from left to right, then `a.b=c` overrides; later ones win.
+
+All problems of a config are reported at once, each with the value and the cure. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ T = TypeVar("T")
 
 
 class _Source(NamedTuple):
-    """Keys that one file or one override sets."""
+    """The keys that one file or one override sets."""
 
     label: str
     tree: dict[str, Any]
 
 
-# YAML 1.2's scalars. YAML 1.1, PyYAML's own, reads 1e-6 as text, 12:30 as 750, 010 as 8, `no` as false and 2024-01-01 as a date.
+# The scalars of YAML 1.2. PyYAML itself follows YAML 1.1, which reads 1e-6 as text, 12:30 as 750, 010 as 8, `no` as
+# false and 2024-01-01 as a date.
 _INT = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$|^0x[0-9a-fA-F]+$")
 _FLOAT = re.compile(
     r"^[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"
@@ -36,7 +40,7 @@ _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number and a key may stand only once."""
+    """A loader of safe YAML in which 1e-6 is a number and a key may stand only once."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
@@ -49,11 +53,11 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe YAML that quotes whatever another reader, this one included, would not take for text."""
+    """A dumper of safe YAML that quotes every text which a reader, ours or another, would take for something else."""
 
 
 def _resolvers() -> dict[str, list[Any]]:
-    """First character -> (tag, pattern): SafeLoader's, with the scalars of YAML 1.2."""
+    """Returns SafeLoader's table, first character -> [(tag, pattern)], with the scalars of YAML 1.2 in place of 1.1."""
     ours = {
         "int": (_INT, "-+0123456789"),
         "float": (_FLOAT, "-+0123456789."),
@@ -78,11 +82,12 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
-    """A validated `schema` from its defaults, YAML files and `a.b=c` overrides.
+    """Returns a validated `schema` from its defaults, YAML files and `a.b=c` overrides.
 
-    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of dataclasses
-    (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys; keys without a `kind` are the
-    default's. Raises ConfigError naming every unknown key, wrong type and bad value, with the file or override it stands in.
+    A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of
+    dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys. Keys given
+    without a `kind` belong to the default's variant. Raises ConfigError that names every unknown key, wrong type and
+    bad value, with the file or override where it stands.
     """
     sources = [source for file in files for source in _read(Path(file), ())] + [_override(text) for text in overrides]
     tree: dict[str, Any] = {}
@@ -102,18 +107,18 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
 
 
 def dump(config: Any) -> str:
-    """The whole resolved config as YAML; `load` of it gives an equal value."""
+    """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
     tree = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def read_keys(files: Sequence[Path]) -> set[str]:
-    """Top-level keys of YAML files and of their bases."""
+    """Returns the top-level keys of YAML files and of their bases."""
     return {key for file in files for source in _read(Path(file), ()) for key in source.tree}
 
 
 def read_yaml(path: Path) -> Any:
-    """Any YAML file, with numbers and texts as configs have them. Raises ConfigError."""
+    """Reads any YAML file, with numbers and texts as configs have them. Raises ConfigError when it cannot be read."""
     try:
         return _parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +126,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
-    """The file's bases, then the file."""
+    """Reads the file's bases, then the file. `seen`: the files whose bases led here."""
     path = file.resolve()
     if path in seen:
         raise ConfigError(
@@ -168,7 +173,10 @@ def _parse(text: str, label: str) -> Any:
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any], default_kind: Any) -> dict[str, Any]:
-    """`new` over `old`. `kinds`: what this mapping may be; `default_kind`: the variant it is when it does not say."""
+    """Merges `new` over `old`.
+
+    `kinds`: the types that this mapping may have; `default_kind`: the union's variant when the mapping names none.
+    """
     if "kind" in new and default_kind is not None and new["kind"] != old.get("kind", default_kind):
         old = {}
     out = dict(old)
@@ -184,7 +192,7 @@ def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any],
 
 
 def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]:
-    """Names the default variant where keys of a union are given without a `kind`."""
+    """Adds the default variant's `kind` where a union's keys are given without one."""
     out: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -195,7 +203,10 @@ def _with_kinds(tree: Mapping[str, Any], kinds: Sequence[Any]) -> dict[str, Any]
 
 
 def _with_defaults(schema: Any, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Where a key's default is a dataclass made for it (SFT's own learning rate), what the config leaves open comes from that one."""
+    """Fills what a section leaves open from the schema's own default for that section.
+
+    This default may differ from the defaults of the section's class, e.g. SFT's own learning rate.
+    """
     out = dict(tree)
     for field in dataclasses.fields(schema):
         given = out.get(field.name)
@@ -230,9 +241,8 @@ def _explain_error(schema: Any, problem: Any, sources: Sequence[_Source]) -> str
         case "missing" | "missing_argument":
             return f"{said}: missing; it has no default, so give it in a file or as {name}=..."
         case "value_error":
-            message = problem["msg"].removeprefix(
-                "Value error, "
-            )  # of a __post_init__: it may name its own dataclass first
+            # This is the message of a __post_init__, which may begin with its own section's name.
+            message = problem["msg"].removeprefix("Value error, ")
             if place and message.startswith(f"{place[-1]}."):
                 return f"{_origin(place, sources)}: {'.'.join([*place[:-1], message])}"
             return f"{said}: {message}"
@@ -259,11 +269,11 @@ def _cure(problem: Any) -> str:
             return f"choose {problem['ctx']['expected']}"
         case "union_tag_invalid":
             return f"choose a kind among {problem['ctx']['expected_tags']}"
-    return problem["msg"].replace("Input should be", "give a value")  # bounds, mostly
+    return problem["msg"].replace("Input should be", "give a value")  # mostly bounds
 
 
 def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
-    """The last of the sources that reach deepest towards a dotted place."""
+    """Names the source of a key: the last of the files and overrides that reach deepest towards the dotted place."""
     best, label = 0, "no file or override sets it"
     for source in sources:
         depth, node = 0, source.tree
@@ -277,7 +287,10 @@ def _origin(place: Sequence[str], sources: Sequence[_Source]) -> str:
 
 
 def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """pydantic's location of an error -> (the keys a user writes, what its last key may stand in). A union's variants are no keys."""
+    """Turns pydantic's location of an error into the keys that a user writes, without the names of a union's variants.
+
+    Returns (keys, the types that may hold the last key).
+    """
     place: list[str] = []
     parents: list[Any] = [schema]
     kinds: list[Any] = [schema]
@@ -292,7 +305,7 @@ def _locate(schema: Any, location: Sequence[str]) -> tuple[list[str], list[Any]]
 
 
 def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
-    """What may stand at a key of these dataclasses or dicts; empty when unknown."""
+    """Returns the types that may stand at a key of these dataclasses or dicts; none when the key is unknown."""
     found: list[Any] = []
     for kind in kinds:
         if dataclasses.is_dataclass(kind):
@@ -304,7 +317,7 @@ def _inside(kinds: Sequence[Any], key: str) -> list[Any]:
 
 
 def _default_kind(kinds: Sequence[Any], key: str) -> Any:
-    """The default's `kind` where a key holds a union's variant; None elsewhere."""
+    """Returns the `kind` of a key's default where the key holds a union's variant; None elsewhere."""
     for kind in kinds:
         for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
             if field.name == key:
@@ -314,7 +327,7 @@ def _default_kind(kinds: Sequence[Any], key: str) -> Any:
 
 
 def _tag(kind: Any) -> Any:
-    """A variant's `kind`: the default of the field of that name; None when there is no such field."""
+    """Returns a variant's `kind`, the default of the field with that name; None when there is no such field."""
     fields = {f.name: f.default for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
     return fields.get("kind")
 

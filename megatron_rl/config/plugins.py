@@ -1,4 +1,7 @@
-"""Names in a config -> objects: `package.module:name` and its arguments. Built-ins are named exactly as a user's own."""
+"""Turns names in a config, `package.module:name`, into Python objects.
+
+Built-in parts are named exactly as a user's own.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ from megatron_rl.config.schema import ConfigError, Use
 
 
 def find(target: str) -> Any:
-    """The object named by `package.module:name`; modules in the current directory count, after installed ones.
+    """Returns the object named by `package.module:name`.
 
-    Raises ConfigError with the cure; whatever the module itself raises while it is imported (but ImportError) passes.
+    Installed modules come first, then those in the current directory. Raises ConfigError with the cure. Whatever else
+    than ImportError the module raises while it is imported passes through.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -33,7 +37,8 @@ def find(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigError(
-            f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory ({here}) or installed?"
+            f"plug-in {target!r}: cannot import {module_name} ({error}); is it in the current directory "
+            f"({here}) or installed?"
         ) from error
     if name not in vars(module):
         close = difflib.get_close_matches(name, vars(module), n=1)
@@ -43,9 +48,9 @@ def find(target: str) -> Any:
 
 
 def build(use: Use) -> Any:
-    """A dataclass target is made from its arguments, checked strictly; a function target becomes one with them bound.
+    """Builds a plug-in. A dataclass is made from its arguments, checked strictly; a function gets its arguments bound.
 
-    Raises ConfigError for a target or arguments that cannot be used, all wrong arguments at once.
+    Raises ConfigError for a target or arguments that cannot be used. It names all wrong arguments at once.
     """
     found = find(use.target)
     if _is_dataclass(found):
@@ -73,7 +78,8 @@ def _validated(use: Use, found: Any) -> Any:
         raise _refusal(use, problems + [_explain(problem) for problem in error.errors()]) from error
     except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
         raise ConfigError(
-            f"plug-in {use.target}: its settings cannot be read from a config ({error}); use numbers, text, lists, mappings and dataclasses"
+            f"plug-in {use.target}: its settings cannot be read from a config ({error}); use numbers, text, lists, "
+            "mappings and dataclasses"
         ) from error
     if problems:
         raise _refusal(use, problems)
@@ -81,7 +87,10 @@ def _validated(use: Use, found: Any) -> Any:
 
 
 def _check_function(use: Use, found: Any) -> None:
-    """Unknown names, and positional-only ones; what is missing is given by the caller."""
+    """Raises ConfigError for arguments that the function does not take by name.
+
+    Missing ones are given by its caller.
+    """
     if not callable(found):
         raise ConfigError(f"plug-in {use.target!r} is a {type(found).__name__}: name a function or a dataclass")
     if isinstance(found, type) and use.args:

@@ -1,1 +1,1 @@
-"""Weights from one form into another: Hugging Face directories, Megatron checkpoints, other layouts."""
+"""Converts weights between Hugging Face directories and Megatron checkpoints, and recuts checkpoints."""

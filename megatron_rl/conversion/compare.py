@@ -1,4 +1,4 @@
-"""Two models tensor by tensor, whatever their form; of each one tensor is in memory."""
+"""Compares two models tensor by tensor, whatever their form, with one tensor of each in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.weights.rectangles import hf_shapes
 
 
 def compare(first: Source, second: Source) -> list[dict[str, Any]]:
-    """A row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius), largest |a - b|.
+    """Returns a row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius norms), largest |a - b|.
 
     Raises ConfigError when names or shapes differ.
     """
@@ -35,18 +35,22 @@ def compare(first: Source, second: Source) -> list[dict[str, Any]]:
 
 
 def _pairs(first: Source, second: Source) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """A checkpoint is read in its own order, and a directory's tensors by name as they are wanted."""
+    """Yields (name, first's tensor, second's tensor).
+
+    A checkpoint is read in its own order, and a directory's tensors by name as they are wanted. Raises ConfigError when
+    names or sizes differ.
+    """
     if first.checkpoint is not None and second.checkpoint is not None:
         if first.sizes != second.sizes:
             raise ConfigError(
-                f"{first.path} and {second.path} are of models of other sizes: {first.sizes} and {second.sizes}"
+                f"{first.path} and {second.path} are models of different sizes: {first.sizes} and {second.sizes}"
             )
         for (name, a), (_, b) in zip(first.tensors(), second.tensors(), strict=True):
             yield name, a, b
         return
     swap = second.checkpoint is not None
     leading, other = (second, first) if swap else (first, second)
-    files, names = hf.Tensors(other.path), set()
+    files, names = hf.DirectoryTensors(other.path), set()
     for name, a in leading.tensors():
         if name not in files.stored:
             raise ConfigError(f"{other.path} has no tensor {name}, which {leading.path} has")
@@ -57,6 +61,7 @@ def _pairs(first: Source, second: Source) -> Iterator[tuple[str, Tensor, Tensor]
 
 
 def _gap(a: Tensor, b: Tensor) -> dict[str, float]:
+    """Returns the relative and the largest difference, computed in float64 block by block."""
     gap = norm = largest = 0.0
     for x, y in zip(copies.blocks(a), copies.blocks(b), strict=True):
         x = x.double()

@@ -1,4 +1,4 @@
-"""Weights from one form into another: a checkpoint as a Hugging Face directory and back. One parameter in memory, no ranks, no GPU."""
+"""Converts a checkpoint into a Hugging Face directory and back, with one parameter in memory, without ranks or GPU."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
 from megatron_rl.weights.rectangles import WHOLE, hf_shapes, megatron
 from megatron_rl.weights.sizes import Sizes
 
-OF_CHECKPOINTS = (
-    "metadata.json",
-    "COMPLETE.json",
-    "state.json",
-)  # JSON files that belong to a checkpoint, not to a model
-EMPTY = [None]  # what core keeps as extra state of a module that has none
-LOGITS = 1e-3  # largest difference of float32 logits, of the largest logit
+OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
+EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none
+LOGITS = 1e-3  # largest difference of float32 logits, as a share of the largest logit
 T = TypeVar("T")
 
 
@@ -44,9 +40,10 @@ def to_hf(
 ) -> str:
     """Writes a Hugging Face directory with config and tokenizer, loadable as it stands.
 
-    `verify` reads it back and compares bit for bit, then the logits of the checkpoint's Megatron model with those of transformers;
-    returned is what that gave, or why it was not done. Raises ConfigError when there is something at `target` already, too little disk
-    space, a tensor with numbers that are not finite, or other logits.
+    `verify` reads it back and compares bit for bit, then compares the logits of the checkpoint's Megatron model with
+    those of transformers. Returns what the logits' comparison gave, or why it was not done; "" without `verify`. Raises
+    ConfigError when something is at `target` already, for too little disk space, for a tensor with numbers that are not
+    finite, and when the logits differ.
     """
     sizes = source.sizes
     if source.checkpoint is None:
@@ -62,7 +59,7 @@ def to_hf(
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
         if verify:
-            _verify(source, hf.Tensors(folder), dtype)
+            _verify(source, hf.DirectoryTensors(folder), dtype)
             said = _compare_logits(source, sizes, folder, exact=dtype is None)
     return said
 
@@ -75,13 +72,15 @@ def to_megatron(
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
 ) -> None:
-    """Writes a distributed checkpoint of a Hugging Face directory, with its config and tokenizer beside it; the model without an
-    optimizer. megatron-core loads it under any layout. Raises ConfigError as `to_hf` does."""
+    """Writes a Hugging Face directory as a distributed checkpoint, with its config and tokenizer beside it.
+
+    The checkpoint has no optimizer state. megatron-core loads it under any layout. Raises ConfigError as `to_hf` does.
+    """
     if source.checkpoint is not None:
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
     sizes = source.sizes
     hf.check(source.path, sizes, cast=dtype is not None)
-    tensors, names = hf.Tensors(source.path), whole_names(sizes)
+    tensors, names = hf.DirectoryTensors(source.path), whole_names(sizes)
     wanted = (
         sum(math.prod(shape) for shape in hf_shapes(sizes).values())
         * (dtype or next(iter(source.dtypes().values()))).itemsize
@@ -96,7 +95,7 @@ def to_megatron(
                 writer.add(
                     place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
                 )
-        empty = _pickled()
+        empty = _pickled_empty_state()
         for key in extra_states(sizes):
             writer.add_bytes(key, empty)
         writer.finish({})
@@ -105,7 +104,7 @@ def to_megatron(
 
 
 def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
-    """The tensors of the result, in the order in which they will come."""
+    """Returns the tensors of the result, in the order in which they will come."""
     stored = source.dtypes()
     if source.checkpoint is not None:
         one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
@@ -118,8 +117,10 @@ def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Pl
     ]
 
 
-def _parameter(source: Source, sizes: Sizes, tensors: hf.Tensors, name: str, dtype: torch.dtype | None) -> Tensor:
-    """One whole Megatron parameter, vocabulary not padded."""
+def _parameter(
+    source: Source, sizes: Sizes, tensors: hf.DirectoryTensors, name: str, dtype: torch.dtype | None
+) -> Tensor:
+    """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for non-finite numbers."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _check_finite(source, tensor, tensors.whole(tensor))
@@ -138,18 +139,19 @@ def _cast(source: Source, name: str, tensor: Tensor, dtype: torch.dtype | None) 
 def _check_finite(source: Source, name: str, tensor: Tensor) -> None:
     if not copies.all_finite(tensor):
         raise ConfigError(
-            f"{source.file_of(name)}: {name} holds numbers that are not finite: it is of a run that failed, or damaged"
+            f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
         )
 
 
-def _pickled() -> bytes:
-    """An empty extra state as core writes it."""
+def _pickled_empty_state() -> bytes:
+    """Returns an empty extra state as megatron-core writes it."""
     data = io.BytesIO()
     torch.save(EMPTY, data)
     return data.getvalue()
 
 
 def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
+    """Writes the dtype, where weights were cast, into a config.json."""
     config = json.loads(file.read_text(encoding="utf-8"))
     if dtype is not None:
         config.pop("torch_dtype", None)
@@ -157,22 +159,30 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _verify(source: Source, other: hf.Tensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None) -> None:
-    """Every tensor of `source`, cast to `dtype`, against that of the directory, cast to `cast`, bit for bit."""
+def _verify(
+    source: Source, other: hf.DirectoryTensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None
+) -> None:
+    """Compares every tensor of `source`, cast to `dtype`, with the directory's, cast to `cast`, bit for bit.
+
+    Raises ConfigError when one differs.
+    """
     wanted, names = hf_shapes(source.sizes).keys(), set()
     for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
         if name not in wanted:
             continue
         a, b = tensor, other.whole(name)
         if not copies.same_bits(a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)):
-            raise ConfigError(f"{name} is not what was written: is the disk failing?")
+            raise ConfigError(f"{name} does not read back as it was written: is the disk failing?")
         names.add(name)
     if names != wanted:
-        raise ConfigError(f"other tensors than the model's were written: {sorted(names ^ wanted)[:5]}")
+        raise ConfigError(f"the tensors written are not the model's: {sorted(names ^ wanted)[:5]} differ")
 
 
 def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) -> str:
-    """Of a cast model the difference is told, not judged."""
+    """Compares the logits with those of transformers, and returns a line about it.
+
+    `exact`: raises ConfigError for a difference above LOGITS. A cast model's difference is told and not judged.
+    """
     if source.checkpoint is None:
         return "logits not compared: the source is no checkpoint"
     from megatron_rl.conversion import parity  # brings megatron-core, which nothing else here needs
@@ -182,11 +192,12 @@ def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) 
     gap, largest = parity.logits_gap(source.path, folder)
     if exact and not gap <= LOGITS * largest:
         raise ConfigError(
-            f"{source.path}: its Megatron model's logits differ from those of transformers by {gap:.2e} of {largest:.2e}"
+            f"{source.path}: its Megatron model's logits differ from those of transformers by {gap:.2e}; "
+            f"the largest logit is {largest:.2e}"
         )
     return f"logits differ from those of transformers by {gap:.1e} at most, of {largest:.1e}"
 
 
 def _steps(items: Iterator[T], total: int, what: str) -> Iterator[T]:
-    """A progress bar over `items`."""
+    """Yields `items` under a progress bar."""
     yield from track(items, description=what, total=total, transient=True)

@@ -1,28 +1,30 @@
-"""Does the Megatron model of a checkpoint give the logits that transformers gives of its Hugging Face directory?"""
+"""Compares the logits of a checkpoint's Megatron model with those of transformers on its Hugging Face directory."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.batches.batch import pack
 from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron import parallel, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.types import Stop, Trajectory, pack
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.weights.rectangles import hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
 POSITIONS = 8
-BYTES_PER_PARAMETER = 8  # both models, in float32
+BYTES_PER_PARAMETER = 8  # of both models together, in float32
 
 
 def obstacle(sizes: Sizes) -> str | None:
-    """Why the two cannot be compared here, or None."""
+    """Returns why the two cannot be compared here, or None when they can."""
     if dist.is_initialized():
         return "this process is a rank of something else"
     wanted = BYTES_PER_PARAMETER * sum(math.prod(shape) for shape in hf_shapes(sizes).values())
@@ -32,15 +34,17 @@ def obstacle(sizes: Sizes) -> str | None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping (Linux); 0 where that is not known."""
+    """Returns the bytes that can be had without swapping (Linux); 0 where that is not known."""
     info = Path("/proc/meminfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
 
 
 def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
-    """-> (largest difference, largest logit) over a few positions: the checkpoint loaded by megatron-core against the directory
-    loaded by transformers, both in float32, in this process alone."""
+    """Returns (largest difference, largest logit) over POSITIONS positions.
+
+    The checkpoint is loaded by megatron-core and the directory by transformers, both in float32, in this process alone.
+    """
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = torch.arange(POSITIONS) * 7919 % reference.config.vocab_size
     with torch.no_grad():
@@ -55,16 +59,20 @@ def logits_gap(checkpoint: Path, model: Path) -> tuple[float, float]:
 
 
 def _logits(checkpoint: Path, model: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[POSITIONS, vocabulary] of the actor."""
+    """Returns the Megatron model's logits, [POSITIONS, vocabulary]."""
     groups = parallel.create(Layout())
     policy = MegatronPolicy(RoleConfig(model=Model(path=str(model))), groups, trainable=False)
     policy.load(checkpoint)
-    own = Trajectory(
-        group="0", tokens=tokens.tolist(), trainable=[False] + [True] * (POSITIONS - 1), logprobs=[0.0] * POSITIONS, version=0,
-        stop=Stop.EOS, advantages=[0.0] * POSITIONS,
-    )  # fmt: skip
+    own = Rollout(
+        role="model",
+        group="0",
+        tokens=tokens.numpy(),
+        logprobs=np.zeros(POSITIONS),
+        spans=spans_of((POSITIONS, Author.ENVIRONMENT, NO_VERSION)),
+        advantages=0.0,
+    )
     like = next(policy.chunks[0].parameters())
-    micro = step.make_micro_batch(pack([own]), [0], RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
+    micro = step.make_micro_batch(pack([own]), RotaryTable(policy.arch), cut=step.Cut(packed=True), like=like)
     with groups.active(), torch.no_grad():
         logits = policy.chunks[0](micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
     return logits[0, :, : policy.arch.vocab].float().cpu()

@@ -1,8 +1,9 @@
-"""A checkpoint cut anew for another layout: model and optimizer, one parameter in memory, no ranks.
+"""Cuts a checkpoint anew for another layout: model and optimizer, with one parameter in memory, without ranks.
 
-megatron-core loads any layout's checkpoint by itself. One that is cut for the layout which reads it is quicker to read (every rank has a
-file of its own and reads nothing else: a rank of tp 8 reads a piece that tp 1 wrote whole, eight times its share), and what core does not
-look at is checked on the way: that every tensor is known, of the model's shape, and that the optimizer's state is that of the weights.
+megatron-core loads any layout's checkpoint by itself, but one that is cut for the reader's layout is read quicker:
+every rank has a file of its own and reads nothing else, while a rank of tp 8 that reads what tp 1 wrote reads eight
+times its share. Recutting also checks what megatron-core does not: that every tensor is known and of the model's
+shape, and that the optimizer's state is that of the weights.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
 from megatron_rl.weights.sizes import Sizes
 
 MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
-Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank, piece)
+Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
 
 
 def reshard(
-    path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None, role: str | None = None,
-    model: Path | None = None,
+    path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None,
+    role: str | None = None, model: Path | None = None,
 ) -> list[Path]:  # fmt: skip
-    """One role's directory, or without a `role` the whole checkpoint with every role and the run's state, into `target`. Models with
-    experts are cut for the layout `experts`, where it is given.
+    """Writes one role's directory, or without a `role` the whole checkpoint, into `target`, cut for `layout`.
 
-    A whole checkpoint must be called step_N, as its source is, for a run to go on from it. Returns what was read. Raises ConfigError.
+    A whole checkpoint is every role and the run's state; it must be called step_N, as its source is, for a run to go on
+    from it. Models with experts are cut for the layout `experts`, where it is given. Returns the directories that were
+    read. Raises ConfigError.
     """
     path = Path(path)
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():
@@ -53,7 +55,8 @@ def reshard(
         raise ConfigError(f"{path} is no run and no checkpoint of one: give step_N, or a role's directory in it")
     if target.name != step.name:
         raise ConfigError(
-            f"{target}: call it {step.name}, as the checkpoint that it is made of, so that a run finds it; or name a --role"
+            f"{target}: call it {step.name}, like the checkpoint it is made of, so that a run finds it; "
+            "or name a --role"
         )
     sources = [find(step, role=name, model=model) for name in names]
     with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
@@ -66,6 +69,7 @@ def reshard(
 
 
 def _bytes(source: Source) -> int:
+    """Returns the size of a checkpoint's files in bytes."""
     return sum(file.stat().st_size for file in source.path.glob("*.distcp"))
 
 
@@ -74,7 +78,7 @@ def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, 
     layout = experts if experts is not None and sizes.experts else dense
     if checkpoint is None:
         raise ConfigError(
-            f"{source.path} is a Hugging Face directory, which has no layout: to-megatron makes a checkpoint of it"
+            f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
     for what, number, by in (
         ("layers", sizes.num_layers, layout.pp),
@@ -83,7 +87,7 @@ def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, 
     ):
         if number % by or (by > 1 and not number):
             raise ConfigError(
-                f"{source.path}: {number} {what} do not divide by {by}, so no run here reads that layout: change tp, pp or ep"
+                f"{source.path}: {number} {what} do not divide by {by}, so no run reads it: change tp, pp or ep"
             )
     cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
     with DistWriter(folder) as writer:
@@ -107,13 +111,13 @@ def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, 
 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
-    """Every parameter's pieces, each on the first of the ranks that hold it."""
+    """Returns every parameter's pieces, each with the first of the ranks that hold it."""
     found: Cuts = {}
     for holding in layouts.trainer(sizes, layout):
         rank = holding.ranks[0]
         for name in dict.fromkeys(name for name, _ in holding.parameters):
             if name == "output_layer.weight" and sizes.tied:
-                continue  # a last stage's copy of the embedding
+                continue  # the last stage's copy of the embedding
             expert = ".experts." in name
             position = rank % (layout.ep * layout.etp) % layout.etp if expert else rank % layout.tp
             shard = Shard(expert_tp=layout.etp, expert_rank=position) if expert else Shard(layout.tp, position)
@@ -125,6 +129,7 @@ def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
 def _write(
     writer: DistWriter, sizes: Sizes, tp: int, what: tuple[str, str, list[tuple[int, Piece]]], whole: Tensor
 ) -> None:
+    """Writes the pieces of one tensor, vocabulary padded. `what`: (optimizer state's prefix or "", name, pieces)."""
     prefix, name, cuts = what
     matrix = whole if whole.dim() > 1 else whole[:, None]
     shape = stored_shape(sizes, name, tp)
@@ -141,20 +146,22 @@ def _write(
 
 
 def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: Tensor, master: Tensor) -> None:
+    """Raises ConfigError when the optimizer's float32 copy does not round to the weight."""
     rows = megatron(sizes, name, WHOLE)[0][0]
     if not all(
         torch.equal(a, b.to(a.dtype))
         for a, b in zip(copies.blocks(weight[:rows]), copies.blocks(master[:rows]), strict=True)
     ):
         raise ConfigError(
-            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: its state cannot be trusted. "
-            "The weights can be had by to-hf, for a run that starts from them"
+            f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: "
+            "its state cannot be trusted. `convert to-hf` takes the weights alone, for a run that starts from them"
         )
 
 
 def _common(directory: Path) -> object:
+    """Returns the content of a checkpoint's common.pt. Raises ConfigError when it cannot be read."""
     file = directory / "common.pt"
     try:
         return torch.load(file, map_location="cpu", weights_only=False) if file.is_file() else {}
     except (OSError, EOFError, RuntimeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): the checkpoint is not whole") from error
+        raise ConfigError(f"{file} cannot be read ({error}): the checkpoint is damaged") from error

@@ -1,4 +1,4 @@
-"""Weights at rest, found by their path: a Hugging Face directory, or one role of a checkpoint with its model directory."""
+"""Finds weights on disk by a path: a Hugging Face directory, or one role of a checkpoint with its model directory."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from megatron_rl.weights.sizes import Sizes
 
 @dataclass(frozen=True)
 class Source:
-    """Weights at rest: a Hugging Face directory, or one role of a run's checkpoint with the model directory that the role started from."""
+    """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model it started from."""
 
     path: Path
-    given_model: Path | None  # config.json and tokenizer; None: of a checkpoint, as the run's config says
-    checkpoint: DistCheckpoint | None
+    given_model: Path | None  # directory with config.json and tokenizer; None: where the run's config says
+    checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
 
     @property
     def model(self) -> Path:
-        """The directory with config.json and tokenizer. Raises ConfigError when it is not to be found."""
+        """Returns the directory with config.json and tokenizer. Raises ConfigError when it is not found."""
         return self.given_model or _model_of(self.path)
 
     @property
     def sizes(self) -> Sizes:
+        """Returns the model's sizes. Raises ConfigError as `read_sizes` does."""
         return read_sizes(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor), one at a time."""
+        """Yields (Hugging Face name, tensor), one at a time."""
         return hf.read_tensors(self.path) if self.checkpoint is None else self.checkpoint.tensors(self.sizes)
 
     def file_of(self, name: str) -> Path:
-        """The file that a Hugging Face tensor is read from; of a checkpoint its directory."""
+        """Returns the file that a Hugging Face tensor is read from; for a checkpoint its directory."""
         return self.path if self.checkpoint is not None else hf.tensor_files(self.path)[name]
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of every stored tensor: by Hugging Face name, or of a checkpoint by Megatron's with layers stacked."""
+        """Returns every stored tensor's dtype by Hugging Face name; for a checkpoint Megatron's, layers stacked."""
         if self.checkpoint is not None:
             return {name: dtype for name, (_, dtype) in self.checkpoint.shapes.items()}
         return {name: hf.DTYPES[stored.dtype] for name, stored in headers.read_directory(self.path).items()}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """What is stored -> (shape, dtype): of a checkpoint under Megatron's names, optimizer included."""
+        """Returns every stored tensor's (shape, dtype) by name; for a checkpoint Megatron's, optimizer included."""
         if self.checkpoint is not None:
             return {
                 name: (shape, str(dtype).removeprefix("torch."))
@@ -60,7 +61,10 @@ class Source:
 
 
 def read_sizes(model: Path) -> Sizes:
-    """Of a model directory. Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture."""
+    """Reads the sizes of a model directory.
+
+    Raises ConfigError for a config.json that is missing, damaged or of an unknown architecture.
+    """
     file = model / "config.json"
     try:
         return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
@@ -71,9 +75,11 @@ def read_sizes(model: Path) -> Sizes:
 
 
 def find(path: Path, *, role: str | None = None, model: Path | None = None) -> Source:
-    """A run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face directory.
+    """Finds the weights of a path.
 
-    `role` is needed where a checkpoint holds several; `model` where no run's config.yaml stands above. Raises ConfigError.
+    `path`: a run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face
+    directory. `role` is needed where a checkpoint holds several roles, `model` where no run's config.yaml stands above.
+    Raises ConfigError.
     """
     path = Path(path)
     if not path.is_dir():
@@ -91,7 +97,8 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
         role = names[0]
     if not names:
         raise ConfigError(
-            f"{path} holds neither config.json with *.safetensors nor a checkpoint (.metadata): give a model directory or a run"
+            f"{path} holds neither config.json with *.safetensors nor a checkpoint (.metadata): "
+            "give a model directory or a run"
         )
     if role is None or role not in names:
         raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
@@ -99,7 +106,7 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
 
 
 def step_directory(path: Path) -> Path:
-    """The checkpoint directory itself, or the newest of a run. Raises ConfigError when it is not complete."""
+    """Returns the checkpoint directory itself, or a run's newest one. Raises ConfigError when it is not complete."""
     if (path / "checkpoints").is_dir():
         newest = Checkpoints(path / "checkpoints").newest()
         if newest is None:
@@ -111,12 +118,15 @@ def step_directory(path: Path) -> Path:
 
 
 def roles(step: Path) -> list[str]:
-    """The roles of a checkpoint directory."""
+    """Returns the names of the roles in a checkpoint directory."""
     return sorted(file.parent.name for file in step.glob("*/.metadata"))
 
 
 def _model_of(path: Path) -> Path:
-    """The model directory that the run of a role's checkpoint directory started from, or the one that it wrote."""
+    """Returns the model directory of a role's checkpoint: the one its run started from, or the one its run wrote.
+
+    Raises ConfigError when there is neither.
+    """
     if (path / "config.json").is_file():
         return path
     for parent in path.resolve().parents:

@@ -1,4 +1,4 @@
-"""The directory that a conversion makes, there when it is complete and not before; and what lies in a model directory beside weights."""
+"""Makes the directory of a conversion, which appears only when it is complete, and copies a model's side files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from megatron_rl.config.schema import ConfigError
 
-SPARE = 1.02  # disk space wanted, of what the tensors take
+SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
 
 
 @contextlib.contextmanager
 def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
-    """Yields an empty directory beside `target` that becomes it at the end of the block; of a block that fails nothing is left.
+    """Yields an empty directory beside `target` that becomes it at the end of the block.
 
-    Of a process that is killed a directory .NAME.partial stays, which the next one with the same target removes. Raises ConfigError
-    when there is something at `target`, when another process is writing it, when the disk has not `wanted_bytes` free, and when it
-    fails in the middle.
+    A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one
+    with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it,
+    when the disk has not `wanted_bytes` free, and when writing fails.
     """
     if target.exists():
         raise ConfigError(f"{target} exists: remove it, or give another place")
@@ -55,8 +58,33 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def stoppable(target: Path) -> Iterator[None]:
+    """Ends the block through its own clean-up when SIGINT or SIGTERM comes, and raises SystemExit then.
+
+    Any error after the signal is taken for its consequence.
+    """
+    asked: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except BaseException as error:
+        if asked:
+            print(f"interrupted; nothing was left at {target}", file=sys.stderr)
+            raise SystemExit(128 + asked[0]) from error
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def copy_side_files(source: Path, target: Path, *, keep: tuple[str, ...] = ()) -> None:
-    """Config, generation config and tokenizer files of a model directory."""
+    """Copies the config, generation config and tokenizer files of a model directory, but for the names in `keep`."""
     for pattern in ("*.json", "*.txt", "*.model", "*.jinja"):
         for file in source.glob(pattern):
             if not file.name.endswith(".index.json") and file.name not in keep:

@@ -1,1 +1,1 @@
-"""Problems and pairs: reading them from files, and the toy task."""
+"""Reads problems and prompt/response pairs from files, and makes those of the last-letter task."""

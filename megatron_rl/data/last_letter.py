@@ -1,7 +1,8 @@
-"""The last-letter task: problems whose every step has a known truth, teachers that are wrong in a known way, and verification texts.
+"""Makes the last-letter task: problems, solutions by a teacher that is wrong in a known way, and verification texts.
 
-Given words, step j reports the last letter of word j (the compact form; the paper reports all letters so far), the answer is all of
-them. Texts are words separated by spaces, so that a word-level tokenizer makes one token of each.
+Given words, reasoning step j reports the last letter of word j (a compact form; the paper reports all letters so far).
+The answer is all of these letters, so the truth of every step is known. Texts are words separated by spaces, so that a
+word-level tokenizer makes one token of each.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from megatron_rl.rewards.tags import boxed, step_texts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CORRECT, INCORRECT = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
-NOTHING = "<q>"  # what a verifier writes where a step is empty, or has no word to look at
-MAX_STEPS = 13  # later steps are numbered #13 too: a vocabulary of step numbers has to end somewhere
+NOTHING = "<q>"  # a verifier writes this where a step is empty, or has no word to look at
+MAX_STEPS = 13  # later steps are numbered #13 too, so that the vocabulary of step numbers is finite
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Inclusive ranges of the number of words and of letters per word, and the alphabet's size."""
+class ProblemSizes:
+    """The sizes of problems: inclusive ranges of words and of letters per word, and the alphabet's size."""
 
     words: tuple[int, int]
     letters: tuple[int, int]
     alphabet: int = 10
 
 
-def make_problem(rng: random.Random, sizes: Sizes) -> dict[str, Any]:
-    """A row {question, answer, words}: `a b #1 c d e #2` asks for `b e`."""
+def make_problem(rng: random.Random, sizes: ProblemSizes) -> dict[str, Any]:
+    """Draws a problem, a row {question, answer, words}. The question `a b #1 c d e #2` has the answer `b e`."""
     words = [
         "".join(rng.choice(LETTERS[: sizes.alphabet]) for _ in range(rng.randint(*sizes.letters)))
         for _ in range(rng.randint(*sizes.words))
@@ -39,21 +40,22 @@ def make_problem(rng: random.Random, sizes: Sizes) -> dict[str, Any]:
 
 
 def teacher_solution(rng: random.Random, words: Sequence[str], misconception: float) -> str:
-    """A solution text; with probability `misconception` a step takes the first letter instead of the last."""
+    """Draws a solution text. With probability `misconception` a step takes the first letter instead of the last."""
     letters = [word[0] if rng.random() < misconception else word[-1] for word in words]
     return solution_text(letters)
 
 
 def solution_text(letters: Sequence[str]) -> str:
+    """Returns the solution text whose steps report these letters."""
     steps = " ".join(f"<step> #{i} {letter} </step>" for i, letter in enumerate(letters, start=1))
     return f"<think> {steps} </think> <answer> \\boxed{{ {' '.join(letters)} }} </answer>"
 
 
 def verification_text(rng: random.Random, words: Sequence[str], solution: str, misread: float) -> str:
-    """What a careful but short-sighted verifier writes: for each step the claimed and the expected letter, and whether they agree.
+    """Draws a verification text: for each step the claimed and the expected letter, and whether they agree.
 
-    With probability `misread` it expects the first letter. The final verdict holds when all steps do, their number is that of the
-    words, and the boxed answer repeats them. No gold verdict is used.
+    With probability `misread` the verifier expects the first letter. The final verdict is CORRECT when all steps are,
+    their number is that of the words, and the boxed answer repeats them. No gold verdict is used.
     """
     contents = [text.split() for text in step_texts(solution)]  # `#j letter` where the step is well formed
     blocks, verdicts = [], []

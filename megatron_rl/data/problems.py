@@ -1,4 +1,7 @@
-"""Problems and prompt/response pairs from files and Hugging Face data sets, and a reader whose place is part of a checkpoint."""
+"""Reads problems and prompt/response pairs from files and Hugging Face data sets.
+
+`PromptReader` deals the problems out; its place among them is part of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,11 @@ from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, PromptSet, SftData
 from megatron_rl.types import Prompt
 
-SHOWN = 5  # bad rows named in a message
-SPLITS = (
-    "train",
-    "test",
-    "validation",
-    "valid",
-    "val",
-    "dev",
-    "eval",
-)  # names by which files of a directory are told apart
-_HUB_NAME = re.compile(
-    r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?"
-)  # `name` or `owner/name`, not a file
+SHOWN = 5  # most bad rows named in a message
+# A directory's files belong to a split when their names begin with one of these.
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+# The name of a data set on the hub, `name` or `owner/name`, but not that of a file.
+_HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +39,10 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One row in our names: `question`, `answer`, and whatever else `fields` maps."""
+    """One problem, with our field names: `question`, `answer`, and whatever else `fields` maps.
+
+    `row` counts the rows that pass the filters.
+    """
 
     row: int
     values: Mapping[str, Any]
@@ -52,20 +50,23 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class _BadRow:
+    """A row that cannot be used: its file and line, and the reason."""
+
     where: str
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """What a dotted key reaches when it is not in the row; null is a value."""
+    """The result of looking up a dotted key that is not in the row. (None would be the value null.)"""
 
 
 def read_problems(source: PromptSet) -> list[Problem]:
-    """All usable rows of `source`, in file order. [rows] problems.
+    """Returns all usable rows of `source` as problems, in file order.
 
-    Bad rows (not JSON, a missing field, an empty question) are warned of by file and line; raises DataError when they are more than
-    max_bad_share of the rows that pass the filters, or when no row does, and ConfigError for a path that holds no data.
+    A warning names bad rows (not JSON, a missing field, an empty question) by file and line. Raises DataError when they
+    are more than max_bad_share of the rows that pass the filters, or when no row passes, and ConfigError for a path
+    without data.
     """
     source = resolve(source)
     pattern = _compiled(source.answer_pattern)
@@ -79,8 +80,11 @@ def read_problems(source: PromptSet) -> list[Problem]:
 
 
 def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
-    """As `read_problems`, of rows that `read` understands: it gives a row's values, None for a row to pass over, and raises DataError
-    for a bad one. Of `source` only where the rows are, limit and max_bad_share count."""
+    """Returns problems as `read_problems` does, but `read` turns each row into its values.
+
+    `read` returns None for a row to pass over and raises DataError for a bad one. Of `source` only path, split, subset,
+    limit and max_bad_share are used.
+    """
     problems: list[Problem] = []
     bad: list[_BadRow] = []
     count = total = 0
@@ -96,14 +100,18 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
         total += values is not None or why is not None
     if not total:
         raise DataError(
-            f"none of the {count} rows of {source.path} passes the filters {source.filters}: look at data.filters and data.path"
+            f"none of the {count} rows of {source.path} passes the filters {source.filters}: look at data.filters and "
+            "data.path"
         )
     _refuse(bad, total, source.max_bad_share, source.path)
     return problems
 
 
 def read_pairs(data: SftData, *, split: str = "train") -> list[tuple[str, str]]:
-    """Prompt/response texts of data.train, by the same rules. [N] pairs. `split` counts where the path is a directory or data set."""
+    """Returns the (prompt, response) texts of data.train, by the same rules as `read_problems`.
+
+    `split` is used where the path is a directory or a data set.
+    """
     pairs: list[tuple[str, str]] = []
     bad: list[_BadRow] = []
     for where, row in _rows(data.train, split, None):
@@ -122,10 +130,11 @@ def read_pairs(data: SftData, *, split: str = "train") -> list[tuple[str, str]]:
 
 
 class PromptReader:
-    """An endless, deterministic stream of prompts over problems: every epoch once through all of them, in its own order.
+    """An endless, deterministic stream of prompts over problems.
 
-    `encode` turns a problem's values into prompt tokens, when the problem's turn comes. Prompts over `max_prompt_tokens` are dropped
-    and counted in `dropped` (again in every epoch). A prompt's id is `epoch/row`. The place in the stream is `state_dict()`.
+    Every epoch goes once through all of them, in its own order. `encode` turns a problem's values into prompt tokens,
+    once the stream reaches the problem. Prompts over `max_prompt_tokens` are dropped and counted in `dropped`, again in
+    every epoch. A prompt's id is `epoch/row`. `state_dict()` is the place in the stream.
     """
 
     def __init__(
@@ -145,13 +154,13 @@ class PromptReader:
         self._order = self._order_of(0)
 
     def restarted(self) -> PromptReader:
-        """A reader over the same data, at its beginning."""
+        """Returns a new reader over the same data, at its beginning."""
         return PromptReader(
             self._problems, self._encode, seed=self._seed, shuffle=self._shuffle, max_prompt_tokens=self._max
         )
 
     def once(self, count: int) -> list[Prompt]:
-        """The first `count` prompts of the first epoch, each problem at most once; over-long ones are left out."""
+        """Returns the first `count` prompts of the first epoch, each problem at most once, without over-long ones."""
         problems = (self._problems[i] for i in self._order_of(0))
         kept = (p for p in ((problem, self._encode(problem.values)) for problem in problems) if len(p[1]) <= self._max)
         return [
@@ -160,7 +169,7 @@ class PromptReader:
         ]
 
     def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts. Raises DataError when a whole epoch gives none that fits."""
+        """Returns the next `count` prompts. Raises DataError when a whole epoch gives none that fits."""
         out: list[Prompt] = []
         misses = 0
         while len(out) < count:
@@ -168,7 +177,7 @@ class PromptReader:
             tokens = self._encode(problem.values)
             if len(tokens) > self._max:
                 self.dropped, misses = self.dropped + 1, misses + 1
-                if misses >= 2 * len(self._problems) - 1:  # so many in a row hold a whole epoch, wherever they begin
+                if misses >= 2 * len(self._problems) - 1:  # this many misses in a row include a whole epoch
                     raise DataError(
                         f"every prompt is longer than max_prompt_tokens = {self._max}, e.g. {len(tokens)}: raise it"
                     )
@@ -178,7 +187,7 @@ class PromptReader:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, as plain numbers and text."""
+        """Returns the place in the stream, as plain numbers and text."""
         place = {"epoch": self._epoch, "position": self._position, "dropped": self.dropped}
         return place | {"problems": len(self._problems), "digest": self._digest}
 
@@ -186,8 +195,9 @@ class PromptReader:
         """Goes to a saved place. Raises DataError when it was saved over other data."""
         if state["digest"] != self._digest:
             raise DataError(
-                f"the checkpoint was made over {state['problems']} problems, these are {len(self._problems)}, and rows, seed or shuffle "
-                "differ: put the data and run.seed back, or start a new run"
+                f"the checkpoint was made over {state['problems']} problems, these are {len(self._problems)}, and "
+                "rows, "
+                "seed or shuffle differ: put the data and run.seed back, or start a new run"
             )
         self._epoch, self._position, self.dropped = state["epoch"], state["position"], state["dropped"]
         self._order = self._order_of(self._epoch)
@@ -214,7 +224,10 @@ class PromptReader:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows as Parquet, whole or not at all. Columns are the keys of all rows together; null where a row has none."""
+    """Writes rows as Parquet, whole or not at all.
+
+    The columns are all rows' keys; a row without a key has null there.
+    """
     columns = dict.fromkeys(name for row in rows for name in row)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
@@ -223,7 +236,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _mapped(row: Mapping[str, Any], source: PromptSet, pattern: re.Pattern[str] | None) -> dict[str, Any]:
-    """A row in our names. Raises DataError saying what it lacks."""
+    """Returns a row's values under our field names. Raises DataError that says what the row lacks."""
     values = {name: _reach(row, key) for name, key in source.fields.items()}
     missing = [f"{name} (from {source.fields[name]!r})" for name, value in values.items() if isinstance(value, _Absent)]
     if missing:
@@ -252,7 +265,7 @@ def _mapped(row: Mapping[str, Any], source: PromptSet, pattern: re.Pattern[str] 
 def _understood(
     row: Mapping[str, Any], where: str, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 ) -> tuple[Mapping[str, Any] | None, _BadRow | None]:
-    """-> its values, or why it is bad; neither for a row to pass over."""
+    """Returns (values, None) for a good row, (None, the bad row) for a bad one, (None, None) for a row to pass over."""
     try:
         return read(row), None
     except DataError as error:
@@ -260,7 +273,7 @@ def _understood(
 
 
 def _text(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:
-    """The text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
+    """Returns the text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
     value = _reach(row, key)
     if numbers and isinstance(value, (int, float)) and math.isfinite(value):
         value = str(value)
@@ -289,7 +302,7 @@ def _compiled(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def _reach(row: Any, key: str) -> Any:
-    """Value at a dotted key; numbers index lists. _Absent when it is not there."""
+    """Returns the value at a dotted key, in which numbers index lists; _Absent when it is not there."""
     for part in key.split("."):
         if isinstance(row, Mapping) and part in row:
             row = row[part]
@@ -301,7 +314,10 @@ def _reach(row: Any, key: str) -> Any:
 
 
 def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of a file, a directory of files, or a Hugging Face data set. A row is a dict or a _BadRow."""
+    """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
+
+    A row is a dict or a _BadRow.
+    """
     place = Path(path)
     if place.is_file():
         yield from _file_rows(place)
@@ -317,7 +333,7 @@ def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]
 
 
 def _files_of(place: Path, split: str) -> list[Path]:
-    """Files of one split, as their names begin with it; all files where no name tells a split."""
+    """Returns the files whose names begin with the split; all files where no name begins with any split."""
 
     def belongs(file: Path, name: str) -> bool:
         return re.match(rf"{re.escape(name)}([-_.]|$)", file.stem) is not None
@@ -327,7 +343,8 @@ def _files_of(place: Path, split: str) -> list[Path]:
     others = [name for name in SPLITS if any(belongs(file, name) for file in files)]
     if others and not chosen:
         raise ConfigError(
-            f"{place} has no files of the split {split!r}; there are {', '.join(others)}: set split, or name the file itself"
+            f"{place} has no files of the split {split!r}; there are {', '.join(others)}: set split, or name the file "
+            "itself"
         )
     return chosen or files
 
@@ -361,7 +378,7 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
-    """Rows of a directory written by save_to_disk, of a local data set directory, or of a data set on the hub."""
+    """Yields rows of a directory that save_to_disk wrote, a local data set directory, or a data set on the hub."""
     try:
         import datasets
     except ImportError as error:
@@ -382,7 +399,8 @@ def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, 
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set ({error}): "
+            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set "
+            f"({error}): "
             "look at the three, and at the network when it is a hub name"
         ) from error
     number = 0

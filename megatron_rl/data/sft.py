@@ -1,4 +1,4 @@
-"""Prompt/response texts -> trajectories whose responses are trained (supervised fine-tuning)."""
+"""Turns prompt/response texts into rollouts whose responses are trained (supervised fine-tuning)."""
 
 from __future__ import annotations
 
@@ -6,40 +6,41 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.data.problems import DataError
 from megatron_rl.training.rollouts import tokenize
-from megatron_rl.types import Stop, Trajectory
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 
 _log = logging.getLogger(__name__)
 
 
-def sft_trajectories(
+def sft_rollouts(
     pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool, max_tokens: int
-) -> list[Trajectory]:
-    """Prompt and response are tokenised apart, so that the border is where generation will see it; loss on the response and its EOS.
+) -> list[Rollout]:
+    """Turns (prompt, response) texts into rollouts. The loss is on the response and its EOS token.
 
-    Pairs longer than `max_tokens` are dropped with a warning; raises DataError when none is left.
+    Prompt and response are tokenised apart, so that the border between them is the same as in generation. Pairs longer
+    than `max_tokens` are dropped with a warning. Raises DataError when none is left.
     """
     if append_eos and tokenizer.eos_token_id is None:
         raise DataError(
-            "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to false"
+            "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
+            "false"
         )
     end = [tokenizer.eos_token_id] if append_eos else []
-    out: list[Trajectory] = []
+    out: list[Rollout] = []
     for number, (prompt, response) in enumerate(pairs):
         start = tokenize(tokenizer, prompt)
         rest = tokenizer.encode(response, add_special_tokens=False) + end
         length = len(start) + len(rest)
         if length > max_tokens:
             continue
-        trainable = [False] * len(start) + [True] * len(rest)
-        ones = [float(t) for t in trainable]
+        spans = spans_of((len(start), Author.ENVIRONMENT, NO_VERSION), (len(rest), Author.POLICY, 0))
+        tokens = np.concatenate([np.asarray(start, np.int32), np.asarray(rest, np.int32)])
         out.append(
-            Trajectory(
-                group=str(number), tokens=start + rest, trainable=trainable, logprobs=[0.0] * length, version=0, stop=Stop.EOS,
-                advantages=ones,
-            )
-        )  # fmt: skip
+            Rollout(role="model", group=str(number), tokens=tokens, logprobs=np.zeros(length, np.float32), spans=spans)
+        )
     if len(out) < len(pairs):
         _log.warning(
             "%d of %d pairs are longer than data.max_tokens = %d and were dropped",

@@ -1,4 +1,4 @@
-"""What the pool needs of one server of rollouts, and the ways in which it can fail; HTTP that tells these apart."""
+"""The protocol of one server of rollouts, as a pool needs it, and the ways in which it can fail; HTTP that tells these apart."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import urllib3
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Completion, Sampling
-from megatron_rl.engines.guard import HEADER
 
 CONNECT_S = 5.0
 KEPT_S = 2.0  # an idle connection is used again: servers close theirs after five, perhaps while a request is on its way
@@ -23,10 +23,18 @@ CONNECTIONS = 1024  # kept, more are made and thrown away
 CONTROL_S = 60.0  # a control route's answer
 SHOWN = 400  # characters of a server's error text
 BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
+TOO_MANY_S = 1.0  # how long a server is left alone that got too many requests and does not say how long it wants
+
+
+REFUSED = "refuses the job's token: was it started by another run?"
 
 
 class ServerLost(RuntimeError):
-    """The server did not answer, or not sensibly: another one may."""
+    """The server did not answer, or not sensibly: another one may. `retry_after_s`: how long it asks to be left alone."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class RequestRefused(ValueError):
@@ -39,11 +47,16 @@ class Server(Protocol):
     url: str
 
     def ready(self) -> bool:
-        """Whether it answers now; raises nothing."""
+        """Tells whether it answers now; raises nothing."""
         ...
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
-        """`sampling.n` completions, each with its `versions`; one that a refit cut short has Stop.ABORTED."""
+    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+        """Returns `sampling.n` completions of [T] int32, each with its `versions`; one that a refit cut short has Stop.ABORTED. Sample j
+        draws by `seed` + j."""
+        ...
+
+    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+        """Returns for each [T] int32 the log-probs [T] float32 of its tokens under the model at temperature 1, 0 for the first."""
         ...
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
@@ -51,21 +64,22 @@ class Server(Protocol):
         ...
 
     def pause(self) -> None:
-        """Before a refit: no request writes tokens from here on, as `engine.pause` says."""
+        """Prepares for a refit: no request writes tokens from here on, as `engine.pause` says."""
         ...
 
     def update(self, version: int, wait_s: float) -> None:
-        """Takes part in the refit that comes within `wait_s`; returns when the weights are in, named so, and no old cache is left."""
+        """Takes part in the refit that comes within `wait_s`; returns when the weights are in, under this version, and no old cache is
+        left."""
         ...
 
     def resume(self) -> None: ...
 
     def version(self) -> int:
-        """Of its weights; -1 before the first refit."""
+        """Returns the version of its weights; -1 before the first refit."""
         ...
 
     def hang_up(self) -> None:
-        """From any thread: verbs under way in others raise ServerLost now."""
+        """Breaks off the verbs under way in other threads, which raise ServerLost now. May be called from any thread."""
         ...
 
     def close(self) -> None:
@@ -74,11 +88,12 @@ class Server(Protocol):
 
 
 class Http:
-    """JSON over HTTP to one server, with the job's token. Calls come from many threads."""
+    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Calls come from many threads."""
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
+        """`refused`: what is wrong, and the cure, when the server does not know who asks."""
         self.url = url.rstrip("/")
-        self._headers = {HEADER: token, "Content-Type": "application/json"}
+        self._headers, self._refused = dict(headers), refused
         self._base = urllib3.util.parse_url(self.url).path or ""
         self._pool = urllib3.connection_from_url(self.url, maxsize=CONNECTIONS)
         self._pool.ConnectionCls = _remembered(self._pool.ConnectionCls, self._remember)
@@ -88,24 +103,23 @@ class Http:
         self._closed = False
 
     def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True) -> Any:
-        """The answer's JSON, None for an empty one, or when what it `says` is of no interest. Raises ServerLost, RequestRefused, and
-        ConfigError for a wrong token."""
-        with self._open():
-            answer = self._request(method, path, body, timeout_s)
-        if answer.status == 401:
-            raise ConfigError(f"{self.url} refuses the job's token: was it started by another run?")
-        said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
-        if 400 <= answer.status < 500 and answer.status not in BUSY:
-            raise RequestRefused(said)
-        if not 200 <= answer.status < 300:
-            raise ServerLost(said)
+        """Sends `body` as JSON -> the answer's JSON; None for an empty answer, or when what it `says` is of no interest.
+
+        Raises ServerLost, RequestRefused, and ConfigError when the server does not know who asks.
+        """
+        data = None if body is None else json.dumps(body).encode()
+        answer = self._good(method, path, data, "application/json", timeout_s)
         try:
             return json.loads(answer.data) if says and answer.data else None
         except ValueError as error:  # neither text nor JSON
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
+    def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float) -> bytes:
+        """Posts bytes of a content type -> the answer's bytes. Raises as `call` does."""
+        return self._good("POST", path, body, kind, timeout_s).data
+
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
-        """Whether a GET gives a good answer now."""
+        """Tells whether a GET gives a good answer now."""
         try:
             self.call("GET", path, timeout_s=timeout_s)
         except (ServerLost, RequestRefused, ConfigError):
@@ -143,19 +157,30 @@ class Http:
             if last:
                 self._pool.close()
 
-    def _request(self, method: str, path: str, body: Any, timeout_s: float) -> urllib3.BaseHTTPResponse:
+    def _good(
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float
+    ) -> urllib3.BaseHTTPResponse:
+        """Returns an answer that says yes."""
+        with self._open():
+            answer = self._request(method, path, body, kind, timeout_s)
+        if answer.status == 401:
+            raise ConfigError(f"{self.url} {self._refused}")
+        said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
+        if 400 <= answer.status < 500 and answer.status not in BUSY:
+            raise RequestRefused(said)
+        if not 200 <= answer.status < 300:
+            raise ServerLost(said, retry_after_s=_retry_after_s(answer))
+        return answer
+
+    def _request(
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float
+    ) -> urllib3.BaseHTTPResponse:
         timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
-        data = None if body is None else json.dumps(body).encode()
         try:
             return self._pool.urlopen(
-                method,
-                self._base + path,
-                body=data,
-                headers=self._headers,
-                timeout=timeout,
-                retries=False,
-                redirect=False,
-            )
+                method, self._base + path, body=body, headers={**self._headers, "Content-Type": kind},
+                timeout=timeout, retries=False, redirect=False,
+            )  # fmt: skip
         except urllib3.exceptions.TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -171,7 +196,7 @@ class Http:
 
 
 def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
-    """A class of connections that tell their sockets, and are taken for dropped when they were idle for long."""
+    """Returns a class of connections that tell their sockets, and are taken for dropped when they were idle for long."""
 
     class Remembered(base):
         used = 0.0
@@ -197,6 +222,14 @@ def _break(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def _retry_after_s(answer: urllib3.BaseHTTPResponse) -> float:
+    """Returns how long a server asks to be left alone: by its header, if it has one in seconds."""
+    told = answer.headers.get("retry-after", "")
+    if told.isdigit():
+        return float(told)
+    return TOO_MANY_S if answer.status == 429 else 0.0
+
+
 def _shown(answer: urllib3.BaseHTTPResponse) -> str:
-    """The beginning of an answer's text, in one line."""
+    """Returns the beginning of an answer's text, in one line."""
     return " ".join(answer.data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.schema import Sglang
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling
-from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
 from megatron_rl.types import Stop
@@ -30,6 +32,7 @@ PAUSES = {
 }  # retracted requests go on with caches that the new weights write
 RESERVED = 5  # tokens that SGLang keeps free behind the longest prompt it takes
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+NOTHING = np.empty(0)
 
 
 def command(
@@ -69,7 +72,7 @@ def command(
 
 @dataclass(frozen=True)
 class _Facts:
-    """Of a server, from /server_info."""
+    """What a server says of itself at /server_info."""
 
     tp: int
     longest_prompt: int
@@ -80,7 +83,7 @@ class _Facts:
 class SglangServer:
     """Implements server.Server. Verified with SGLang 0.5.23 on stubbed kernels (docs/engines_sglang.md).
 
-    Seeds are heeded by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all.
+    Its answers are JSON of its own route: it has no extension point for another one that speaks bytes. Seeds are heeded by a server with `--enable-deterministic-inference` (engine.args) alone; others draw from one stream for all.
     Under top_p, top_k or min_p log-probs need top_k, of at most what `--sampling-mask-max-tokens` says: of the rest SGLang tells only
     what the model thought before the truncation.
     """
@@ -89,14 +92,14 @@ class SglangServer:
         self, url: str, token: str, settings: Sglang, *, ends: Collection[int], vocab: int, refit_timeout_s: float
     ) -> None:
         """`ends`: the model's end-of-sequence tokens. `vocab`: how many tokens it has."""
-        self._http, self.url = Http(url, token), url
+        self._http, self.url = Http(url, {HEADER: token}), url
         self._pause, self._refit_timeout_s = settings.pause, refit_timeout_s
         self._ends, self._vocab = frozenset(ends), vocab
         self._known: _Facts | None = None
         self._change, self._under_way = threading.Condition(), 0
 
     def ready(self) -> bool:
-        """By /ping: /health would say no while a refit or a pause holds the scheduler."""
+        """Asks /ping: /health would say no while a refit or a pause holds the scheduler."""
         return self._http.answers("/ping")
 
     def hang_up(self) -> None:
@@ -105,27 +108,40 @@ class SglangServer:
     def close(self) -> None:
         self._http.close()
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
         """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs SGLang does not tell.
         A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty."""
         sampler.check(sampling)
-        if not prompt or not all(
-            0 <= token < self._vocab for token in prompt
-        ):  # SGLang dies of such a token, or takes it
-            raise RequestRefused(
-                f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {list(prompt[:10])} ..."
-            )
+        self._check_tokens(prompt)
         facts = self._facts()
         if len(prompt) >= facts.longest_prompt:
-            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH) for _ in range(sampling.n)]
+            return [Completion(tokens=NOTHING, logprobs=NOTHING, stop=Stop.LENGTH)] * sampling.n
         n = 1 if sampling.temperature == 0 else sampling.n
-        body = self._request(list(prompt), sampling, n, seed, facts)
-        with self._counted():
-            answers = self._http.call("POST", "/generate", body, timeout_s=timeout_s)
-        answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != n:
-            raise ServerLost(f"{self.url} sent {len(answers)} completions, not {n}")
-        return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
+        answers = self._ask(self._request(prompt.tolist(), sampling, n, seed, facts), n, timeout_s)
+        with self._understood():
+            return [self._completion(answer, sampling) for answer in answers] * (sampling.n // n)
+
+    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+        """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is a few tokens
+        shorter than the context."""
+        longest = self._facts().longest_prompt
+        for tokens in sequences:
+            self._check_tokens(tokens)
+            if len(tokens) > longest:
+                raise RequestRefused(
+                    f"a sequence of {len(tokens)} tokens: {self.url} scores at most {longest}; raise engine.max_model_len"
+                )
+        body = {
+            "input_ids": [tokens.tolist() for tokens in sequences],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = self._ask(body, len(sequences), timeout_s)
+        with self._understood():
+            return [
+                self._scores(answer["meta_info"], tokens) for answer, tokens in zip(answers, sequences, strict=True)
+            ]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
@@ -183,22 +199,57 @@ class SglangServer:
             "sampling_params": parameters | {"n": n},
         }  # the prompt is worked through once for all n
 
+    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[Mapping[str, Any]]:
+        with self._counted():
+            answers = self._http.call("POST", "/generate", body, timeout_s=timeout_s)
+        answers = answers if isinstance(answers, list) else [answers]
+        if len(answers) != count:
+            raise ServerLost(f"{self.url} sent {len(answers)} completions, not {count}")
+        return answers
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        """Raises RequestRefused for what SGLang would die of, or take."""
+        if not len(tokens) or tokens.min() < 0 or tokens.max() >= self._vocab:
+            raise RequestRefused(
+                f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
+            )
+
     def _completion(self, answer: Mapping[str, Any], sampling: Sampling) -> Completion:
         tokens, about = answer["output_ids"], answer["meta_info"]
-        scaled = [
-            entry[0] for entry in about.get("output_token_logprobs") or []
-        ]  # after temperature, before truncation; greedy: at 1
-        drawn = about.get("output_token_sampling_logprobs") or [] if _truncated(sampling) else scaled
+        scaled = _first_of(about.get("output_token_logprobs"))  # after temperature, before truncation; greedy: at 1
+        drawn = np.array(about.get("output_token_sampling_logprobs") or []) if _truncated(sampling) else scaled
         if not len(tokens) == len(scaled) == len(drawn):
             raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
+        self._check_finite(scaled, drawn)
         greedy = sampling.temperature == 0
         return Completion(
             tokens=tokens,
-            logprobs=[0.0] * len(tokens) if greedy else drawn,  # greedy decoding draws from a point mass
+            logprobs=np.zeros(len(tokens)) if greedy else drawn,  # greedy decoding draws from a point mass
             stop=self._stop(about["finish_reason"], sampling),
             model_logprobs=scaled if greedy or sampling.temperature == 1 else None,
             versions=[(span["start"], _version(span["version"])) for span in about.get("weight_versions") or []],
         )
+
+    def _scores(self, about: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+        told = _first_of((about.get("input_token_logprobs") or [])[1:])  # nothing is told of the first token
+        if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
+            raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
+        self._check_finite(told)
+        return np.concatenate([np.zeros(1, np.float32), told])
+
+    def _check_finite(self, *logprobs: np.ndarray) -> None:
+        if not all(np.isfinite(each).all() for each in logprobs):
+            raise ServerLost(f"{self.url} sent log-probs that are not numbers: are the weights?")
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Takes an answer of another shape than SGLang's for none at all."""
+        try:
+            yield
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerLost(
+                f"{self.url} sent an answer that is not SGLang's: {type(error).__name__} {error}"
+            ) from error
 
     def _stop(self, reason: Mapping[str, Any], sampling: Sampling) -> Stop:
         match reason["type"], reason.get("matched"):
@@ -274,6 +325,11 @@ class SglangServer:
         return self._known
 
 
+def _first_of(entries: Sequence[Sequence[Any]] | None) -> np.ndarray:
+    """Turns [T] of [log-prob, token, text] into [T] float32."""
+    return np.array(entries, object)[:, 0].astype(np.float32) if entries else np.empty(0, np.float32)
+
+
 def _truncated(sampling: Sampling) -> bool:
     return sampling.temperature > 0 and (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0)
 
@@ -284,7 +340,7 @@ def _version(text: str) -> int:
 
 
 def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
-    """How many tokens' keys and values engine.kv_cache_gib holds."""
+    """Returns how many tokens' keys and values engine.kv_cache_gib holds."""
     sizes = hf.read_architecture(model)
     bytes_of_one = 2 * sizes.num_layers * max(sizes.kv_heads, settings.tp) * sizes.head_dim * ITEM_BYTES[dtype]
     return int(settings.kv_cache_gib * 2**30) // bytes_of_one

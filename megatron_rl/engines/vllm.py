@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config.schema import ConfigError, Strategy, Vllm
-from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling, Tandem
-from megatron_rl.engines.guard import TOKEN_FILE
+from megatron_rl.engines import frames, sampler
+from megatron_rl.engines.base import Completion, Sampling, TandemSampling
+from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
 from megatron_rl.engines.vllm_route import PATH as GENERATE
+from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
 from megatron_rl.types import Stop
 
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
 ARCHITECTURE = "MegatronRlTandem"
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+NOTHING = np.empty(0)
 Boundaries = Callable[[Strategy], frozenset[int]]
 
 
@@ -44,7 +41,7 @@ def command(
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host, "--port", str(port),
         "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
-        "--middleware", "megatron_rl.engines.vllm_route.Generate",
+        "--middleware", "megatron_rl.engines.vllm_route.Routes",
         "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
         "--worker-extension-cls", "megatron_rl.engines.vllm_worker.Extension",
         "--weight-transfer-config", json.dumps({"backend": "megatron_rl"}),
@@ -109,8 +106,8 @@ class VllmServer:
         self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float,
         boundaries: Boundaries | None = None,
     ) -> None:  # fmt: skip
-        """`ends`: the model's end-of-sequence tokens. `boundaries`: of a tandem's strategies."""
-        self._http, self.url = Http(url, token), url
+        """`ends`: the model's end-of-sequence tokens. `boundaries`: gives those of a tandem's strategies."""
+        self._http, self.url = Http(url, {HEADER: token}), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
         self._ends = frozenset(ends)
         self._context: int | None = None
@@ -120,13 +117,14 @@ class VllmServer:
     def ready(self) -> bool:
         return self._http.answers("/health")
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
         """See server.Server. Raises ValueError for impossible sampling settings. A prompt that fills the context comes back empty."""
         sampler.check(sampling)
         room = self._room() - len(prompt)
         if room <= 0:
-            authors = None if sampling.tandem is None else []
-            return [Completion(tokens=[], logprobs=[], stop=Stop.LENGTH, authors=authors) for _ in range(sampling.n)]
+            authors = None if sampling.tandem is None else NOTHING
+            empty = Completion(tokens=NOTHING, logprobs=NOTHING, stop=Stop.LENGTH, authors=authors)
+            return [empty] * sampling.n
         if sampling.tandem is not None:
             self._agree(sampling.tandem.rule.strategy)
         at_once = self._at_once if sampling.temperature > 0 else 1  # vLLM draws a greedy answer once
@@ -136,6 +134,17 @@ class VllmServer:
         while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
             out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
         return out
+
+    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+        """See server.Server. vLLM reads nothing from its prefix cache for it."""
+        lengths = [len(tokens) for tokens in sequences]
+        _, found = self._exchange(SCORE, lengths, np.concatenate(sequences), timeout_s)
+        with self._understood():
+            logprobs = found["logprobs"].copy()
+        if len(logprobs) != sum(lengths):
+            raise ServerLost(f"{self.url} sent {len(logprobs)} log-probs for {sum(lengths)} tokens")
+        _check_finite(logprobs)
+        return np.split(logprobs, np.cumsum(lengths)[:-1])
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         self._post(
@@ -171,12 +180,24 @@ class VllmServer:
         self._http.close()
 
     def _draw(
-        self, prompt: Sequence[int], sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
+        self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
     ) -> list[Completion]:
-        greedy = (
-            sampling.temperature == 0
-        )  # truncation would not change its tokens, but the log-probs that stand for the model's
-        parameters = {
+        parameters = self._parameters(sampling, n, seed, room)
+        choices, arrays = self._exchange(GENERATE, parameters, prompt, timeout_s)
+        with self._understood():
+            completions = [
+                _completion(choice, part, sampling, self._ends, len(prompt)) for choice, part in _parts(choices, arrays)
+            ]
+        if len(completions) != n:
+            raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
+        if sampling.tandem is not None:
+            return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
+        return completions
+
+    def _parameters(self, sampling: Sampling, n: int, seed: int, room: int) -> dict[str, Any]:
+        """Returns vLLM's sampling parameters."""
+        greedy = sampling.temperature == 0  # truncation would not change its tokens, but the model's log-probs
+        parameters: dict[str, Any] = {
             "n": n,
             "max_tokens": min(sampling.max_tokens, room),
             "temperature": sampling.temperature,
@@ -191,29 +212,29 @@ class VllmServer:
             "include_stop_str_in_output": True,
         }
         if sampling.tandem is not None:
-            settings = asdict(replace(sampling.tandem, junior_weight=0.0))
+            settings = asdict(sampling.tandem)
             parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
-        body = {"token_ids": list(prompt), "sampling_params": parameters}
-        answer = self._http.call("POST", GENERATE, body, timeout_s=timeout_s)
-        with self._understood():
-            completions = [
-                _completion(c, sampling, self._ends, len(prompt))
-                for c in sorted(answer["choices"], key=lambda c: c["index"])
-            ]
-        if len(completions) != n:
-            raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
-        if sampling.tandem is not None:
-            return [self._with_authors(c, sampling.tandem, prompt, seed + j) for j, c in enumerate(completions)]
-        return completions
+        return parameters
 
-    def _with_authors(self, completion: Completion, tandem: Tandem, prompt: Sequence[int], seed: int) -> Completion:
+    def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float) -> tuple[Any, frames.Arrays]:
+        """Sends tokens and what is said about them -> what the answer says, and its arrays."""
+        body = frames.pack(about, {"tokens": tokens})
+        answer = self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s)
+        with self._understood():
+            return frames.unpack(answer)
+
+    def _with_authors(
+        self, completion: Completion, tandem: TandemSampling, prompt: np.ndarray, seed: int
+    ) -> Completion:
         """vLLM's answers have no room for authors: they are a function of seed and tokens, and are worked out again."""
-        before, ids = list(prompt[len(prompt) - tandem.written :]), self._agreed[tandem.rule.strategy]
-        authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, before + completion.tokens)
-        return replace(completion, authors=authors[len(before) :])
+        before, ids = prompt[len(prompt) - tandem.written :], self._agreed[tandem.rule.strategy]
+        written = np.concatenate([before, completion.tokens]).tolist()
+        authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, written)
+        return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
     def _agree(self, strategy: Strategy) -> None:
-        """Once: the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is asked."""
+        """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would ignore what is
+        asked."""
         if strategy in self._agreed:
             return
         if self._boundaries is None:
@@ -228,11 +249,11 @@ class VllmServer:
             )
         self._agreed[strategy] = ids
 
-    def _post(self, path: str, body: Any, **options: float) -> None:
-        self._http.call("POST", path, body, **options)
+    def _post(self, path: str, body: Any, *, timeout_s: float = CONTROL_S) -> None:
+        self._http.call("POST", path, body, timeout_s=timeout_s)
 
     def _room(self) -> int:
-        """Tokens that fit into the server's context."""
+        """Returns how many tokens fit into the server's context."""
         if self._context is None:
             answer = self._http.call("GET", "/v1/models")
             with self._understood():
@@ -241,39 +262,57 @@ class VllmServer:
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:
-        """JSON of another shape than vLLM's is as bad as none."""
+        """Takes an answer of another shape than vLLM's for none at all."""
         try:
             yield
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerLost(f"{self.url} sent an answer that is not vLLM's: {type(error).__name__} {error}") from error
 
 
-def _completion(choice: Mapping[str, Any], sampling: Sampling, ends: Collection[int], prompt: int) -> Completion:
-    tokens = [int(token) for token in choice["token_ids"]]
-    told = [float(logprob) for logprob in choice["logprobs"]] if sampling.logprobs else None
-    logprobs = [math.nan] * len(tokens) if told is None else told
-    if len(logprobs) != len(tokens):
-        raise ServerLost(f"vLLM sent {len(logprobs)} log-probs for {len(tokens)} tokens")
-    if told is not None and not all(map(math.isfinite, told)):
-        raise ServerLost("vLLM sent log-probs that are not numbers: are the weights?")
+def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:
+    """Yields each choice with its own part of the arrays. Raises ValueError for parts that do not fill them."""
+    kept = {name: arrays[name] for name in ("tokens", "logprobs", "experts") if name in arrays}
+    rows = {name: "expert_rows" if name == "experts" else "length" for name in kept}
+    begins = dict.fromkeys(kept, 0)
+    for choice in choices:
+        part = {}
+        for name, array in kept.items():
+            end = begins[name] + int(choice[rows[name]])
+            part[name] = array[begins[name] : end].copy()  # without the rest of the answer, and writable
+            begins[name] = end
+        yield choice, part
+    if any(begins[name] != len(array) for name, array in kept.items()):
+        raise ValueError(f"its choices have {begins} rows, its arrays { ({n: len(a) for n, a in kept.items()}) }")
+
+
+def _completion(
+    choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, ends: Collection[int], prompt: int
+) -> Completion:
+    tokens = part["tokens"]
+    told = part["logprobs"] if sampling.logprobs else None
+    if told is not None:
+        _check_finite(told)
     plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     greedy = sampling.temperature == 0
+    if greedy:
+        logprobs = np.zeros(len(tokens), np.float32)  # greedy decoding draws from a point mass
+    else:
+        logprobs = np.full(len(tokens), np.nan, np.float32) if told is None else told
+    experts = part.get("experts")
     return Completion(
         tokens=tokens,
-        logprobs=[0.0] * len(tokens) if greedy else logprobs,  # greedy decoding draws from a point mass
+        logprobs=logprobs,
         stop=_stop(choice, ends),
         model_logprobs=told if plain or greedy else None,
-        experts=_experts(choice["routed_experts"], prompt + len(tokens) - 1),
+        # Not those of which the server has not all, as after an abort.
+        experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
         versions=[(start, _version(version)) for start, version in choice["weight_versions"]],
     )
 
 
-def _experts(text: str | None, rows: int) -> Tensor | None:
-    """The server's .npy file in base64 -> [rows, layers, k]; None where it has not all of them, as after an abort."""
-    if text is None:
-        return None
-    found = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return torch.from_numpy(found.astype(np.int16)) if found.ndim == 3 and len(found) == rows else None
+def _check_finite(logprobs: np.ndarray) -> None:
+    if not np.isfinite(logprobs).all():
+        raise ServerLost("vLLM sent log-probs that are not numbers: are the weights?")
 
 
 def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:

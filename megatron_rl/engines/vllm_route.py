@@ -1,8 +1,8 @@
-"""The route of a vLLM server that rollouts are asked of: tokens in, tokens and their log-probs out.
+"""The routes of a vLLM server that rollouts are asked of and scored by: tokens in, tokens and log-probs out, as bytes.
 
 vLLM has such a route (`/inference/v1/generate`). What the web layer around it costs (validation, an object for every token, metrics of
-routes) is more than the engine's own work for short completions of a small model (docs/benchmarks.md), so this one goes past it to the
-engine client, which is public and does its own checks. It is
+routes) is more than the engine's own work for short completions of a small model (docs/benchmarks.md), so these go past it to the
+engine client, which is public and does its own checks. They are
 middleware, an extension point of vLLM's: `--middleware`. Runs inside the server: torch and the rest of this project are not imported.
 """
 
@@ -14,18 +14,24 @@ import json
 import logging
 from typing import Any
 
+import numpy as np
+
+from megatron_rl.engines.frames import KIND, Arrays, pack, unpack
 from megatron_rl.engines.guard import Application, Message, Receive, Send
 
-PATH = "/megatron_rl/generate"
+PATH, SCORE_PATH = "/megatron_rl/generate", "/megatron_rl/score"
 _log = logging.getLogger("vllm.megatron_rl.route")  # below vLLM's, which writes
+Answer = tuple[int, bytes]  # status, and a frame (200) or an error as JSON
 
 
-class Generate:
-    """An ASGI application around another: answers PATH, hands on what else comes.
+class Routes:
+    """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames (engines/frames.py).
 
-    Body: `{"token_ids": [...], "sampling_params": {...}}`, vLLM's names. Answer: `{"choices": [...]}`, one for each of the n samples:
-    `index`, `token_ids`, `logprobs` of the sampled tokens (null when not asked for), `finish_reason`, `stop_reason`, `weight_versions` as
-    `[first token, version]`, `routed_experts` (null, or an .npy file in base64). Status 400 for what the engine refuses.
+    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters. It answers with the n samples one after the other:
+    `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows, layers, k] where the server
+    tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`, `stop_reason`, `weight_versions` as [first token, version].
+    SCORE_PATH takes `tokens` of sequences one after the other and their lengths; it answers with `logprobs` float32 in the same order, those of the
+    model at temperature 1, 0 for the first of each. Status 400 for what the engine refuses.
     """
 
     def __init__(self, app: Application) -> None:
@@ -33,12 +39,13 @@ class Generate:
         self._numbers = itertools.count()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] != "http" or scope["path"] not in (PATH, SCORE_PATH):
             return await self._app(scope, receive, send)
         body = await _read(receive)
         if body is None:
             return None
-        work = asyncio.create_task(self._answer(scope["app"].state.engine_client, body))
+        verb = self._generate if scope["path"] == PATH else self._score
+        work = asyncio.create_task(_answer(verb(scope["app"].state.engine_client, body)))
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -47,60 +54,109 @@ class Generate:
         finally:
             gone.cancel()
             work.cancel()
-        status, answer = work.result()
-        content = json.dumps(answer).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        status, content = work.result()
+        kind = KIND if status == 200 else "application/json"
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _answer(self, engine: Any, body: bytes) -> tuple[int, Any]:
-        """-> status, and what the answer says."""
+    async def _generate(self, engine: Any, body: bytes) -> bytes:
+        parameters, tokens = _unpacked(body)
+        result = await self._ask(engine, tokens.tolist(), parameters)
+        return pack(*_told(sorted(result.outputs, key=lambda output: output.index)))
+
+    async def _score(self, engine: Any, body: bytes) -> bytes:
+        lengths, tokens = _unpacked(body)
+        sequences = np.split(tokens, np.cumsum(lengths)[:-1])
+        scores = await asyncio.gather(*(self._score_one(engine, sequence.tolist()) for sequence in sequences))
+        return pack(None, {"logprobs": np.concatenate([np.empty(0, np.float32), *scores])})
+
+    async def _score_one(self, engine: Any, tokens: list[int]) -> np.ndarray:
+        """Returns [T] float32. The last token is not part of the prompt, so that a sequence may fill the context: it is one of the tokens
+        whose log-probs the one draw tells."""
+        if len(tokens) < 2:
+            return np.zeros(len(tokens), np.float32)
+        *prompt, last = tokens
+        asked = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": 0, "logprob_token_ids": [last], "detokenize": False}
+        result = await self._ask(engine, prompt, asked)
+        drawn, told = result.outputs[0].logprobs, result.prompt_logprobs
+        if len(told.logprobs) != len(prompt) - 1 or last not in drawn.token_ids:
+            raise RuntimeError(f"the engine told {len(told.logprobs)} log-probs of a prompt of {len(prompt)} tokens")
+        return np.array([0.0, *told.logprobs, drawn.logprobs[drawn.token_ids.index(last)]], np.float32)
+
+    async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any]) -> Any:
+        """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""
         from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         try:
-            asked = json.loads(body)
-            params = SamplingParams(
-                **asked["sampling_params"], output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True
-            )
-            prompt = tokens_input(asked["token_ids"])
-        except (KeyError, TypeError, ValueError, VLLMClientError) as error:
-            return _error(400, error)
+            params = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
+            inputs = tokens_input(prompt)
+        except (TypeError, ValueError, VLLMClientError) as error:
+            raise _Refused(f"{type(error).__name__}: {error}") from error
         try:
-            (result,) = [result async for result in engine.generate(prompt, params, f"rollout-{next(self._numbers)}")]
+            (result,) = [one async for one in engine.generate(inputs, params, f"rollout-{next(self._numbers)}")]
         except VLLMClientError as error:
-            return _error(400, error)
-        except Exception as error:  # whatever it is, the client must hear of it
-            _log.exception("a request for rollouts failed")
-            return _error(500, error.__cause__ or error)  # vLLM's own wrapper has no text
+            raise _Refused(f"{type(error).__name__}: {error}") from error
         if any(output.finish_reason == "error" for output in result.outputs):
-            _log.error("the engine ended request %s with an error", result.request_id)
-            return 500, {"error": "the engine ended the request with an error: see the server's log"}
-        return 200, {"choices": [_choice(output) for output in result.outputs]}
+            raise RuntimeError(f"the engine ended request {result.request_id} with an error: see the server's log")
+        return result
 
 
-def _error(status: int, error: BaseException) -> tuple[int, Any]:
-    return status, {"error": f"{type(error).__name__}: {error}"}
+class _Refused(Exception):
+    """The request is wrong; the message says why."""
 
 
-def _choice(output: Any) -> dict[str, Any]:
-    from vllm.utils.serial_utils import numpy2base64
+async def _answer(verb: Any) -> Answer:
+    """Awaits what a verb gives -> the answer, also of one that fails: the client must hear of it, whatever it is."""
+    try:
+        return 200, await verb
+    except _Refused as error:
+        return 400, _error(str(error))
+    except Exception as error:
+        _log.exception("a request for rollouts failed")
+        cause = error.__cause__ or error  # vLLM's own wrapper has no text
+        return 500, _error(f"{type(cause).__name__}: {cause}")
 
-    return {
-        "index": output.index,
-        "token_ids": list(output.token_ids),
-        "logprobs": None if output.logprobs is None else list(output.logprobs.logprobs),  # one a token: `logprobs` is 0
-        "finish_reason": output.finish_reason,
-        "stop_reason": output.stop_reason,
-        "weight_versions": [[span.start, span.version] for span in output.weight_versions or []],
-        "routed_experts": None if output.routed_experts is None else numpy2base64(output.routed_experts),
-    }
+
+def _error(text: str) -> bytes:
+    return json.dumps({"error": text}).encode()
+
+
+def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
+    """Returns what a request's frame says about its tokens, and these. Raises _Refused."""
+    try:
+        about, arrays = unpack(body)
+        return about, arrays["tokens"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _Refused(f"{type(error).__name__}: {error}") from error
+
+
+def _told(outputs: list[Any]) -> tuple[list[dict[str, Any]], Arrays]:
+    """Returns what an answer tells of the samples, and their arrays."""
+    arrays: Arrays = {"tokens": np.concatenate([np.array(output.token_ids, np.int32) for output in outputs])}
+    if all(output.logprobs is not None for output in outputs):  # one a token: `logprobs` is 0
+        arrays["logprobs"] = np.concatenate([np.array(output.logprobs.logprobs, np.float32) for output in outputs])
+    experts = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    if experts:
+        arrays["experts"] = np.concatenate(experts).astype(np.int16)
+    about = [
+        {
+            "length": len(output.token_ids),
+            "expert_rows": 0 if output.routed_experts is None else len(output.routed_experts),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "weight_versions": [[span.start, span.version] for span in output.weight_versions or []],
+        }
+        for output in outputs
+    ]
+    return about, arrays
 
 
 async def _read(receive: Receive) -> bytes | None:
-    """A request's body, None when whoever sent it is gone."""
+    """Returns a request's body, None when whoever sent it is gone."""
     parts = []
     while True:
         message = await receive()

@@ -1,1 +1,1 @@
-"""Measuring trained models: benchmarks, estimators, hand-off, legibility, verifiers, and the report of it all."""
+"""Measures trained models: benchmarks, estimators, hand-off, legibility, verifiers, and the reports about them."""

@@ -1,4 +1,4 @@
-"""The benchmarks by name: where their rows are, how a row becomes a question and an answer, and who grades it."""
+"""Lists the benchmarks by name: where their rows are, how a row becomes a question and an answer, and its grader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.problems import DataError, Problem, read_rows
 from megatron_rl.rewards.tags import boxed
 
-Row = Mapping[str, Any]
+DataRow = Mapping[str, Any]
 Values = Mapping[str, Any]
 
 MATH = "megatron_rl.rewards.math_answer:grade"
@@ -21,63 +21,34 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
-TANGO, GENERAL = "tango_generator", "tango_general"  # the paper's prompt, and that for everything but mathematics
-TABLE_ROWS = 400  # of a table that a question shows
+TANGO, GENERAL = "tango_generator", "tango_general"  # templates: the paper's, and one for other things than mathematics
+TABLE_ROWS = 400  # most rows of a table that a question shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """A set of problems for a generator or, where `judged`, of solutions for a verifier."""
+    """A named set of problems for a generator or, where `judged`, of solutions for a verifier."""
 
     name: str
     title: str
     hub: str  # the data set on the Hugging Face hub
-    read: Callable[
-        [Row], Values | None
-    ]  # a row's question, answer and what else its grader wants; None: not one of the set
+    # Turns a row into its question, answer and what else the grader wants; None for a row that is not in the set.
+    read: Callable[[DataRow], Values | None]
     grader: str = MATH
     template: str = TANGO
     split: str = "test"
     subset: str | None = None
-    folder: str | None = None  # of the local files; null: the name
+    folder: str | None = None  # name of the local files or their folder; None: the benchmark's name
     judged: bool = False
 
 
 def benchmarks() -> dict[str, Benchmark]:
-    """By name."""
-    maths = [
-        Benchmark(name="math500", title="MATH-500", hub="HuggingFaceH4/MATH-500", read=_plain),
-        Benchmark(name="aime24", title="AIME 2024", hub="Maxwell-Jia/AIME_2024", read=_plain, split="train"),
-        Benchmark(name="aime25", title="AIME 2025", hub="yentinglin/aime_2025", read=_plain, split="train"),
-        Benchmark(name="aime26", title="AIME 2026", hub="MathArena/aime_2026", read=_plain, split="train"),
-        Benchmark(name="amc23", title="AMC 2023", hub="math-ai/amc23", read=_plain),
-        Benchmark(name="minerva_math", title="Minerva", hub="math-ai/minervamath", read=_plain),
-        Benchmark(
-            name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"
-        ),
-        Benchmark(name="gsm8k", title="GSM8K", hub="openai/gsm8k", read=_gsm8k, subset="main"),
-        Benchmark(name="svamp", title="SVAMP", hub="ChilleD/SVAMP", read=_svamp),
-    ]
-    others = [
-        Benchmark(name="boardgameqa", title="BoardgameQA", hub="tasksource/Boardgame-QA", read=_boardgame, grader=LABEL, template=GENERAL),
-        Benchmark(name="cruxeval", title="CRUXEval (output)", hub="cruxeval-org/cruxeval", read=_crux_output, grader=CODE_OUTPUT,
-                  template=GENERAL),
-        Benchmark(name="cruxeval_input", title="CRUXEval (input)", hub="cruxeval-org/cruxeval", read=_crux_input, grader=CODE_INPUT,
-                  template=GENERAL, folder="cruxeval"),
-        Benchmark(name="strategyqa", title="StrategyQA", hub="ChilleD/StrategyQA", read=_strategy, grader=LABEL, template=GENERAL),
-        Benchmark(name="tablebench", title="TableBench", hub="Multilingual-Multimodal-NLP/TableBench", read=_table, grader=SHORT,
-                  template=GENERAL),
-    ]  # fmt: skip
-    judged = [
-        Benchmark(name=f"processbench_{subset}", title=f"ProcessBench {title}", hub="Qwen/ProcessBench", read=solution, split=subset,
-                  folder="processbench", template="tango_verifier", judged=True)
-        for subset, title in (("gsm8k", "GSM8K"), ("math", "MATH"), ("olympiadbench", "OlympiadBench"), ("omnimath", "Omni-MATH"))
-    ]  # fmt: skip
-    return {b.name: b for b in [*maths, *others, *judged]}
+    """Returns all benchmarks by name."""
+    return {found.name: found for found in [*_mathematics(), *_other_problems(), *_solutions()]}
 
 
 def benchmark(name: str) -> Benchmark:
-    """Raises ConfigError for an unknown name."""
+    """Returns the benchmark with this name. Raises ConfigError for an unknown one."""
     table = benchmarks()
     if name not in table:
         raise ConfigError(
@@ -87,9 +58,9 @@ def benchmark(name: str) -> Benchmark:
 
 
 def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = None) -> PromptSet:
-    """Where its rows are: data_dir/NAME (a folder), data_dir/NAME.jsonl or .parquet; without a data_dir the hub.
+    """Returns where a benchmark's rows are: NAME (a folder), NAME.jsonl or NAME.parquet in data_dir.
 
-    Raises ConfigError when data_dir has none of these.
+    Without a data_dir they are on the hub. Raises ConfigError when data_dir has none of these.
     """
     if data_dir is None:
         return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit)
@@ -98,7 +69,8 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     place = next((p for p in places if p.exists()), None)
     if place is None:
         raise ConfigError(
-            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for the hub"
+            f"{data_dir} has no {found.name}: give one of {', '.join(str(p) for p in places)}, or data_dir null for "
+            "the hub"
         )
     tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
@@ -106,14 +78,15 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
 
 
 def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
-    """All its problems. Raises as data.read_rows does."""
+    """Reads all problems of a benchmark. Raises what data.problems.read_rows raises."""
     return read_rows(source, found.read)
 
 
-def solution(row: Row) -> Values:
-    """A solution for a verifier: question, steps, and `label`, the first wrong step (from 0; -1: none), or all `step_labels`.
+def solution(row: DataRow) -> Values:
+    """Reads a solution for a verifier: question, steps, and `label`, the first wrong step (from 0; -1: none).
 
-    `correct` is whether its final answer is right; without such a field, whether no step is wrong.
+    `step_labels`, where the row has them, give a label for every step. `correct` says whether the final answer is
+    right; without such a field, whether no step is wrong. Raises DataError for a row that is no such solution.
     """
     steps = row.get("steps")
     if not isinstance(steps, (list, tuple)) or not steps or not all(isinstance(step, str) for step in steps):
@@ -136,8 +109,92 @@ def solution(row: Row) -> Values:
     return values | {"correct": label < 0 if correct is None else bool(correct), "step_labels": labels}
 
 
-def _plain(row: Row) -> Values:
-    """Sets of a problem and its answer, under whatever name; without an answer that of the solution's last box."""
+def _mathematics() -> list[Benchmark]:
+    return [
+        Benchmark(name="math500", title="MATH-500", hub="HuggingFaceH4/MATH-500", read=_plain),
+        Benchmark(name="aime24", title="AIME 2024", hub="Maxwell-Jia/AIME_2024", read=_plain, split="train"),
+        Benchmark(name="aime25", title="AIME 2025", hub="yentinglin/aime_2025", read=_plain, split="train"),
+        Benchmark(name="aime26", title="AIME 2026", hub="MathArena/aime_2026", read=_plain, split="train"),
+        Benchmark(name="amc23", title="AMC 2023", hub="math-ai/amc23", read=_plain),
+        Benchmark(name="minerva_math", title="Minerva", hub="math-ai/minervamath", read=_plain),
+        Benchmark(
+            name="olympiadbench", title="OlympiadBench", hub="knoveleng/OlympiadBench", read=_plain, split="train"
+        ),
+        Benchmark(name="gsm8k", title="GSM8K", hub="openai/gsm8k", read=_gsm8k, subset="main"),
+        Benchmark(name="svamp", title="SVAMP", hub="ChilleD/SVAMP", read=_svamp),
+    ]
+
+
+def _other_problems() -> list[Benchmark]:
+    code = "cruxeval-org/cruxeval"
+    return [
+        Benchmark(
+            name="boardgameqa",
+            title="BoardgameQA",
+            hub="tasksource/Boardgame-QA",
+            read=_boardgame,
+            grader=LABEL,
+            template=GENERAL,
+        ),
+        Benchmark(
+            name="cruxeval",
+            title="CRUXEval (output)",
+            hub=code,
+            read=_crux_output,
+            grader=CODE_OUTPUT,
+            template=GENERAL,
+        ),
+        Benchmark(
+            name="cruxeval_input",
+            title="CRUXEval (input)",
+            hub=code,
+            read=_crux_input,
+            grader=CODE_INPUT,
+            template=GENERAL,
+            folder="cruxeval",
+        ),
+        Benchmark(
+            name="strategyqa",
+            title="StrategyQA",
+            hub="ChilleD/StrategyQA",
+            read=_strategy,
+            grader=LABEL,
+            template=GENERAL,
+        ),
+        Benchmark(
+            name="tablebench",
+            title="TableBench",
+            hub="Multilingual-Multimodal-NLP/TableBench",
+            read=_table,
+            grader=SHORT,
+            template=GENERAL,
+        ),
+    ]
+
+
+def _solutions() -> list[Benchmark]:
+    """Lists the sets of solutions, which a verifier judges."""
+    subsets = {"gsm8k": "GSM8K", "math": "MATH", "olympiadbench": "OlympiadBench", "omnimath": "Omni-MATH"}
+    return [
+        Benchmark(
+            name=f"processbench_{subset}",
+            title=f"ProcessBench {title}",
+            hub="Qwen/ProcessBench",
+            read=solution,
+            split=subset,
+            folder="processbench",
+            template="tango_verifier",
+            judged=True,
+        )
+        for subset, title in subsets.items()
+    ]
+
+
+def _plain(row: DataRow) -> Values:
+    """Reads a row with a problem and its answer, under any of several names.
+
+    Without an answer, the last \\boxed{} of the row's solution is taken.
+    """
     question = _first(row, "question", "problem", "Question", "Problem")
     context = row.get("context")
     answer = next(
@@ -151,7 +208,7 @@ def _plain(row: Row) -> Values:
 
 
 def _gold(answer: Any) -> str:
-    """A known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollars."""
+    """Writes a known answer as LaTeX that math-verify reads: 27.0 -> 27, 4.5e33 -> 4.5 x 10^{33}, without dollars."""
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     text = str(answer if answer is not None else "").replace("$", "").strip()
@@ -164,12 +221,12 @@ def _gold(answer: Any) -> str:
     return text
 
 
-def _gsm8k(row: Row) -> Values:
+def _gsm8k(row: DataRow) -> Values:
     _, mark, answer = str(row.get("answer", "")).rpartition("####")
     return {"question": _first(row, "question"), "answer": _gold(answer.replace(",", "") if mark else None)}
 
 
-def _svamp(row: Row) -> Values:
+def _svamp(row: DataRow) -> Values:
     body, question = _first(row, "Body").strip(), _first(row, "Question").strip()
     body = body if body.endswith((".", "?", "!", ",")) else f"{body}."
     answer = row.get("Answer")
@@ -178,10 +235,13 @@ def _svamp(row: Row) -> Values:
     return {"question": f"{body} {question}", "answer": _gold(answer)}
 
 
-def _boardgame(row: Row) -> Values:
+def _boardgame(row: DataRow) -> Values:
     choices = ["proved", "disproved", "unknown"]
     example = _first(row, "example", "question")
-    ask = 'Is the statement in question "proved", "disproved" or "unknown" by the rules? Answer with one of these three words.'
+    ask = (
+        'Is the statement in question "proved", "disproved" or "unknown" by the rules? '
+        "Answer with one of these three words."
+    )
     return {
         "question": f"{example}\n{ask}",
         "answer": _one_of(row.get("label", row.get("answer")), choices),
@@ -189,7 +249,7 @@ def _boardgame(row: Row) -> Values:
     }
 
 
-def _strategy(row: Row) -> Values:
+def _strategy(row: DataRow) -> Values:
     facts, answer = row.get("facts") or [], row.get("answer")
     shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
     question = _first(row, "question") + ' Answer with "yes" or "no".'
@@ -202,8 +262,11 @@ def _strategy(row: Row) -> Values:
     }
 
 
-def _table(row: Row) -> Values | None:
-    """NumericalReasoning and FactChecking alone; of the rows that differ in their instruction, the direct ones."""
+def _table(row: DataRow) -> Values | None:
+    """Reads a row of TableBench.
+
+    Only NumericalReasoning and FactChecking, with the direct instruction (DP), are in the set.
+    """
     if row.get("qtype") not in ("NumericalReasoning", "FactChecking") or row.get("instruction_type", "DP") != "DP":
         return None
     table = row.get("table")
@@ -220,13 +283,13 @@ def _table(row: Row) -> Values | None:
     return {"question": question, "answer": _needed(row.get("answer"))}
 
 
-def _crux_output(row: Row) -> Values:
+def _crux_output(row: DataRow) -> Values:
     code, given, output = (_first(row, name) for name in ("code", "input", "output"))
     question = f"Here is a Python function.\n\n{code}\n\nWhat does f({given}) return? Answer with a Python literal."
     return {"question": question, "answer": output, "code": code, "input": given}
 
 
-def _crux_input(row: Row) -> Values:
+def _crux_input(row: DataRow) -> Values:
     code, given, output = (_first(row, name) for name in ("code", "input", "output"))
     question = (
         f"Here is a Python function.\n\n{code}\n\nFind arguments with which f returns {output}. "
@@ -242,8 +305,8 @@ def _one_of(value: Any, choices: Iterable[str]) -> str:
     return text
 
 
-def _first(row: Row, *names: str) -> str:
-    """The text under the first of the names that the row has."""
+def _first(row: DataRow, *names: str) -> str:
+    """Returns the text under the first of the names that the row has. Raises DataError when it has none."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str) and value.strip():

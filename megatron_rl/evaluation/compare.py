@@ -1,4 +1,4 @@
-"""Several checkpoints on the same problems: differences with paired intervals and tests, as a table, JSON and a page."""
+"""Compares several checkpoints on the same problems: differences with paired intervals and tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """`second` against `first` on one measure of one set; the set "all" holds the problems of all."""
+    """The result `second` against `first`, on one measure of one set.
+
+    The set named "all" holds the problems of all sets.
+    """
 
     first: str
     second: str
@@ -38,8 +41,10 @@ class Compared:
 
 
 def compare(files: Sequence[Path]) -> list[Compared]:
-    """NAME.json files, with NAME.jsonl beside them: each against the first. Raises ConfigError for one that is no finished evaluation, or
-    without a problem in common with the first."""
+    """Compares finished evaluations, each with the first. `files`: their NAME.json, with NAME.jsonl beside it.
+
+    Raises ConfigError for a file that is no finished evaluation, or has no problem in common with the first.
+    """
     if len(files) < 2:
         raise ConfigError("--compare: give two results or more, NAME.json files of `megatron-rl eval`")
     names = _names(files)
@@ -64,6 +69,7 @@ def compare(files: Sequence[Path]) -> list[Compared]:
 
 
 def console(rows: Sequence[Compared]) -> Table:
+    """Returns the comparisons as a table for the terminal."""
     shown = Table(
         box=SIMPLE_HEAD,
         title="paired differences [95 % bootstrap interval over problems]",
@@ -78,14 +84,17 @@ def console(rows: Sequence[Compared]) -> Table:
 
 
 def write(rows: Sequence[Compared], directory: Path) -> None:
-    """comparison.json and comparison.html."""
+    """Writes comparison.json and comparison.html into the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     write_text(directory / "comparison.json", json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in rows)
     body = table(
         ("set", "first", "second", "scores", "difference", "better / worse", "p (signs)", "p (McNemar)"), lines
     )
-    note = "<p>Second minus first, on the problems that both have. The p-values are not corrected for the number of comparisons.</p>"
+    note = (
+        "<p>Second minus first, on the problems that both have. "
+        "The p-values are not corrected for the number of comparisons.</p>"
+    )
     write_text(
         directory / "comparison.html",
         page("Comparison", f"{len(rows)} comparisons", [("Paired differences", note + body)]),
@@ -109,7 +118,7 @@ def _cells(row: Compared) -> list[str]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """Of each file as much as tells them apart."""
+    """Returns a short name for each file: its stem, or its path where stems are equal."""
     stems = [path.stem for path in files]
     return stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
 

@@ -1,4 +1,4 @@
-"""Grades a file of given completions, row by row; a row that is bad or hostile costs only itself, and a killed run goes on."""
+"""Grades a file of given completions, row by row. A bad row fails alone, and a run that was killed can be continued."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.checkpoint import write_text
 
 CHUNK = 256  # rows graded between two writes
-BAD_ROW = "bad_row"  # the outcome of a row that is no completion; beside those of rewards.pool.Outcome
+BAD_ROW = "bad_row"  # outcome of a row that is no completion; the other outcomes are those of rewards.pool.Outcome
 GRADED = "graded.jsonl"
-MAX_DETAIL = 300
+MAX_DETAIL = 300  # characters of a failure's description
 Grade = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Graded]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the file; `why` it cannot be graded, or nothing."""
+class CompletionRow:
+    """One line of the file of completions. `why` says why it cannot be graded; it is empty for a good row."""
 
     line: int
     id: Any
@@ -36,11 +36,12 @@ class Row:
 def grade_file(
     source: Path, directory: Path, grade: Grade, *, say: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Rows {"id", "answer", "completion"} -> DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json.
+    """Grades rows {"id", "answer", "completion"} and returns the summary: rows, counts by outcome, mean score.
 
-    Other fields of a row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a `detail`.
-    What an earlier start left in DIR is kept; a last line that was cut is graded again. Raises ConfigError when DIR holds the grades of
-    other rows, or there is no file. -> the summary: rows, counts by outcome, mean score.
+    Writes DIR/graded.jsonl, rows {"id", "score", "outcome"} in the same order, and DIR/summary.json. Other fields of a
+    row reach the grader too. `outcome` is score, timeout, error or bad_row; the last three have score 0.0 and a
+    `detail`. What an earlier start left in DIR is kept; a last line that was cut is graded again. `say` gets the number
+    of rows done after every chunk. Raises ConfigError when DIR holds the grades of other rows, or there is no file.
     """
     if not source.is_file():
         raise ConfigError(f"--completions {source}: there is no such file")
@@ -75,13 +76,13 @@ def grade_file(
     return summary
 
 
-def _graded(rows: Sequence[Row], grade: Grade) -> list[dict[str, Any]]:
+def _graded(rows: Sequence[CompletionRow], grade: Grade) -> list[dict[str, Any]]:
     good = [row for row in rows if not row.why]
     found = iter(grade([row.completion for row in good], [row.payload for row in good]))
     return [_answer(row, None if row.why else next(found)) for row in rows]
 
 
-def _answer(row: Row, graded: Graded | None) -> dict[str, Any]:
+def _answer(row: CompletionRow, graded: Graded | None) -> dict[str, Any]:
     answer = {
         "id": row.id,
         "score": 0.0 if graded is None else graded.score,
@@ -91,37 +92,39 @@ def _answer(row: Row, graded: Graded | None) -> dict[str, Any]:
     return answer | ({"detail": detail[:MAX_DETAIL]} if detail else {})
 
 
-def _rows(source: Path) -> Iterator[Row]:
-    """Every line that is not empty."""
+def _rows(source: Path) -> Iterator[CompletionRow]:
+    """Yields every line that is not empty."""
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _row(number, line)
 
 
-def _row(number: int, line: bytes) -> Row:
+def _row(number: int, line: bytes) -> CompletionRow:
     try:
         row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (ValueError, RecursionError) as error:
-        return Row(number, None, {}, "", f"not a JSON object: {error or type(error).__name__}")
+        return CompletionRow(number, None, {}, "", f"not a JSON object: {error or type(error).__name__}")
     if not isinstance(row, dict):
-        return Row(number, None, {}, "", f"a {type(row).__name__}, not a JSON object")
+        return CompletionRow(number, None, {}, "", f"a {type(row).__name__}, not a JSON object")
     own, answer, completion = row.get("id"), row.get("answer"), row.get("completion")
     if missing := [name for name in ("id", "answer", "completion") if name not in row]:
-        return Row(
+        return CompletionRow(
             number, own, {}, "", f"without {' and '.join(missing)}; it has {', '.join(map(str, list(row)[:10]))}"
         )
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        return Row(number, own, {}, "", f"its answer is {str(answer)[:60]!r}: give text or a number")
+        return CompletionRow(number, own, {}, "", f"its answer is {str(answer)[:60]!r}: give text or a number")
     if not isinstance(completion, str):
-        return Row(number, own, {}, "", f"its completion is {str(completion)[:60]!r}: give text")
-    return Row(number, own, {**{k: v for k, v in row.items() if k != "completion"}, "answer": answer}, completion)
+        return CompletionRow(number, own, {}, "", f"its completion is {str(completion)[:60]!r}: give text")
+    return CompletionRow(
+        number, own, {**{k: v for k, v in row.items() if k != "completion"}, "answer": answer}, completion
+    )
 
 
 def _done(out: Path) -> list[dict[str, Any]]:
-    """Whole lines of an earlier start; what is cut goes."""
+    """Reads the whole lines that an earlier start wrote, and cuts the file behind the last of them."""
     if not out.exists():
         return []
     kept: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Scores of judgements against the truth: confusion counts and the F1 of two class accuracies. Pure functions."""
+"""Scores judgements against the truth: confusion counts and the F1 of two class accuracies. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """Counts of (said, truth): tp said right and is, fp said right and is not, tn said wrong and is, fn said wrong and is not."""
+    """The counts of judgements by (what was said, what is true).
+
+    tp: said right, is right. fp: said right, is wrong. tn: said wrong, is wrong. fn: said wrong, is right.
+    """
 
     tp: int = 0
     fp: int = 0
@@ -21,19 +24,25 @@ class Confusion:
 
     @property
     def predicted_positive(self) -> float:
-        """Share judged right; 0.0 for none. Near 0 or 1 the judge has collapsed to one answer."""
+        """Returns the share that was judged right; 0.0 without judgements.
+
+        Near 0 or 1 the judge always says the same.
+        """
         return (self.tp + self.fp) / self.total if self.total else 0.0
 
     @property
     def f1(self) -> float | None:
-        """Harmonic mean of the accuracies on the right and on the wrong (ProcessBench's F1); None when a class is empty."""
+        """Returns ProcessBench's F1, the harmonic mean of the accuracies on the right and on the wrong.
+
+        None when one of the two classes is empty.
+        """
         right, wrong = self.tp + self.fn, self.tn + self.fp
         if not right or not wrong:
             return None
         return harmonic_mean(self.tp / right, self.tn / wrong)
 
     def metrics(self) -> dict[str, float]:
-        """confusion/tp, /fp, /tn, /fn and predicted_positive."""
+        """Returns the metrics confusion/tp, confusion/fp, confusion/tn, confusion/fn and predicted_positive."""
         counts = {"tp": self.tp, "fp": self.fp, "tn": self.tn, "fn": self.fn}
         return {f"confusion/{name}": float(n) for name, n in counts.items()} | {
             "predicted_positive": self.predicted_positive
@@ -41,7 +50,7 @@ class Confusion:
 
 
 def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
-    """(said, truth) pairs -> counts; a judgement that could not be read (None) counts as said wrong."""
+    """Counts (said, truth) pairs. A judgement that could not be read (None) counts as said wrong."""
     pairs = [(bool(said), truth) for said, truth in judgements]
     return Confusion(
         tp=pairs.count((True, True)),
@@ -52,16 +61,19 @@ def confusion(judgements: Iterable[tuple[bool | None, bool]]) -> Confusion:
 
 
 def step_confusion(verdicts: Sequence[Sequence[bool]], labels: Sequence[Sequence[bool]]) -> Confusion:
-    """[S][K] verdicts and gold labels -> counts over the steps of the solutions whose counts agree (alignment by count)."""
+    """Counts [S][K] verdicts against gold labels, over the steps of S solutions.
+
+    A solution counts only when it has as many verdicts as labels.
+    """
     aligned = [(v, g) for v, g in zip(verdicts, labels, strict=True) if len(v) == len(g)]
     return confusion((said, truth) for v, g in aligned for said, truth in zip(v, g, strict=True))
 
 
 def agreement(counts: Confusion) -> float | None:
-    """Share of judgements that are true; None when there are none."""
+    """Returns the share of judgements that are true; None when there are none."""
     return (counts.tp + counts.tn) / counts.total if counts.total else None
 
 
 def harmonic_mean(a: float, b: float) -> float:
-    """2ab / (a + b); 0 when both are 0."""
+    """Returns 2ab / (a + b); 0 when both are 0."""
     return 2 * a * b / (a + b) if a + b else 0.0

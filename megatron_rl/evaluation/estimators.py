@@ -1,6 +1,6 @@
-"""Figures from scores: pass@k, votes, bootstrap intervals over problems, paired tests and calibration. Pure functions.
+"""Computes figures from scores: pass@k, votes, bootstrap intervals, paired tests and calibration. Pure functions.
 
-P problems   n samples of one problem   R resamples
+Shapes: P problems, n samples of one problem, R resamples.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from statistics import fmean
 
 import numpy as np
 
-RESAMPLES = 2000
-EXACT_SIGNS = 16  # differing problems up to which all sign patterns are tried
+RESAMPLES = 2000  # draws of a bootstrap
+EXACT_SIGNS = 16  # up to this many differing problems, all sign patterns are tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """Two models on the same problems: `difference` = second - first."""
+    """The comparison of two models on the same problems. `difference` is second minus first."""
 
     problems: int
     difference: Interval
@@ -40,22 +40,26 @@ class Paired:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Predictions whose confidence lies in one tenth."""
+    """The predictions whose confidence lies in one of the equal intervals between 0 and 1."""
 
     count: int
-    confidence: float  # mean
-    accuracy: float
+    confidence: float  # mean confidence
+    accuracy: float  # share of the predictions that are true
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
+    """The agreement between confidences and truth."""
+
     ece: float  # expected calibration error: mean |confidence - accuracy| over bins, weighted by their counts
-    brier: float
-    bins: tuple[Bin, ...]  # those that are not empty
+    brier: float  # mean squared difference of confidence and truth
+    bins: tuple[Bin, ...]  # the bins that are not empty
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n samples, c of them right, hold a right one: 1 - C(n-c, k) / C(n, k), without bias (arXiv 2107.03374).
+    """Returns pass@k: the chance that k of n samples, c of them right, hold a right one.
+
+    The estimator is 1 - C(n-c, k) / C(n, k), without bias (arXiv 2107.03374).
 
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
@@ -67,16 +71,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def majority(keys: Sequence[Hashable | None], scores: Sequence[float]) -> float:
-    """Score of the most frequent answer of one problem. [n] answer keys and scores.
+    """Returns the score of one problem's most frequent answer. `keys`, `scores`: [n] answers and their scores.
 
-    None is no answer and has no vote. Among answers with equally many votes each is taken with equal chance (the mean of their scores);
-    0.0 without any answer. An answer's score is the mean of its members'.
+    The key None is no answer and has no vote. Among answers with equally many votes each is taken with equal chance, so
+    that the result is the mean of their scores; it is 0.0 without any answer. An answer's score is the mean over its
+    samples.
     """
     return weighted_vote(keys, scores, [1.0] * len(keys))
 
 
 def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weights: Sequence[float]) -> float:
-    """As `majority`, every sample's vote with a weight: verifier-weighted voting. 0.0 where all weights are 0."""
+    """Returns what `majority` does, with a weight for every sample's vote; 0.0 when all weights are 0."""
     votes: dict[Hashable, float] = defaultdict(float)
     members: dict[Hashable, list[float]] = defaultdict(list)
     for key, score, weight in zip(keys, scores, weights, strict=True):
@@ -88,18 +93,21 @@ def weighted_vote(keys: Sequence[Hashable | None], scores: Sequence[float], weig
 
 
 def best_of_n(scores: Sequence[float], weights: Sequence[float]) -> float:
-    """Score of the sample with the greatest weight; among equal ones each with equal chance. 0.0 for no samples."""
+    """Returns the score of the sample with the greatest weight; the mean over equal ones; 0.0 for no samples."""
     most = max(weights, default=0.0)
     return fmean(score for score, weight in zip(scores, weights, strict=True) if weight == most) if scores else 0.0
 
 
 def mean_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Mean over problems, with its interval. [P], not empty."""
+    """Returns the mean over problems, with its interval. `values`: [P], not empty."""
     return macro_interval([values], seed=seed, resamples=resamples)
 
 
 def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """Equal-weight mean of the means of sets, problems resampled inside each set. [sets][P], none empty."""
+    """Returns the equal-weight mean of the means of sets, with an interval from problems resampled inside each set.
+
+    `sets`: [number of sets][P], none empty.
+    """
     rng = np.random.default_rng(seed)
     means = np.zeros(resamples)
     for values in sets:
@@ -110,8 +118,10 @@ def macro_interval(sets: Sequence[Sequence[float]], *, seed: int = 0, resamples:
 def bootstrap(
     count: int, statistic: Callable[[np.ndarray], float | None], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Any statistic of resampled problems: `statistic` gets problem indices [count], and gives None where it is not defined
-    (resamples without it are left out). None when it is not defined on the problems themselves."""
+    """Returns any statistic of problems with its bootstrap interval; None when it is not defined on the problems.
+
+    `statistic` gets problem indices [count] and returns None where it is not defined; such resamples are left out.
+    """
     value = statistic(np.arange(count)) if count else None
     if value is None:
         return None
@@ -123,7 +133,10 @@ def bootstrap(
 def paired(
     first: Mapping[str, float], second: Mapping[str, float], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Paired:
-    """Scores by problem of two models, on the problems that both have. Raises ValueError when there is none."""
+    """Compares two models on the problems that both have, by their scores of each problem.
+
+    Raises ValueError when they have no problem in common.
+    """
     shared = [key for key in first if key in second]
     if not shared:
         raise ValueError("the two results have no problem in common: compare evaluations of the same sets")
@@ -144,14 +157,17 @@ def paired(
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Exact two-sided p-value: how likely a fair coin splits the differing problems at least so unevenly."""
+    """Returns the exact two-sided p-value: how likely a fair coin divides the differing problems as unevenly."""
     total = better + worse
     tail = sum(math.comb(total, i) for i in range(min(better, worse) + 1))
     return min(1.0, 2 * tail / 2**total)
 
 
 def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_000) -> float:
-    """Two-sided p-value of a mean difference under random signs: all sign patterns for few differing problems, else drawn ones."""
+    """Returns the two-sided p-value of a mean difference under random signs.
+
+    All sign patterns are tried for up to EXACT_SIGNS differing problems, else `permutations` drawn ones.
+    """
     own = difference[difference != 0]
     if not len(own):
         return 1.0
@@ -168,7 +184,7 @@ def sign_flip(difference: np.ndarray, *, seed: int = 0, permutations: int = 10_0
 
 
 def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: int = 10) -> Calibration | None:
-    """Confidences in [0, 1] that something is true, against whether it is. None for no predictions."""
+    """Compares confidences in [0, 1] that something is true with whether it is true. None without predictions."""
     if not confidences:
         return None
     inside: dict[int, list[tuple[float, bool]]] = defaultdict(list)
@@ -184,7 +200,7 @@ def calibration(confidences: Sequence[float], truths: Sequence[bool], *, bins: i
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator, resamples: int) -> np.ndarray:
-    """[R] means of draws with replacement."""
+    """Returns [R] means of `values` drawn with replacement."""
     return np.array([values[rng.integers(0, len(values), len(values))].mean() for _ in range(resamples)])
 
 

@@ -1,4 +1,4 @@
-"""From samples to figures: per set, with intervals over problems, and the equal-weight mean over sets."""
+"""Turns samples into figures: for each set, with intervals over problems, and as the equal-weight mean over sets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.evaluation.text_scores import LEGIBILITY
 from megatron_rl.rewards.pool import Graded, Outcome
 
-RIGHT = 0.5  # a sample whose score is above counts as right
+RIGHT = 0.5  # a sample with a score above this counts as right
 MACRO = "mean over sets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetFigures:
-    """One measure of one set. `values`: those figures that are means over problems, [P] each."""
+    """The figures of one measure on one set. `values`: for figures that are means over problems, their [P] values."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class SetFigures:
 
 
 def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Sequence[int], seed: int) -> SetFigures:
-    """The figures of a set whose samples are all there."""
+    """Returns the figures of one measure on a set whose samples are all there. `ks`: the values of k for pass@k."""
     groups = samples.rows(name, measure)
     about: dict[str, Any] = {
         "name": name,
@@ -77,7 +77,10 @@ def figures_of(samples: Samples, name: str, title: str, measure: str, *, ks: Seq
 
 
 def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict[str, list[float]]:
-    """[P][n] graded answers -> per problem: accuracy (mean@n), pass@k, maj@n, what a verifier's weights choose, and lengths."""
+    """Returns figures of graded answers, with one value for each problem. `groups`: [P][n] samples.
+
+    They are accuracy (mean@n), pass@k, maj@n, best_of_n and vote_of_n by a verifier's weights, and lengths.
+    """
     n = min((len(group) for group in groups), default=0)
     scores = [[row["score"] for row in group] for group in groups]
     out = {"accuracy": [fmean(s) for s in scores]}
@@ -104,21 +107,27 @@ def answer_values(groups: Sequence[Sequence[Sample]], ks: Sequence[int]) -> dict
 
 
 def text_values(groups: Sequence[Sequence[Sample]], measure: str) -> dict[str, list[float]]:
-    """Per problem, the mean over its texts that fit: cross_entropy, or each kl_ and gap_. Problems without such a text are left out."""
+    """Returns figures of texts, with one value for each problem: cross_entropy, or each kl_ and gap_.
+
+    A problem's value is the mean over its texts that were scored; problems without such a text are left out.
+    """
     names = (
         ["cross_entropy"]
         if measure == LEGIBILITY
         else [name for name in groups[0][0] if name.startswith(("kl_", "gap_"))]
     )
-    return {
-        name: [fmean(kept) for group in groups if (kept := [row[name] for row in group if row[name] is not None])] for name in names
-    }  # fmt: skip
+    out = {}
+    for name in names:
+        scored = [[row[name] for row in group if row[name] is not None] for group in groups]
+        out[name] = [fmean(values) for values in scored if values]
+    return out
 
 
 def macro(sets: Sequence[SetFigures], *, seed: int) -> dict[str, dict[str, Interval]]:
-    """{measure: {figure: equal-weight mean over its sets}}; of figures that every set of the measure has.
+    """Returns {measure: {figure: equal-weight mean over its sets}}, for figures that every set of the measure has.
 
-    Where a figure is no mean over problems (an F1), the interval is from the sets' own, as if they were independent and normal.
+    Where a figure is no mean over problems (an F1), its interval comes from those of the sets, as if they were
+    independent and normal.
     """
     out: dict[str, dict[str, Interval]] = {}
     for measure in dict.fromkeys(s.measure for s in sets):
@@ -129,7 +138,7 @@ def macro(sets: Sequence[SetFigures], *, seed: int) -> dict[str, dict[str, Inter
 
 
 def gradings(samples: Samples, sets: Sequence[SetFigures]) -> list[Graded]:
-    """How every grading went, for check_failures."""
+    """Returns how every grading went, for rewards.pool.check_failures."""
     rows = [
         row for s in sets if s.measure in (SOLVE, HANDOFF) for group in samples.rows(s.name, s.measure) for row in group
     ]

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.engines.base import Completion, Engine, Sampling
 from megatron_rl.evaluation.draw import ProblemSet, cut, draw, limit
 from megatron_rl.evaluation.samples import Sample
@@ -41,7 +43,7 @@ class Chain:
 
     @property
     def completion(self) -> Completion:
-        return Completion(tokens=self.tokens, logprobs=self.logprobs, stop=self.stop or Stop.LENGTH)
+        return Completion(tokens=np.array(self.tokens), logprobs=np.array(self.logprobs), stop=self.stop or Stop.LENGTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +120,8 @@ def _draw_turn(
 
 
 def _append(chain: Chain, turn: Completion, tokenizer: Any) -> None:
-    chain.tokens += turn.tokens
-    chain.logprobs += turn.logprobs
+    chain.tokens += turn.tokens.tolist()
+    chain.logprobs += turn.logprobs.tolist()
     chain.turns.append(len(turn.tokens))
     switched = turn.stop is Stop.STOP and SWITCH in str(tokenizer.decode(turn.tokens, skip_special_tokens=False))
     if not switched:

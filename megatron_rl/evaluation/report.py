@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: a table in the terminal, NAME.json with its figures, and NAME.html that loads nothing from anywhere."""
+"""Reports an evaluation: tables in the terminal, NAME.json with the figures, and NAME.html."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.run.checkpoint import write_text
 from megatron_rl.run.report import grid, page, show, table
 
-SHOWN = 3  # samples of each set and outcome on the page
-MAX_CHARACTERS = 6000  # of one shown text
+SHOWN = 3  # right and wrong samples of each set on the page
+MAX_CHARACTERS = 6000  # longest text of a sample that is shown whole
+# Figures whose names contain one of these are shares, between 0 and 1.
 SHARES = (
     "accuracy",
     "pass@",
@@ -34,32 +35,40 @@ SHARES = (
     "aligned",
     "located",
     "first_share",
-)  # of one, not amounts
-FORMAT = 1
+)
+FORMAT = 1  # version of NAME.json
 
 
 def figures_json(
     sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`figures`, `intervals`: means over sets, of other measures than solve and judge behind the measure's name; `sets`: each."""
+    """Returns the content of NAME.json: `figures` and `intervals` over all sets, and `sets`, the figures of each.
+
+    Figures of other measures than solve and judge have the measure's name before theirs.
+    """
     flat = {
         f"{prefix(measure)}{name}": interval for measure, figures in means.items() for name, interval in figures.items()
     }
     each: dict[str, Any] = {}
     for s in sets:
         each.setdefault(s.name, {"title": s.title})[s.measure] = {
-            "problems": s.problems, "samples": s.samples, "figures": _values(s.figures), "intervals": _intervals(s.figures),
-            "counts": dict(s.counts), "calibration": None if s.calibration is None else asdict(s.calibration),
-        }  # fmt: skip
+            "problems": s.problems,
+            "samples": s.samples,
+            "figures": _values(s.figures),
+            "intervals": _intervals(s.figures),
+            "counts": dict(s.counts),
+            "calibration": None if s.calibration is None else asdict(s.calibration),
+        }
     return {"format": FORMAT, **about, "figures": _values(flat), "intervals": _intervals(flat), "sets": each}
 
 
 def prefix(measure: str) -> str:
+    """Returns the prefix of a measure's figures in NAME.json: none for solve and judge, else the measure's name."""
     return "" if measure in (SOLVE, JUDGE) else f"{measure}/"
 
 
 def console_table(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]]) -> list[Table]:
-    """One table for each measure: a row for each set, a column for each figure with its interval."""
+    """Returns one table for each measure: a row for each figure, with its interval in a column for each set."""
     out = []
     for measure, names, rows in _rows(sets, means):
         shown = Table(
@@ -81,7 +90,7 @@ def console_table(sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, I
 def write_page(
     path: Path, sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]], samples: Samples, config: str
 ) -> None:
-    """NAME.html. Texts of models are escaped, whatever they hold."""
+    """Writes NAME.html, which loads nothing else. All texts of models are escaped."""
     sections = [(f"Figures: {measure}", _html_table(names, rows)) for measure, names, rows in _rows(sets, means)]
     sections += [
         ("Accuracy by set", _bars(sets)),
@@ -91,25 +100,29 @@ def write_page(
     sections += [("Samples", "\n".join(_samples(s, samples) for s in sets if s.measure in (SOLVE, HANDOFF, JUDGE)))]
     sections += [("Config", f"<details><summary>config.yaml</summary><pre>{escape(config)}</pre></details>")]
     problems = sum(s.problems for s in sets)
-    subtitle = f"{len({s.name for s in sets})} sets · {problems} problems · {sum(s.samples for s in sets)} samples · 95 % bootstrap intervals"
+    num_sets, num_samples = len({s.name for s in sets}), sum(s.samples for s in sets)
+    subtitle = f"{num_sets} sets · {problems} problems · {num_samples} samples · 95 % bootstrap intervals"
     text = page(f"Evaluation {path.stem}", subtitle, sections)
     write_text(path, text.encode("utf-8", "replace").decode())
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """NAME.json, whole or not at all: it says that the evaluation is done."""
+    """Writes NAME.json, whole or not at all: its existence says that the evaluation is done."""
     write_text(path, json.dumps(figures, indent=1) + "\n")
 
 
 def percent(name: str) -> bool:
-    """Whether a figure is a share of one."""
+    """Returns whether a figure is a share, between 0 and 1."""
     return any(mark in name for mark in SHARES)
 
 
 def _rows(
     sets: Sequence[SetFigures], means: Mapping[str, Mapping[str, Interval]]
 ) -> list[tuple[str, list[str], list[tuple[str, int, Mapping[str, Interval]]]]]:
-    """(measure, figures' names, [(title, problems, figures)]); the mean over sets last, where there are several."""
+    """Returns (measure, names of its figures, [(title, problems, figures)]) for each measure.
+
+    The mean over sets comes last, where there are several sets.
+    """
     out = []
     for measure, mean in means.items():
         own = [s for s in sets if s.measure == measure]
@@ -148,7 +161,7 @@ def _html_table(names: Sequence[str], rows: Sequence[tuple[str, int, Mapping[str
 
 
 def _bars(sets: Sequence[SetFigures]) -> str:
-    """Points with their intervals, on one axis from 0 to 1."""
+    """Draws each set's main figure with its interval, on one axis from 0 to 1."""
     shown = [
         (f"{s.title} {'' if s.measure == SOLVE else s.measure}".strip(), f)
         for s in sets
@@ -166,9 +179,8 @@ def _bars(sets: Sequence[SetFigures]) -> str:
         y = 18 + 24 * i
         low, high, middle = (left + width * value for value in (found.low, found.high, found.value))
         parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{escape(title)}</text>')
-        parts.append(
-            f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" stroke="var(--accent)" stroke-width="3" opacity=".5"/>'
-        )
+        stroke = 'stroke="var(--accent)" stroke-width="3" opacity=".5"'
+        parts.append(f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y}" y2="{y}" {stroke}/>')
         parts.append(f'<circle cx="{middle:.1f}" cy="{y}" r="4.5" fill="var(--accent)"/>')
         parts.append(f'<text x="{left + width + 8}" y="{y + 4}">{found.value:.3f}</text>')
     return grid(["".join([*parts, "</svg>"])])
@@ -187,7 +199,8 @@ def _calibration(title: str, found: Calibration) -> str:
         f"<tr><td>{b.confidence:.2f}</td><td>{b.accuracy:.2f}</td><td>{b.count}</td></tr>" for b in found.bins
     )
     note = f"expected calibration error {found.ece:.3f}, Brier score {found.brier:.3f}"
-    return f"<figure><h3>{escape(title)}</h3>{table(('votes say right', 'are right', 'solutions'), lines)}<p>{note}</p></figure>"
+    body = table(("votes say right", "are right", "solutions"), lines)
+    return f"<figure><h3>{escape(title)}</h3>{body}<p>{note}</p></figure>"
 
 
 def _counts(sets: Sequence[SetFigures]) -> str:
@@ -230,8 +243,9 @@ def _sample(figures: SetFigures, row: Sample, right: bool) -> str:
         for name in ("Question", "Answer")
         if name.lower() in row
     )
+    question = escape(_short(str(row.get("question", "")), 100))
     return (
-        f'<details class="sample"><summary>{mark} {escape(figures.title)} · {escape(_short(str(row.get("question", "")), 100))}</summary>'
+        f'<details class="sample"><summary>{mark} {escape(figures.title)} · {question}</summary>'
         f'<p class="meta">{escape(" · ".join(fact for fact in facts if fact))}</p>{lines}'
         f'<div class="text">{escape(_short(row["response"]))}</div></details>'
     )

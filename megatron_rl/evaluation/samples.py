@@ -1,4 +1,4 @@
-"""The samples of an evaluation as JSON lines: each is kept as soon as it is graded, so that a killed evaluation goes on."""
+"""Stores an evaluation's samples as JSON lines, as soon as they are graded, so that a killed one can be continued."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ PARTIAL = ".partial"
 
 
 class Samples:
-    """Rows in the file NAME.jsonl.partial, behind a line that names the evaluation; NAME.jsonl once all are there.
+    """The samples of one evaluation, in the file NAME.jsonl.partial until all are there, then in NAME.jsonl.
 
-    A problem's samples are written together. When an evaluation of the same `digest` left a file behind, its whole problems are kept; a
-    line that was cut, and rows of a problem that is not whole, go. Without a path nothing is written.
+    The partial file begins with a line that names the evaluation by its `digest`. A problem's samples are written
+    together. When an evaluation with the same digest left a partial file, its whole problems are kept; a line that was
+    cut, and the rows of a problem that is not whole, are dropped. Without a path nothing is written.
     """
 
     def __init__(self, path: Path | None, digest: str) -> None:
         self._path, self._partial, self._digest = path, None if path is None else Path(f"{path}{PARTIAL}"), digest
         self._rows: dict[tuple[str, str], dict[int, list[Sample]]] = defaultdict(dict)
-        self.resumed = 0  # problems of an earlier start
+        self.resumed = 0  # problems kept from an earlier start
         if self._partial is not None:
             self._resume(self._partial)
 
     def rows(self, name: str, measure: str) -> list[list[Sample]]:
-        """By problem, in order of their ids. [P][n]"""
+        """Returns the samples of one measure on one set, [P][n], in the order of the problems' ids."""
         found = self._rows[name, measure]
         return [found[key] for key in sorted(found)]
 
     def missing(self, name: str, measure: str, ids: Iterable[int]) -> list[int]:
+        """Returns those of the problems' ids that have no samples yet."""
         return [key for key in ids if key not in self._rows[name, measure]]
 
     def add(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Whole problems: all samples of each."""
+        """Adds whole problems: each group holds all samples of one. The file is on disk when this returns."""
         kept = [list(group) for group in groups if group]
         for group in kept:
             self._rows[group[0]["set"], group[0]["measure"]][group[0]["id"]] = group
@@ -49,7 +51,7 @@ class Samples:
                 os.fsync(file.fileno())
 
     def write(self) -> None:
-        """NAME.jsonl, sets in the order of their first rows."""
+        """Writes NAME.jsonl, with the sets in the order of their first rows."""
         if self._path is not None:
             write_text(
                 self._path,
@@ -57,7 +59,7 @@ class Samples:
             )
 
     def forget(self) -> None:
-        """Drops the file to go on from: all is done and written."""
+        """Removes the partial file. Call it when all is done and written."""
         if self._partial is not None:
             self._partial.unlink(missing_ok=True)
 
@@ -81,7 +83,7 @@ class Samples:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Rows of a NAME.jsonl. Raises FileNotFoundError, and ValueError for a line that is no sample."""
+    """Reads the rows of a NAME.jsonl. Raises FileNotFoundError, and ValueError for a line that is no sample."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         row = _decoded(line)

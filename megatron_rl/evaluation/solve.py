@@ -75,7 +75,7 @@ class Solver:
             row = sample_of(problems, place, j, self.measure) | answer_of(text, c, grade)
             if self.weigher is not None:
                 row["confidence"] = weights[place * self.sampling.n + j]
-            groups[place].append(row | ({"token_ids": list(c.tokens)} if self.keep_tokens else {}))
+            groups[place].append(row | ({"token_ids": c.tokens.tolist()} if self.keep_tokens else {}))
         return [groups[place] for place in places]
 
 

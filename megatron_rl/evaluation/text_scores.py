@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rl.evaluation.samples import Sample
@@ -17,8 +17,8 @@ JUNIOR, BASE = "junior", "base"  # what the writer is compared with
 class Scorer(Protocol):
     """A model that tells its distributions."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """[S][T] log-probability of every token given those before it; 0.0 for the first."""
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """[S] arrays [T] of the log-probability of every token given those before it; 0.0 for the first."""
         ...
 
     def distributions(self, tokens: Sequence[int]) -> Iterator[Tensor]:
@@ -32,7 +32,7 @@ def legibility(reader: Scorer, rows: Iterable[Sample], prompt: Sequence[int], co
     for row in rows:
         tokens = row["token_ids"]
         fits = 0 < len(tokens) <= context - len(prompt)
-        found = -fmean(reader.score([[*prompt, *tokens]])[0][len(prompt) :]) if fits else None
+        found = -float(reader.score([[*prompt, *tokens]])[0][len(prompt) :].mean(dtype=np.float64)) if fits else None
         out.append(_about(row, LEGIBILITY) | {"cross_entropy": found, "tokens": len(tokens)})
     return out
 

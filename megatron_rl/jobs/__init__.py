@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs: submitting, looking after and diagnosing them."""
+"""Submits runs as Slurm jobs, shows how they do, and diagnoses their hosts."""

@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`: what a run will need of this host, looked at before it costs node-hours: a table of checks with their cures."""
+"""`megatron-rl doctor`: checks what a run needs of this host before it costs node-hours, and names cures."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ from megatron_rl.weights.sizes import Sizes
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
-MEGATRON = ((0, 16, 1), (0, 20))  # from, below
-PROBE_MIB = {True: 1, False: 64}  # written to the run directory; quick or not
-SLOW_MIB_S = 20.0
+MEGATRON = ((0, 16, 1), (0, 20))  # supported versions: from, below
+PROBE_MIB = {True: 1, False: 64}  # MiB written to the run directory, by whether the check is quick
+SLOW_MIB_S = 20.0  # a file system that writes fewer MiB a second is noted
 ANSWER_S = 30.0
-GRADIENT, MASTER = (
-    4,
-    12,
-)  # bytes of a parameter: float32 gradients; float32 weights and Adam's two moments, shared by data parallel ranks
-OTHER_SHARE = 0.5  # of a GPU's memory that activations and buffers may want beside weights, gradients and optimizer
+# Bytes of a parameter: float32 gradients; float32 weights and Adam's two moments, shared by data parallel ranks.
+GRADIENT, MASTER = 4, 12
+# Share of a GPU's memory that activations and buffers may want in addition to weights, gradients and optimizer.
+OTHER_SHARE = 0.5
 GIB = 1 << 30
 ELSEWHERE = "on a login node this says nothing about the nodes of a job"
 
 
 @dataclass(frozen=True)
 class Check:
+    """One row of the table: what was checked, what was found, and the cure where something is wrong."""
+
     what: str
     found: str
     verdict: Verdict = "ok"
@@ -55,7 +56,10 @@ class Check:
 
 
 def examine(config: Any | None, profile: Profile | None, *, quick: bool, environment: Mapping[str, str]) -> list[Check]:
-    """All checks that apply. `quick`: those for the start of a job on every of its nodes, in a second or two."""
+    """Returns the results of all checks that apply.
+
+    `quick`: only those that every node of a job makes as it starts, in a second or two. `environment`: the process's.
+    """
     parts: list[Callable[[], Iterator[Check]]] = [
         _packages,
         lambda: _gpus(profile, environment),
@@ -75,7 +79,7 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
 
 
 def show(checks: list[Check], console: Console, *, only_wrong: bool, environment: Mapping[str, str]) -> None:
-    """A table, worst last."""
+    """Prints the checks as a table with the worst last. `only_wrong`: leaves out what is not wrong."""
     host = socket.gethostname()
     node = environment.get("SLURMD_NODENAME", host)
     chosen = [check for check in checks if not only_wrong or check.verdict == "wrong"]
@@ -113,7 +117,7 @@ def _packages() -> Iterator[Check]:
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
     in_job, wanted = "SLURM_JOB_ID" in environment, profile and profile.gpus_per_node
-    given = environment.get("SLURM_GPUS_ON_NODE", "")  # one of them alone, where doctor is tried by hand
+    given = environment.get("SLURM_GPUS_ON_NODE", "")  # where doctor is tried by hand, a job may have a part of a node
     wanted = int(given) if in_job and given.isdigit() else wanted
     if shutil.which("nvidia-smi") is None:
         bad = bool(wanted) and in_job
@@ -136,7 +140,7 @@ def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[C
             "GPUs",
             found,
             "wrong",
-            f"this job was to have {wanted} here: one is lost, drain this node, or correct gpus_per_node",
+            f"this job was to have {wanted} here: if one is lost, drain this node; else correct gpus_per_node",
         )
     else:
         yield Check("GPUs", found)
@@ -163,16 +167,16 @@ def _network(config: Any | None, profile: Profile | None, environment: Mapping[s
             )
             continue
         alone = address.startswith("127.") and in_job
-        cure = "other nodes do not reach this: give the interface between nodes" if alone else ""
+        cure = "other nodes do not reach this address: give the interface between nodes" if alone else ""
         yield Check(name, f"{host} is {address}, port {port} is free", "note" if alone else "ok", cure)
 
 
 def _files(directory: Path, quick: bool) -> Iterator[Check]:
-    """What the run directory's file system can do: write, rename, lock; and the space on it."""
+    """Checks that the run directory's file system can write, rename and lock, and has space."""
     while not directory.exists():
         directory = directory.absolute().parent
     probe, size = directory / f".doctor.{socket.gethostname()}.{os.getpid()}", PROBE_MIB[quick]
-    moved = probe.with_name(probe.name + ".moved")  # its own: others may look at this moment
+    moved = probe.with_name(probe.name + ".moved")  # a name of this process: other nodes may check at the same moment
     try:
         start = time.perf_counter()
         with probe.open("wb") as file:
@@ -183,9 +187,7 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
         rate = size / (time.perf_counter() - start)
         probe.rename(moved)
     except OSError as error:
-        cure = (
-            "the run directory must take writes, renames and flock (Lustre: mount with -o flock); give another run.dir"
-        )
+        cure = "the run directory must take writes, renames and flock (Lustre: mount -o flock); give another run.dir"
         yield Check("run directory", f"{directory}: {error}", "wrong", cure)
         return
     finally:
@@ -232,7 +234,10 @@ def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
     assert isinstance(config.engine, Servers)
     python = engine_python(config.engine, profile.engine_python) if profile else config.engine.python or sys.executable
     package = config.engine.kind
-    code = f"import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name in ('{package}', '{package}-cpu')))"
+    code = (
+        "import importlib.metadata as m; "
+        f"print(next(d.version for d in m.distributions() if d.name in ('{package}', '{package}-cpu')))"
+    )
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -240,17 +245,20 @@ def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
             "engine.python",
             f"{python}: {error}",
             "wrong",
-            "make engines, or set engine.python to the interpreter that has the engine",
+            "`make engines`, or set engine.python to the interpreter that has the engine",
         )
         return
     if done.returncode:
-        yield Check("engine.python", f"{python} has no {package}", "wrong", "make engines, or set engine.python")
+        yield Check("engine.python", f"{python} has no {package}", "wrong", "`make engines`, or set engine.python")
     else:
         yield Check("engine.python", f"{python}: {package} {done.stdout.strip()}")
 
 
 def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
-    """Weights, gradients and optimizer of every role on a rank against the GPU's memory, or the host's for all its ranks."""
+    """Compares the weights, gradients and optimizer of every role on a rank with the memory there is for them.
+
+    That is the GPU's memory, or without GPUs the host's, divided by its ranks.
+    """
     ranks = 1 if profile is None else profile.ranks_per_node
     world = ranks * config.job.nodes if hasattr(config, "job") else ranks
     awake, asleep = 0.0, 0.0
@@ -258,7 +266,7 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
         try:
             found = _sizes(role.model)
         except (ConfigError, ValueError):
-            return  # said before
+            return  # _inputs has told of it
         if found is None:
             yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
             return
@@ -281,6 +289,7 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
 
 
 def _room(ranks: int) -> tuple[float, str]:
+    """Returns the GiB that a rank has, and where they are."""
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(slurm.SlurmError, ValueError):
             said = slurm.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
@@ -295,16 +304,14 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
     try:
         yield Check("Slurm", slurm.run(["sbatch", "--version"]).strip())
         if profile is not None and profile.partition is not None:
-            said = slurm.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"]).split(
-                "\n"
-            )
-            there = [line for line in said if line]
+            said = slurm.run(["sinfo", "--noheader", f"--partition={profile.partition}", "--format=%D %t %l"])
+            there = [line for line in said.split("\n") if line]
             bad = f"there is none: {slurm.run(['sinfo', '--noheader', '--format=%R']).split()}"
             yield Check(
                 f"partition {profile.partition}",
                 "; ".join(there) or bad,
                 "ok" if there else "wrong",
-                "" if there else "correct it",
+                "" if there else "correct the profile's partition",
             )
     except slurm.SlurmError as error:
         yield Check(
@@ -316,12 +323,14 @@ def _slurm(profile: Profile | None) -> Iterator[Check]:
 
 
 def _roles(config: Any) -> list[tuple[str, Any]]:
+    """Returns the config's trained models as (name, role); a config of `sft` has one."""
     if isinstance(config, TrainConfig):
         return [*config.roles.items()]
     return [("the model", RoleConfig(model=config.model, layout=config.layout))] if hasattr(config, "layout") else []
 
 
 def _sizes(model: Model) -> Sizes | None:
+    """Returns the model's sizes, or None where its config.json is not here."""
     file = Path(model.path) / "config.json"
     return Sizes.read(read_json(file), str(file)) if file.is_file() else None
 

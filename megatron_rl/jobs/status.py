@@ -1,4 +1,4 @@
-"""`megatron-rl status`, `stop` and `logs`: a run as its directory and Slurm's queue show it, from any host that sees both."""
+"""`megatron-rl status`, `stop` and `logs`: read a run from its directory and Slurm's queue."""
 
 from __future__ import annotations
 
@@ -19,39 +19,43 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.jobs.submit import jobs_of, read_sweep, runs_of
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.metrics import MetricsRow, read_metrics
 from megatron_rl.session.servers import ENGINES
 
-RECENT = 10  # turns that rates are taken from
-LOOK_S = 2.5  # between two looks at the roster: a server that lives renews its file every second
+RECENT = 10  # the last turns, of which seconds per turn are the median
+LOOK_S = 2.5  # time between two looks at the roster: a server that lives renews its file every second
 FOLLOW_S = 1.0
-NOTHING = "no job of it waits or runs"
+NO_JOBS = "no job of it waits or runs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What is known of a run."""
+    """A run's progress, jobs and engines at one moment."""
 
     directory: Path
-    turns: int  # in the metrics
-    planned: int | None
+    turns: int  # turns in the metrics
+    planned: int | None  # turns of the whole run, where it has said so
     saved: int  # turns in the newest complete checkpoint
     seconds_per_turn: float | None
-    last: Mapping[str, Row]  # the newest line of each scope
+    last: Mapping[str, MetricsRow]  # the newest line of each scope
     slices: Sequence[Slice]
-    engines: Sequence[tuple[Listing, bool]]  # and whether it lives
+    engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
     jobs: Sequence[slurm.Queued]
-    word: str  # finished, stopped, running, waiting for nodes, or why nobody knows
+    state: str  # finished, stopped, running, waiting for nodes, or why it is not known
 
     @property
     def remaining_s(self) -> float | None:
+        """Returns the seconds that are left, or None where planned turns or rates are not known."""
         if self.planned is None or self.seconds_per_turn is None:
             return None
         return (self.planned - self.turns) * self.seconds_per_turn
 
 
 def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued] | None = None) -> Status:
-    """Raises ConfigError for what is no run directory. Takes `look_s` where there are servers. `jobs`: its own, of a run in a sweep."""
+    """Reads a run's status. Takes `look_s` seconds where there are servers.
+
+    `jobs`: the run's own jobs, for a run in a sweep; None asks Slurm. Raises ConfigError for what is no run directory.
+    """
     own = RunDirectory(directory)
     if not (own.config.exists() or (directory / "jobs").exists()):
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
@@ -60,9 +64,9 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     summary, trouble = own.read_summary(), ""
     try:
         jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
-    except slurm.SlurmError as error:  # a busy slurmctld: the directory has the most of it
+    except slurm.SlurmError as error:  # slurmctld is busy; the directory still tells most
         jobs, trouble = [], f"what its jobs do is not known ({error})"
-    word = _word(directory, jobs, trouble)
+    state = _state(directory, jobs, trouble)
     recent = [sum(row.time.values()) for row in turns[-RECENT:]]
     return Status(
         directory=directory,
@@ -71,18 +75,19 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         saved=slices.turns_done(directory),
         seconds_per_turn=median(recent) if recent else None,
         last={row.scope: row for row in rows},
-        slices=_explained(slices.read(directory, alive=word not in (NOTHING, "stopped")), jobs_of(directory)),
+        slices=_with_accounting(slices.read(directory, alive=state not in (NO_JOBS, "stopped")), jobs_of(directory)),
         engines=_engines(directory, look_s),
         jobs=jobs,
-        word=word,
+        state=state,
     )
 
 
 def show(status: Status, console: Console) -> None:
-    """Tables of it."""
+    """Prints the status as lines and tables."""
     planned = "" if status.planned is None else f" of {status.planned}"
     console.print(
-        f"[bold]{status.directory}[/]: {status.word}; {status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
+        f"[bold]{status.directory}[/]: {status.state}; "
+        f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
     )
     if status.jobs:
         rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.left) for j in status.jobs]
@@ -95,7 +100,9 @@ def show(status: Status, console: Console) -> None:
         console.print(_table("engines", ("engine", "", "node", "job", "address", "incarnation"), rows))
     if status.slices:
         console.print(
-            _table("starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice, status.slices)])
+            _table(
+                "starts", ("job", "restart", "nodes", "began", "turns", "ended by"), [*map(_slice_cells, status.slices)]
+            )
         )
     for scope, row in status.last.items():
         figures = {
@@ -111,21 +118,27 @@ def show(status: Status, console: Console) -> None:
 
 
 def stop(directory: Path, *, now: bool) -> str:
-    """Asks the run to save and leave after its turn, and takes back what waits; `now`: ends its jobs. -> what to tell."""
+    """Asks the run to save and leave after its turn, and cancels its jobs that wait. Returns a line to print.
+
+    `now`: cancels all its jobs at once. Raises ConfigError where there is no directory, and SlurmError.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no run directory")
     for run in runs_of(directory):
-        run.mkdir(exist_ok=True)  # of a sweep, where one may begin at this moment
+        run.mkdir(exist_ok=True)  # a run of a sweep may not have begun yet
         (run / STOP).touch()
     slurm.cancel(jobs_of(directory), pending=not now)
     if now:
         saved = ", ".join(str(slices.turns_done(run)) for run in runs_of(directory))
         return f"{directory}: its jobs are cancelled; the newest checkpoint has {saved} turns"
-    return f"{directory}: it saves and leaves after the turn at hand; `megatron-rl submit` of the same config goes on (--now: at once)"
+    return (
+        f"{directory}: it saves and leaves after the turn at hand (--now: at once); "
+        "`megatron-rl submit` of the same config goes on"
+    )
 
 
 def log_files(directory: Path) -> list[Path]:
-    """Oldest first by their last line. Raises ConfigError for what is no run directory."""
+    """Returns the run's log files, the one that changed last at the end. Raises ConfigError without logs/."""
     if not (directory / "logs").is_dir():
         raise ConfigError(f"{directory} is no run directory: it has no logs/")
     found = [
@@ -135,6 +148,7 @@ def log_files(directory: Path) -> list[Path]:
 
 
 def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
+    """Yields the last `lines` lines of every log with `pattern` in its name, each log after a line with its path."""
     for path in log_files(directory):
         if pattern in path.name:
             yield f"==> {path} <=="
@@ -142,7 +156,7 @@ def tails(directory: Path, pattern: str, lines: int) -> Iterator[str]:
 
 
 def follow(directory: Path, pattern: str) -> Iterator[str]:
-    """New lines of all logs, as they come, until the run is over."""
+    """Yields new lines of the logs with `pattern` in their names, as they come, until the run is over."""
     places = {path: path.stat().st_size for path in log_files(directory)}
     while True:
         for path in log_files(directory):
@@ -157,7 +171,10 @@ def follow(directory: Path, pattern: str) -> Iterator[str]:
 
 
 def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None:
-    """(run, what differs, its status) of a sweep; None for another directory."""
+    """Returns (run, its settings, its status) for every run of a sweep; None where the directory is no sweep's.
+
+    The status of a run that has not begun is None.
+    """
     points = read_sweep(directory)
     if points is None:
         return None
@@ -173,15 +190,18 @@ def sweep_status(directory: Path) -> list[tuple[str, str, Status | None]] | None
 
 
 def show_sweep(runs: Sequence[tuple[str, str, Status | None]], console: Console) -> None:
+    """Prints a table with a row for every run of a sweep."""
+
     def cells(run: str, changes: str, found: Status | None) -> tuple[str, ...]:
         if found is None:
             return run, changes, "not begun", ""
-        return run, changes, found.word, f"{found.turns}" + (f" of {found.planned}" if found.planned else "")
+        return run, changes, found.state, f"{found.turns}" + (f" of {found.planned}" if found.planned else "")
 
     console.print(_table("sweep", ("run", "settings", "", "turns"), [cells(*run) for run in runs]))
 
 
 def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
+    """Returns the listed engines, each with whether it renewed its listing within `look_s` seconds."""
     roster = Roster(directory / ENGINES)
     before = {(listing.name, listing.incarnation): listing.beat for listing in roster.all()}
     if not before:
@@ -190,8 +210,8 @@ def _engines(directory: Path, look_s: float) -> list[tuple[Listing, bool]]:
     return [(found, before.get((found.name, found.incarnation)) != found.beat) for found in roster.all()]
 
 
-def _explained(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
-    """With what Slurm's accounting knows of those that ended without a word."""
+def _with_accounting(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
+    """Returns the starts; one that ended without a word gets the end that Slurm's accounting knows, if any."""
     known = slurm.accounted(jobs) if any(one.cause == slices.SILENT for one in starts) else {}
     return [
         replace(one, cause=f"{known[one.job, one.restart]} (sacct)")
@@ -201,7 +221,7 @@ def _explained(starts: Sequence[Slice], jobs: Sequence[str]) -> list[Slice]:
     ]
 
 
-def _word(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
+def _state(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
     if slices.finished(directory):
         return "finished"
     if any(job.state == "RUNNING" for job in jobs):
@@ -212,17 +232,17 @@ def _word(directory: Path, jobs: Sequence[slurm.Queued], trouble: str) -> str:
         return trouble
     if (directory / STOP).exists():
         return "stopped"
-    return NOTHING if slurm.present() else "no Slurm here to ask for its jobs"
+    return NO_JOBS if slurm.present() else "no Slurm here to ask for its jobs"
 
 
 def _rates(status: Status) -> str:
-    if status.seconds_per_turn is None or status.word == "finished":
+    if status.seconds_per_turn is None or status.state == "finished":
         return ""
     left = status.remaining_s
     return f"; {status.seconds_per_turn:.1f} s a turn" + ("" if left is None else f", {_hours(left)} to go")
 
 
-def _slice(one: Slice) -> tuple[str, ...]:
+def _slice_cells(one: Slice) -> tuple[str, ...]:
     began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
     turns = f"{one.turns_before} to {'?' if one.turns_after is None else one.turns_after}"
     return one.job, str(one.restart), one.nodes, began, turns, one.cause or "it runs, or has just ended"

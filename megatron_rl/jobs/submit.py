@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.cluster import slices, slurm
 from megatron_rl.cluster.job import STOP
 from megatron_rl.cluster.profile import SHIPPED, Profile
-from megatron_rl.cluster.render import Shape, common_settings, script
+from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
@@ -23,35 +23,37 @@ from megatron_rl.run.checkpoint import read_json, write_text
 from megatron_rl.run.directory import SWEEP, RunDirectory
 from megatron_rl.session.launch import run_directory
 
-JOBS, SITE, SUBMITTED = "jobs", "site.yaml", "submitted.jsonl"  # in the run directory
-TRAINER, ENGINES = (
-    "trainer",
-    "engines",
-)  # a job's number each, for slurm/job.sh: the trainer cancels engines, which do not outlive it
+JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
+SITE, SUBMITTED = "site.yaml", "submitted.jsonl"
+# Files with a job's number each, for slurm/job.sh: the trainer cancels the engines, which do not outlive it.
+TRAINER, ENGINES = "trainer", "engines"
 ENGINE_WARNING_S = 120  # a server may take 30 s to end, and the warning comes up to 30 s late
-MAX_ELEMENTS = 1000  # MaxArraySize is 1001 by default
+MAX_ELEMENTS = 1000  # of an array: Slurm's MaxArraySize is 1001 by default
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be written and submitted: scripts in order; `after`: it starts when that script's first element has begun."""
+class Submission:
+    """The files and batch scripts of a run, a sweep or an evaluation, ready to be written and submitted."""
 
-    directory: Path  # of the run, the sweep or the evaluation
-    files: Mapping[str, str]  # below directory/jobs
-    scripts: Sequence[str]
-    after: Mapping[str, str]
+    directory: Path  # the run's, the sweep's or the evaluation's
+    files: Mapping[str, str]  # texts by path below directory/jobs
+    scripts: Sequence[str]  # names of files, in the order of submission
+    after: Mapping[str, str]  # script -> the script whose first element must have begun
 
 
 def plan_run(
     config: TrainConfig | SftConfig, profile: Profile, *, command: str, as_roles: bool = False, to_come: bool = False
-) -> Plan:
-    """A chain of the trainer's slices, and engines beside it where the config has servers. `as_roles`: all in one array. `to_come`: an
-    earlier job writes the models. Raises ConfigError."""
+) -> Submission:
+    """Plans a chain of the trainer's slices, and an array of engines where the config has servers.
+
+    `as_roles`: trainer and engines in one array. `to_come`: an earlier job writes the models. Raises ConfigError.
+    """
     config = for_site(config, profile, to_come=to_come)
     job, directory = config.job, run_directory(config).absolute()
-    own = Shape(
-        template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
-        time=job.time or profile.time, array=f"0-{job.slices - 1}%1" if job.slices > 1 else "0",
+    own = ScriptShape(
+        template="train", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
+        gpus=profile.gpus_per_node, time=job.time or profile.time,
+        array=f"0-{job.slices - 1}%1" if job.slices > 1 else "0",
         warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
     shared = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIG": str(directory / JOBS / "config.yaml")}
@@ -60,35 +62,34 @@ def plan_run(
     check_warning("job.warning_s", own)
     if not isinstance(config, TrainConfig) or not isinstance(config.engine, Servers):
         if as_roles:
-            raise ConfigError(
-                "--shape roles: the config has no servers, so the trainer is the only role; leave --shape out"
-            )
-        return Plan(
-            directory, files | {"train.sbatch": script(own, profile, settings, Path.cwd())}, ["train.sbatch"], {}
-        )
-    servers = {"ROLES": [*config.roles], "REPLICAS": str(config.engine.replicas)}
-    count = len(config.roles) * config.engine.replicas
+            raise ConfigError("--shape roles: the config has no servers, so only the trainer is left; omit --shape")
+        files["train.sbatch"] = script(own, profile, settings, Path.cwd())
+        return Submission(directory, files, ["train.sbatch"], {})
+    servers = {"ROLES": config.engine_roles, "REPLICAS": str(config.engine.replicas)}
+    count = len(config.engine_roles) * config.engine.replicas
     if as_roles:
         if job.nodes > 1 or job.slices > 1:
             raise ConfigError(
-                "--shape roles is one array whose elements are alike: set job.nodes=1 and job.slices=1, or leave --shape out"
+                "--shape roles is one array whose elements are alike: set job.nodes=1 and job.slices=1, or omit --shape"
             )
         whole = replace(own, template="roles", array=f"0-{count}")
         files["roles.sbatch"] = script(whole, profile, settings | servers, Path.cwd())
-        return Plan(directory, files, ["roles.sbatch"], {})
+        return Submission(directory, files, ["roles.sbatch"], {})
     engines = replace(
-        own, template="engines", nodes=1, ranks=1, gpus=config.engine.tp if profile.gpus_per_node else 0, exclusive=False,
-        time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
+        own, template="engines", nodes=1, ranks=1, gpus=config.engine.tp if profile.gpus_per_node else 0,
+        exclusive=False, time=job.engine_time or own.time, array=f"0-{count - 1}", warning_s=ENGINE_WARNING_S,
     )  # fmt: skip
     check_warning("the warning of engines (job.engine_time)", engines)
     files["train.sbatch"] = script(own, profile, settings, Path.cwd())
     files["engines.sbatch"] = script(engines, profile, shared | servers | {"TRAINER": ""}, Path.cwd())
-    return Plan(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
+    return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": "train.sbatch"})
 
 
 def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool = False) -> Any:
-    """With what the profile decides: where servers listen, which interpreter has them, and that jobs of their own start them. Checked for
-    the ranks that it will have."""
+    """Returns the config with what the profile decides, checked for the ranks that it will have. Raises ConfigError.
+
+    The profile decides where servers listen and which interpreter has them; jobs of their own start them.
+    """
     if isinstance(config, TrainConfig) and isinstance(config.engine, Servers):
         python = engine_python(config.engine, profile.engine_python)
         config = replace(config, engine=replace(config.engine, start=False, host=profile.host, python=python))
@@ -96,17 +97,20 @@ def for_site(config: TrainConfig | SftConfig, profile: Profile, *, to_come: bool
     return config
 
 
-def check_warning(name: str, shape: Shape) -> None:
-    """Raises ConfigError for a time limit that Slurm cannot read, and where the warning would come as the job starts."""
-    limit = seconds(shape.time)
+def check_warning(name: str, shape: ScriptShape) -> None:
+    """Raises ConfigError for a time limit that Slurm cannot read, and for a warning that comes as the job starts."""
+    limit = limit_seconds(shape.time)
     if limit is not None and shape.warning_s is not None and shape.warning_s >= limit:
         raise ConfigError(
             f"{name}: a warning {shape.warning_s} s before the end of {shape.time} comes at the start: give more time"
         )
 
 
-def seconds(limit: str) -> int | None:
-    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None: there is none. Raises ConfigError."""
+def limit_seconds(limit: str) -> int | None:
+    """Returns the seconds of a time limit, or None when it is unlimited. Raises ConfigError for another form.
+
+    sbatch's forms are M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+    """
     if limit.lower() in ("infinite", "unlimited"):
         return None
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
@@ -119,16 +123,22 @@ def seconds(limit: str) -> int | None:
 
 
 def engine_python(engine: Servers, otherwise: str) -> str:
-    """The interpreter that has the engine; a relative path counts from the checkout."""
+    """Returns the interpreter that has the engine; a relative path counts from the checkout.
+
+    `otherwise`: the interpreter where engine.python is not set.
+    """
     python = engine.python or otherwise
     return str(SHIPPED.parent / python) if "/" in python and not Path(python).is_absolute() else python
 
 
 def plan_sweep(
-    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *, command: str,
-    to_come: bool = False,
-) -> Plan:  # fmt: skip
-    """`points`: (what differs, the whole config of that run). `to_come`: an earlier job writes the models."""
+    config: TrainConfig | SftConfig, points: Sequence[tuple[Mapping[str, Any], Any]], profile: Profile, *,
+    command: str, to_come: bool = False,
+) -> Submission:  # fmt: skip
+    """Plans an array with one run for each point. Raises ConfigError.
+
+    `points`: (the settings that differ, the whole config of that run). `to_come`: an earlier job writes the models.
+    """
     directory = run_directory(config).absolute()
     files, found = dict[str, str](), []
     for index, (changes, own) in enumerate(points):
@@ -137,44 +147,68 @@ def plan_sweep(
         )
         if isinstance(own, TrainConfig) and isinstance(own.engine, Servers):
             raise ConfigError(
-                f"a sweep starts runs with embedded engines; engine.kind = {own.engine.kind!r} wants a submission for each"
+                f"a sweep starts runs with embedded engines; with engine.kind {own.engine.kind!r} submit each alone"
             )
         files[f"{index:03d}.yaml"] = config_files.dump(own)
         found.append({"run": own.run.name, "changes": dict(changes)})
     files[SITE] = config_files.dump(profile)
     files[f"../{SWEEP}"] = json.dumps(found, indent=1) + "\n"
     job = config.job
-    shape = Shape(
-        template="sweep", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
-        time=job.time or profile.time, array=f"0-{len(points) - 1}", warning_s=job.warning_s or profile.warning_s,
-        exclusive=profile.exclusive, logs=directory / "logs",
+    shape = ScriptShape(
+        template="sweep", name=config.run.name, nodes=job.nodes, ranks=profile.ranks_per_node,
+        gpus=profile.gpus_per_node, time=job.time or profile.time, array=f"0-{len(points) - 1}",
+        warning_s=job.warning_s or profile.warning_s, exclusive=profile.exclusive, logs=directory / "logs",
     )  # fmt: skip
     check_warning("job.warning_s", shape)
     settings = {
-        **common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS), "WARNING_S": str(shape.warning_s),
-        "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
+        **common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS),
+        "WARNING_S": str(shape.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE),
     }  # fmt: skip
     files["sweep.sbatch"] = script(shape, profile, settings, Path.cwd())
-    return Plan(directory, files, ["sweep.sbatch"], {})
+    return Submission(directory, files, ["sweep.sbatch"], {})
 
 
-def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Plan:
-    """One element for each config; all have an output."""
+def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:
+    """Plans an array with one element for each config; all have an output. Raises ConfigError."""
     directory = directory.absolute()
     for config in configs:
         config_checks.check(config, profile.ranks_per_node)
     files = {f"{index:03d}.yaml": config_files.dump(config) for index, config in enumerate(configs)}
-    shape = Shape(
-        template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node, time=profile.time,
-        array=f"0-{len(configs) - 1}", logs=directory / "logs",
+    shape = ScriptShape(
+        template="eval", name=directory.name, ranks=profile.ranks_per_node, gpus=profile.gpus_per_node,
+        time=profile.time, array=f"0-{len(configs) - 1}", logs=directory / "logs",
     )  # fmt: skip
     settings = {**common_settings(profile, SHIPPED.parent, Path.cwd()), "CONFIGS": str(directory / JOBS)}
     files["eval.sbatch"] = script(shape, profile, settings, Path.cwd())
-    return Plan(directory, files, ["eval.sbatch"], {})
+    return Submission(directory, files, ["eval.sbatch"], {})
 
 
-def grid(path: Path) -> list[dict[str, Any]]:
-    """The points of a sweep file: a mapping of setting -> values gives all combinations, a list of mappings these. Raises ConfigError."""
+def evaluations(settings: Sequence[str], checkpoints: Sequence[str], out: Path) -> list[EvalConfig]:
+    """Returns each config of `eval` for each checkpoint, with an output of its own in `out`. Raises ConfigError.
+
+    `settings`: YAML files, each an evaluation, and a.b=c for all of them. `checkpoints`: model directories.
+    """
+    files, overrides = [Path(s) for s in settings if "=" not in s], [s for s in settings if "=" in s]
+    if not files:
+        raise ConfigError("--checkpoints: give at least one config of `eval`, before the options")
+    found = []
+    for path in checkpoints:
+        model = Path(path)
+        name = "_".join(part for part in model.parts[-3:] if part not in ("models", "model", "/", "runs"))
+        for file in files:
+            config = config_files.load(EvalConfig, [file], [*overrides, f"model.path={path}"])
+            found.append(replace(config, output=str((out / f"{name}.{file.stem}.json").absolute())))
+    outputs = [config.output for config in found]
+    if twice := sorted({str(output) for output in outputs if outputs.count(output) > 1}):
+        raise ConfigError(f"two evaluations would write {', '.join(twice)}: give models and configs of different names")
+    return found
+
+
+def read_grid(path: Path) -> list[dict[str, Any]]:
+    """Reads the points of a sweep file. Raises ConfigError.
+
+    A mapping of settings to lists of values stands for all combinations, a list of mappings for itself.
+    """
     found = config_files.read_yaml(path)
     if isinstance(found, Mapping) and found and all(isinstance(values, list) and values for values in found.values()):
         points = [dict(zip(found, values, strict=True)) for values in itertools.product(*found.values())]
@@ -182,31 +216,43 @@ def grid(path: Path) -> list[dict[str, Any]]:
         points = [dict(point) for point in found]
     else:
         raise ConfigError(
-            f"--sweep {path}: give a mapping of settings to lists of values (all combinations run), or a list of mappings"
+            f"--sweep {path}: give a mapping of settings to lists of values (all combinations run), "
+            "or a list of mappings"
         )
     if len(points) > MAX_ELEMENTS:
         raise ConfigError(f"--sweep {path}: {len(points)} runs; an array has room for {MAX_ELEMENTS}")
     return points
 
 
-def write(plan: Plan) -> None:
-    """The files, and the places that the jobs write to. Raises ConfigError where a job of this directory still waits or runs: its next
-    start would read them."""
+def overrides(point: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of a sweep's point as a.b=c arguments."""
+    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in point.items()]
+
+
+def write(submission: Submission) -> None:
+    """Writes the files, and makes the directories that the jobs write to.
+
+    Raises ConfigError where there is no Slurm, and where a job of this directory still waits or runs: its next start
+    would read the new files.
+    """
     slurm.require()
-    refuse_busy(plan.directory)
-    put(plan)
+    refuse_busy(submission.directory)
+    write_files(submission)
 
 
-def put(plan: Plan) -> None:
-    """The files and places alone."""
-    for place in (plan.directory / JOBS, plan.directory / "logs"):
+def write_files(submission: Submission) -> None:
+    """Writes the files and makes the directories, whatever jobs there are."""
+    for place in (submission.directory / JOBS, submission.directory / "logs"):
         place.mkdir(parents=True, exist_ok=True)
-    for name, text in plan.files.items():
-        write_text((plan.directory / JOBS / name).resolve(), text)
+    for name, text in submission.files.items():
+        write_text((submission.directory / JOBS / name).resolve(), text)
 
 
 def reopen(config: TrainConfig | SftConfig) -> None:
-    """A finished run goes on where run.resume=must asks for more of it. Raises ConfigError else: its jobs would have nothing to do."""
+    """Opens a finished run again where run.resume=must asks for more of it.
+
+    Raises ConfigError for a finished run without it, whose jobs would have nothing to do.
+    """
     directory = run_directory(config)
     if not slices.finished(directory):
         return
@@ -215,25 +261,29 @@ def reopen(config: TrainConfig | SftConfig) -> None:
     RunDirectory(directory).update_summary({"finished": False})
 
 
-def send(plan: Plan, *, dependency: str | None = None) -> dict[str, str]:
-    """What is written -> the jobs' ids by script. All of them or none. `dependency`: as sbatch takes it, of the scripts that do not wait
-    for another one of the plan. Raises SlurmError."""
-    allow_start(plan.directory)
+def send(submission: Submission, *, dependency: str | None = None) -> dict[str, str]:
+    """Submits what is written, all scripts or none. Returns the jobs' ids by script. Raises SlurmError.
+
+    `dependency`: sbatch's, for the scripts that do not wait for another one of the submission.
+    """
+    allow_start(submission.directory)
     for name in (TRAINER, ENGINES):
-        (plan.directory / JOBS / name).unlink(missing_ok=True)
+        (submission.directory / JOBS / name).unlink(missing_ok=True)
     ids: dict[str, str] = {}
-    for name in plan.scripts:
-        first = plan.after.get(name)
+    for name in submission.scripts:
+        first = submission.after.get(name)
         try:
             ids[name] = slurm.submit(
-                plan.directory / JOBS / name, dependency=f"after:{ids[first]}_0" if first else dependency
+                submission.directory / JOBS / name, dependency=f"after:{ids[first]}_0" if first else dependency
             )
         except slurm.SlurmError:
             slurm.cancel([*ids.values()])
             raise
-        note(plan.directory, name, ids[name])
-        if "engines.sbatch" in plan.scripts:
-            write_text(plan.directory / JOBS / (ENGINES if name == "engines.sbatch" else TRAINER), ids[name] + "\n")
+        record_job(submission.directory, name, ids[name])
+        if "engines.sbatch" in submission.scripts:
+            write_text(
+                submission.directory / JOBS / (ENGINES if name == "engines.sbatch" else TRAINER), ids[name] + "\n"
+            )
     return ids
 
 
@@ -245,36 +295,36 @@ def refuse_busy(directory: Path) -> None:
 
 
 def allow_start(directory: Path) -> None:
-    """Of runs that were stopped: whoever submits them wants them to go on."""
+    """Removes the stop files of the directory's runs: whoever submits them wants them to go on."""
     for run in runs_of(directory):
         (run / STOP).unlink(missing_ok=True)
 
 
-def note(directory: Path, script: str, job: str) -> None:
-    """A job of this directory, for `megatron-rl status` and `stop`."""
+def record_job(directory: Path, script: str, job: str) -> None:
+    """Records a job of this directory, for `megatron-rl status` and `stop`."""
     with (directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"script": script, "job": job, "time": time.time()}) + "\n")
 
 
 def jobs_of(directory: Path) -> list[str]:
-    """All that were ever submitted for this directory."""
+    """Returns all jobs that were ever submitted for this directory."""
     path = directory / JOBS / SUBMITTED
     if not path.exists():
         return []
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line, of a disk that was full
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a full disk left half a line
             found.append(json.loads(line)["job"])
     return found
 
 
 def runs_of(directory: Path) -> list[Path]:
-    """Those of a sweep; else the directory itself."""
+    """Returns the run directories of a sweep; else the directory itself."""
     points = read_sweep(directory)
     return [directory] if points is None else [directory / point["run"] for point in points]
 
 
 def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
-    """[{"run", "changes"}] of a sweep's directory; None for another one."""
+    """Returns the runs of a sweep's directory as [{"run", "changes"}]; None where it is no sweep's."""
     path = directory / SWEEP
     return read_json(path) if path.exists() else None

@@ -1,7 +1,8 @@
-"""Norm, activation and attention of the project's torch layer spec: RMSNorm under sequence parallelism, SDPA over packed sequences.
+"""Norm, activation and attention of the project's torch layer spec.
 
-They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were laid out
-once per micro-batch, because core's packed rotary loops over sequences in every layer.
+These are RMSNorm under sequence parallelism, SwiGLU, and scaled-dot-product attention (SDPA) over packed sequences.
+They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
+laid out once per micro-batch, because core's packed rotary loops over sequences in every layer.
 """
 
 from __future__ import annotations
@@ -24,53 +25,56 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
-MAX_PADDING = 1.15  # padded over real tokens within one attention bucket
+MAX_PADDING = 1.15  # the most padded tokens per real token within one attention bucket
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows `source` of a flat tensor, laid out at `target` of a padded [S, L] grid."""
+    """A padded [S, L] grid, in which rows `source` of a flat tensor lie at positions `target`."""
 
     shape: tuple[int, int]
     source: Tensor  # [n] rows of the flat tensor
     target: Tensor  # [n] positions in the flattened grid
 
-    def of(self, x: Tensor) -> Tensor:
-        """[rows, H, d] -> [S, H, L, d], zeros where nothing stands."""
+    def spread(self, x: Tensor) -> Tensor:
+        """Returns [S, H, L, d] from flat rows [rows, H, d], with zeros where no row lies."""
         rows, width = self.shape
-        return _Spread.apply(x, self.source, self.target, rows * width).view(rows, width, *x.shape[1:]).transpose(1, 2)  # type: ignore[union-attr]
+        grid: Any = _Spread.apply(x, self.source, self.target, rows * width)
+        return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionBucket:
     """Sequences of similar length that attend in one call."""
 
     queries: Grid
-    keys: Grid  # of the rows of all context-parallel ranks, one rank's after the other's
-    mask: (
-        Tensor | None
-    )  # [S or 1, 1, L of queries, L of keys] True where a query sees a key; None: causal, queries and keys alike
+    keys: Grid  # its flat tensor has the rows of all context-parallel ranks, rank after rank
+    # [S or 1, 1, L of queries, L of keys], True where a query sees a key. None: causal, with queries and keys alike.
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class Context:
-    """The context-parallel ranks of this rank. Each sequence, padded to 2 * size equal chunks, lies over them in a zig-zag: rank r has
-    chunks r and 2 * size - 1 - r, so that causal attention costs every rank the same."""
+    """The context-parallel ranks of this rank.
+
+    Each sequence, padded to 2 * size equal chunks, is divided among them in a zig-zag: rank r has chunks r and 2 * size
+    - 1 - r. So causal attention costs every rank the same.
+    """
 
     size: int = 1
     rank: int = 0
     group: Any = None
 
     def multiple(self, others: int) -> int:
-        """What a length must divide by to be cut over these ranks and then into `others` parts."""
+        """Returns what a length must divide by, to be cut over these ranks and then into `others` parts."""
         return math.lcm(2 * self.size, others * self.size) if self.size > 1 else others
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Numbers of the chunks of a rank, in order."""
+        """Returns the numbers of a rank's chunks, in order."""
         return rank, 2 * self.size - 1 - rank
 
     def own(self, lengths: Sequence[int]) -> Tensor:
-        """Places of this rank's tokens among those of padded sequences that stand end to end. [S] -> [sum / size]"""
+        """Returns where this rank's tokens lie in padded sequences that are joined end to end. [S] -> [sum / size]."""
         ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
         if self.size == 1:
             return torch.arange(ends[-1])
@@ -86,26 +90,28 @@ ALONE = Context()
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """How the tokens of a micro-batch form sequences, and their rotary tables. `buckets` is empty for a padded micro-batch that one rank
-    has whole."""
+    """The arrangement of a micro-batch's tokens into sequences, with their rotary tables.
 
-    cos: Tensor | None = None  # [N, 1, d] packed, [L, 1, 1, d] padded; of this rank's tokens
-    sin: Tensor | None = None
-    buckets: tuple[Bucket, ...] = ()
-    packed: Tensor | None = None  # [N] packed positions in the order in which the buckets' grids hold them
-    gridded: Tensor | None = None  # [N] where these stand in the concatenated grids
+    `buckets` is empty for a padded micro-batch that one rank has whole.
+    """
+
+    cos: Tensor | None = None  # [N, 1, d] packed, [L, 1, 1, d] padded, for this rank's tokens
+    sin: Tensor | None = None  # like cos
+    buckets: tuple[AttentionBucket, ...] = ()
+    packed: Tensor | None = None  # [N] packed positions, in the order of the buckets' grids
+    gridded: Tensor | None = None  # [N] positions of the same tokens in the concatenated grids
     context: Context = ALONE
 
 
 class RotaryTable:
-    """cos and sin of all positions seen so far; grows when a longer sequence comes."""
+    """The cos and sin of all positions seen so far. It grows when a longer sequence comes."""
 
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
         self.cos, self.sin = arch.rotary(torch.arange(256))
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[N] -> two [N, d]."""
+        """Returns cos and sin of positions [N], two tensors [N, d]."""
         needed = int(positions.max()) + 1
         if needed > len(self.cos):
             self.cos, self.sin = self.arch.rotary(torch.arange(2 * needed))
@@ -117,8 +123,10 @@ class RotaryTable:
 def packed_layout(
     lengths: Sequence[int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
-    """Layout of sequences that stand end to end in one row. [S] lengths, all positive, padded to the context's multiple; `like` gives
-    dtype and device of the model."""
+    """Returns the layout of sequences that lie end to end in one row.
+
+    `lengths` [S] are all positive and padded to the context's multiple. `like` gives the dtype and device of the model.
+    """
     cu = torch.tensor([0, *lengths]).cumsum(0).to(like.device, torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
     cos, sin = rotary.at(positions.to(like.device), like.dtype)
@@ -132,14 +140,14 @@ def packed_layout(
         max_seqlen_kv=max(lengths),
         cos=cos[:, None],
         sin=sin[:, None],
-        **_attention(lengths, rows, context, like.device),
+        **_attention_fields(lengths, rows, context, like.device),
     )
 
 
 def padded_layout(
     shape: tuple[int, int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
-    """Layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
+    """Returns the layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
     count, length = shape
     cos, sin = rotary.at(context.own([length]).to(like.device), like.dtype)
     layout = SequenceLayout(
@@ -148,25 +156,30 @@ def padded_layout(
     if context.size == 1:
         return layout
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
-    return replace(layout, **_attention([length] * count, rows, context, like.device))
+    return replace(layout, **_attention_fields([length] * count, rows, context, like.device))
 
 
-def _attention(
+def _attention_fields(
     lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device
 ) -> dict[str, Any]:
-    """The calls that attend, as fields of a SequenceLayout. `rows[s]`: where the tokens of sequence s stand on a rank, alike on all."""
-    buckets = [bucket for group in _alike(lengths) for bucket in _bucket(group, lengths, rows, context)]
+    """Returns the fields of a SequenceLayout that describe the attention calls.
+
+    `rows[s]` are the rows of sequence s on a rank, the same on all ranks.
+    """
+    buckets = [
+        bucket for group in _group_by_length(lengths) for bucket in _group_buckets(group, lengths, rows, context)
+    ]
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
-        buckets=tuple(_move(bucket, device) for bucket in buckets),
+        buckets=tuple(_to_device(bucket, device) for bucket in buckets),
         packed=torch.cat([b.queries.source for b in buckets]).to(device),
         gridded=torch.cat([b.queries.target + start for b, start in zip(buckets, starts, strict=False)]).to(device),
         context=context,
     )
 
 
-def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Numbers of the sequences, longest first, in groups that a common width pads little."""
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Returns the numbers of the sequences, longest first, in groups that a common width pads little."""
     groups: list[list[int]] = []
     real = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -179,15 +192,19 @@ def _alike(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _bucket(group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], context: Context) -> list[Bucket]:
-    """The calls of one group: one, or one for each of this rank's two chunks, whose queries see the keys up to their own place."""
+def _group_buckets(
+    group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], context: Context
+) -> list[AttentionBucket]:
+    """Returns the attention calls of one group of sequences.
+
+    Without context parallelism there is one. With it there is one for each of this rank's two chunks, whose queries see
+    the keys up to their own position.
+    """
     if context.size == 1:
         grid = _grid([rows[i] for i in group])
-        return [Bucket(queries=grid, keys=grid, mask=None)]
+        return [AttentionBucket(queries=grid, keys=grid, mask=None)]
     local, chunks = sum(len(r) for r in rows), 2 * context.size
-    holder = [
-        min(i, chunks - 1 - i) for i in range(chunks)
-    ]  # rank of each chunk; its second half where the rank's first has another
+    holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # the rank that holds each chunk
     buckets = []
     for half, last in enumerate(context.chunks(context.rank)):
         queries, keys, widths = [], [], []
@@ -198,18 +215,22 @@ def _bucket(group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], co
             keys.append(torch.cat([places[c] + holder[c] * local for c in range(last + 1)]))
             widths.append(width)
         mask = torch.stack(
-            [_sees(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])]
+            [_causal_mask(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])]
         )
-        buckets.append(Bucket(queries=_grid(queries), keys=_grid(keys), mask=mask[:, None]))
+        buckets.append(AttentionBucket(queries=_grid(queries), keys=_grid(keys), mask=mask[:, None]))
     return buckets
 
 
-def _sees(width: int, widest: int, chunk: int) -> Tensor:
-    """[widest, widest * (chunk + 1)]: what the queries of a chunk of `width` tokens see in a grid for chunks of `widest`."""
+def _causal_mask(width: int, widest: int, chunk: int) -> Tensor:
+    """Returns what the queries of a chunk of `width` tokens see, in a grid of width `widest`.
+
+    The mask is [widest, widest * (chunk + 1)].
+    """
     return torch.arange(widest * (chunk + 1)) <= torch.arange(widest)[:, None] + chunk * width
 
 
 def _grid(rows: Sequence[Tensor]) -> Grid:
+    """Returns the grid of sequences whose flat rows are given."""
     width = max(len(r) for r in rows)
     return Grid(
         (len(rows), width),
@@ -218,17 +239,22 @@ def _grid(rows: Sequence[Tensor]) -> Grid:
     )
 
 
-def _move(bucket: Bucket, device: torch.device) -> Bucket:
+def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket:
+    """Returns the bucket with its tensors on `device`. Queries and keys that are one grid stay one."""
+
     def grid(own: Grid) -> Grid:
         return Grid(own.shape, own.source.to(device), own.target.to(device))
 
     queries = grid(bucket.queries)
     keys = queries if bucket.keys is bucket.queries else grid(bucket.keys)
-    return Bucket(queries=queries, keys=keys, mask=None if bucket.mask is None else bucket.mask.to(device))
+    return AttentionBucket(queries=queries, keys=keys, mask=None if bucket.mask is None else bucket.mask.to(device))
 
 
 class _Spread(torch.autograd.Function):
-    """rows [n_out] = zeros, rows[target] = x[source]; all positions distinct, so that the backward is a gather, not a sum."""
+    """Puts rows of a tensor at positions of a zero tensor: out[target] = x[source].
+
+    All positions are distinct, so that the backward pass is a gather and not a sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:  # type: ignore[override]
@@ -244,13 +270,13 @@ class _Spread(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of Qwen and Llama. [..., d] -> [..., d]."""
+    """Applies rotary embedding in the half-split convention of Qwen and Llama. [..., d] -> [..., d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism."""
+    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -258,7 +284,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., gate | up]; the backward pass writes both halves in place, where autograd would join copies."""
+    """Computes silu(gate) * up of [..., gate | up].
+
+    The backward pass writes both halves in place, where autograd would join copies.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -278,7 +307,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """The gated activation of Qwen and Llama on fc1's joined output. [..., 2 f] -> [..., f]."""
+    """The gated activation of Qwen and Llama, on fc1's joined output. [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -288,17 +317,30 @@ class SwiGLU(MegatronModule):
 
 
 class SDPAttention(MegatronModule):
-    """Causal attention by torch's scaled_dot_product_attention, packed (thd) or padded (sbhd), with rotary embedding."""
+    """Causal attention with rotary embedding, by torch's scaled_dot_product_attention.
+
+    Sequences are packed (thd) or padded (sbhd).
+    """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
-        packed_seq_params: SequenceLayout | None = None, **unused: Any,
-    ) -> Tensor:  # fmt: skip
-        """query [N, H, d] or [L, S, H, d], key and value with the key/value heads -> [N, H * d] or [L, S, H * d]."""
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: SequenceLayout | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Returns the attention's output, [N, H * d] or [L, S, H * d].
+
+        `query` is [N, H, d] or [L, S, H, d]; `key` and `value` have the key/value heads. Raises ValueError without a
+        layout.
+        """
         layout = packed_seq_params
         if layout is None or layout.cos is None or layout.sin is None:
             raise ValueError("the torch layer spec needs a SequenceLayout as packed_seq_params")
@@ -312,12 +354,14 @@ class SDPAttention(MegatronModule):
             rows[1:] = both.unbind(1)
         grids = []
         for bucket in layout.buckets:
-            out = self._attend(bucket.queries.of(rows[0]), *(bucket.keys.of(x) for x in rows[1:]), mask=bucket.mask)
+            out = self._attend(
+                bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.mask
+            )
             grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
         return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0])).view(*lead, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """query [S, H, L, d], key and value [S, H_kv, M, d] -> [S, H, L, d]; causal without a mask."""
+        """Attends: query [S, H, L, d], key and value [S, H_kv, M, d] -> [S, H, L, d]. Causal without a mask."""
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped

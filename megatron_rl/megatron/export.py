@@ -1,4 +1,4 @@
-"""The actor's weights as a stream of whole Hugging Face tensors, gathered in flat buckets of several parameters."""
+"""Streams the actor's weights as whole Hugging Face tensors, gathered in flat buckets of several parameters."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class _Piece:
-    """One parameter of a stage: `shards[i]` is what rank i of the ranks that share it out holds, by its rectangles."""
+    """One parameter of a stage. `shards[i]` are the rectangles that rank i of the ranks that share it holds."""
 
     kind: int  # index into _Stage.groups
-    shape: tuple[int, ...]  # of one shard
+    shape: tuple[int, ...]  # the shape of one shard
     shards: list[list[Rect]]
 
     @property
     def elements(self) -> int:
-        """Of one shard."""
+        """Returns the number of elements of one shard."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """How the ranks of this rank's pipeline stage share its parameters out, and who the other stages are."""
+    """The arrangement of one pipeline stage: how its ranks share its parameters, and how this rank gets them."""
 
     groups: tuple[Any, ...]  # by kind of parameter: None (every rank holds the whole), tensor ranks, experts' ranks
-    pp: Any
-    source: int  # world rank that sends to this rank what the stage holds
+    pp: Any  # the group of the pipeline stages
+    source: int  # the world rank that sends this rank what the stage holds
     sends: bool  # whether this rank belongs to the stage
 
 
 def weights(
     sizes: Sizes, named: Sequence[tuple[str, Tensor]], groups: Groups, *, bucket_mib: float, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """This rank's parameters under names with global numbers -> stream of (Hugging Face name, full tensor on CPU).
+    """Streams (Hugging Face name, full tensor on CPU) from this rank's parameters, named with global numbers.
 
-    Collective, the same on every rank: consume it to the end. Layers come in order, stage by stage; within a layer expert-parallel
-    ranks take turns with their experts. A collective carries up to `bucket_mib` MiB of whole tensors (one parameter of a kind that is
-    larger goes alone), and no more than one bucket is held. Tensors are cast to `dtype`, when it is given, before they travel.
+    Collective, and the same on every rank: consume it to the end. Layers come in order, stage by stage; within a layer
+    expert-parallel ranks take turns with their experts. A collective carries up to `bucket_mib` MiB of whole tensors (a
+    larger parameter of a kind goes alone), and no more than one bucket is held. If `dtype` is given, tensors are cast
+    to it before they travel.
     """
     own = [(name, p.detach()) for name, p in named if not (name == "output_layer.weight" and sizes.tied)]
     for number in range(groups.pp.size()):
@@ -70,7 +71,7 @@ def weights(
 def _buckets(
     sizes: Sizes, parameters: list[tuple[str, torch.dtype]], groups: Groups, limit: int
 ) -> Iterator[tuple[list[_Piece], torch.dtype]]:
-    """Cuts a stage's parameters, in order, into stretches of one dtype and at most `limit` bytes of whole tensors."""
+    """Cuts a stage's parameters, in order, into runs of one dtype and at most `limit` bytes of whole tensors."""
     bucket: list[_Piece] = []
     held, wire = 0, torch.float32
     for name, dtype in parameters:
@@ -86,7 +87,11 @@ def _buckets(
 
 
 def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
-    """`name` as its first holder names it: of an expert, any rank's own, for which those at the same place on the others stand too."""
+    """Returns the parameter `name` with the rectangles of all its shards.
+
+    The name is the one of its first holder. An expert's name may be that of any expert-parallel rank: it then stands
+    for the experts at the same position on all of these ranks.
+    """
     layout = groups.layout
     if rectangles.is_expert(name):
         kind, per_rank = 2, sizes.experts // layout.ep
@@ -107,15 +112,17 @@ def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
 
 
 def _total(pieces: Sequence[_Piece]) -> int:
+    """Returns the number of elements of the whole parameters."""
     return sum(piece.elements * len(piece.shards) for piece in pieces)
 
 
 def _exchange(
     stage: _Stage, pieces: Sequence[_Piece], tensors: Sequence[Tensor], flat: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """Fills `flat`, one stretch per kind and in it one after another the ranks' shards, on all ranks; then cuts the tensors out of it.
+    """Fills `flat` on all ranks, then yields the tensors that it holds.
 
-    `tensors` are this rank's own shards, in the order of `pieces`; empty on other stages.
+    `flat` has one run per kind of parameter, in which the ranks' shards lie one after another. `tensors` are this
+    rank's own shards in the order of `pieces`; the list is empty on other stages.
     """
     stretches, start = [], 0
     for kind in range(len(stage.groups)):

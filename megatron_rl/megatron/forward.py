@@ -1,7 +1,8 @@
-"""From hidden states to log-probabilities and entropies of chosen tokens, over a vocabulary split across tensor ranks."""
+"""Computes log-probabilities, and what else is asked for, from hidden states, over a vocabulary split across tensor ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,33 +10,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}  # logits held at once, per rank: 8 MiB of a CPU, 512 MiB of a GPU
-
-KEPT_ELEMENTS = {
-    "cpu": 1 << 24,
-    "cuda": 0,
-}  # log-probs of one micro-batch kept for the backward pass at most; more are computed again
+# Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU.
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+# The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
+KEPT_ELEMENTS = {"cpu": 1 << 24, "cuda": 0}
 
 
 @dataclass(frozen=True)
 class _Head:
-    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows; further rows of the weight are padding."""
+    """This rank's part of the output layer: vocabulary ids first_row .. first_row + rows.
+
+    Further rows of the weight are padding.
+    """
 
     first_row: int
     rows: int
+    vocab: int  # rows of all ranks together, without padding
     temperature: float
     group: Any
-    keep: bool  # the log-probs of all rows, for the backward pass
+    names: tuple[str, ...]  # statistics that are asked for, `logprobs` first
+    keep: bool  # whether the log-probs of all rows are kept for the backward pass
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
-    """Softmax statistics of hidden @ weight.T without gathering the vocabulary, in chunks; logits of a large batch are never all held."""
+class _VocabParallelStatistics(torch.autograd.Function):
+    """Softmax statistics of hidden @ weight.T, without gathering the vocabulary.
+
+    Logits are computed in chunks, so that those of a large batch are never all held.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        # Results have their memory before the first chunk: small tensors that stay, one in each hole that a chunk leaves, would keep the
-        # next chunk out of it, and a CPU's heap would grow by all of them.
-        logprob, entropy, logsum = (torch.empty(len(hidden), device=hidden.device) for _ in range(3))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
+        # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
+        # next chunk out of these holes, and a CPU's heap would grow with every chunk.
+        found = {name: torch.empty(len(hidden), device=hidden.device) for name in head.names}
+        logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], real, head)
@@ -43,69 +51,92 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             _reduce(peak, dist.ReduceOp.MAX, head.group)
             logits.sub_(peak[:, None])
             exponents = logits.exp()
-            sums = torch.stack([exponents.sum(-1), _pick(logits, labels[rows], head), exponents.mul_(logits).sum(-1)])
+            parts = {"mass": exponents.sum(-1), "logprobs": _pick(logits, labels[rows], head)}
+            if "vocab_mean" in found:
+                parts["vocab_mean"] = logits.sum(-1)
+            if "entropy" in found:
+                parts["entropy"] = exponents.mul_(logits).sum(-1)
+            sums = torch.stack([*parts.values()])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
-            log = sums[0].log()
-            logprob[rows], entropy[rows], logsum[rows] = sums[1] - log, log - sums[2] / sums[0], log + peak
+            whole = dict(zip(parts, sums, strict=True))
+            log = whole["mass"].log()
+            found["logprobs"][rows], logsum[rows] = whole["logprobs"] - log, log + peak
+            if "entropy" in found:
+                found["entropy"][rows] = log - whole["entropy"] / whole["mass"]
+            if "vocab_mean" in found:
+                found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
                 kept.append(logits.sub_(log[:, None]))
-        ctx.save_for_backward(hidden, weight, labels, logsum, entropy)
+        ctx.save_for_backward(hidden, weight, labels, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return logprob, entropy
+        return torch.stack([*found.values()])
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         hidden, weight, labels, logsum, entropy = ctx.saved_tensors
         head, real = ctx.head, weight[: ctx.head.rows]
+        gradients = dict(zip(head.names, grad, strict=True))  # that of vocab_mean is left out: it has none
+        grad_logprob, grad_entropy = gradients["logprobs"], gradients.get("entropy")
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        use_entropy = bool(grad_entropy.any())
-        by_logprob, by_entropy = grad_logprob / head.temperature, grad_entropy / head.temperature
+        by_logprob = grad_logprob / head.temperature
+        by_entropy = None if grad_entropy is None or not grad_entropy.any() else grad_entropy / head.temperature
         for number, rows in enumerate(_chunks(hidden, weight)):
             log_p = ctx.kept[number] if head.keep else _logits(hidden[rows], real, head).sub_(logsum[rows, None])
-            if use_entropy:
+            if by_entropy is not None:
                 p = log_p.exp()
                 slope = log_p.add_(entropy[rows, None]).mul_(by_entropy[rows, None]).add_(by_logprob[rows, None])
-                grad = slope.mul_(p).neg_()
+                step = slope.mul_(p).neg_()
             else:
-                grad = log_p.exp_().mul_(-by_logprob[rows, None])
+                step = log_p.exp_().mul_(-by_logprob[rows, None])
             if head.rows:
                 local, mine = _local_labels(labels[rows], head)
-                grad.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, real, out=grad_hidden[rows])
-            grad_weight[: head.rows] += grad.T @ hidden[rows]
+                step.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
+            step = step.to(weight.dtype)
+            torch.mm(step, real, out=grad_hidden[rows])
+            grad_weight[: head.rows] += step.T @ hidden[rows]
         return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
-def vocab_parallel_logprobs(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, first_row: int, vocab: int, temperature: float, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each label and entropy of its distribution, natural log.
+def vocab_parallel_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    first_row: int,
+    vocab: int,
+    temperature: float,
+    group: Any,
+    names: Sequence[str],
+) -> Tensor:
+    """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name), `entropy`, and
+    `vocab_mean`, the mean of all log-probabilities, which has no gradient.
 
-    hidden [n, h], weight [V/tp, h], labels [n] -> two [n] float32.
+    hidden [n, h], weight [V/tp, h], labels [n] -> [len(names), n] float32.
 
-    `first_row` is the vocabulary id of weight's first row; rows at and beyond `vocab` are padding and get probability 0. The
-    gradient for `hidden` is this rank's share: the caller sums it over `group` (core's copy_to_tensor_model_parallel_region).
+    `first_row` is the vocabulary id of weight's first row. Rows at and beyond `vocab` are padding and get probability
+    0. The gradient for `hidden` is this rank's share: the caller sums it over `group` (core's
+    copy_to_tensor_model_parallel_region).
     """
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
-    head = _Head(first_row, rows, temperature, group, keep)
-    return _VocabParallelLogprobs.apply(hidden, weight, labels, head)  # type: ignore[return-value]
+    head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep)
+    return _VocabParallelStatistics.apply(hidden, weight, labels, head)  # type: ignore[return-value]
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Cuts the rows of `hidden` so that the logits of a chunk fit CHUNK_ELEMENTS."""
     size = max(32, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
     return [slice(a, min(a + size, hidden.shape[0])) for a in range(0, hidden.shape[0], size)] or [slice(0, 0)]
 
 
 def _logits(hidden: Tensor, real: Tensor, head: _Head) -> Tensor:
-    """[n, real rows] float32, a fresh tensor."""
+    """Returns the logits [n, real rows], float32, in a new tensor."""
     logits = (hidden @ real.T).float()
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
 def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
-    """The logit of each label that lives on this rank, 0 for the others. -> [n]"""
+    """Returns [n]: the logit of each label that lives on this rank, 0 for the others."""
     if not head.rows:
         return logits.new_zeros(len(labels))
     local, mine = _local_labels(labels, head)
@@ -113,12 +144,13 @@ def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
 
 
 def _local_labels(labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Label ids -> row numbers on this rank (0 where the label lives elsewhere), and whether it lives here."""
+    """Returns (row numbers on this rank, whether the label lives here). The row of any other label is 0."""
     local = labels - head.first_row
     mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine
 
 
 def _reduce(values: Tensor, operation: Any, group: Any) -> None:
+    """Reduces `values` in place over the group."""
     if group.size() > 1:
         dist.all_reduce(values, op=operation, group=group)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.config.schema import ConfigError, Model
+from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
-from megatron_rl.megatron.forward import vocab_parallel_logprobs
+from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
@@ -30,17 +30,21 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build  # noqa: E402
+from megatron.core.transformer.transformer_block import (  # noqa: E402
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-IGNORED = -100  # label of a position whose log-probability is not asked for
+IGNORED = -100  # the label of a position whose log-probability is not wanted
 
 
 class PolicyModel(GPTModel):
-    """A GPT whose last stage answers labels with log-probabilities and entropies instead of a loss."""
+    """A GPT whose last stage answers labels with statistics of their distributions instead of a loss."""
 
     temperature: float = 1.0
     true_vocab: int = 0
+    asked: tuple[str, ...] = ("logprobs",)  # names of the statistics that the last stage answers, see batches/batch.py
 
     def _postprocess(
         self,
@@ -51,9 +55,9 @@ class PolicyModel(GPTModel):
         *args: Any,
         **rest: Any,
     ) -> Tensor:
-        """hidden [L, S, h] and labels [S, L] -> [2, n]: log-probability and entropy of the n labels that are not IGNORED, row by row.
+        """Returns [len(asked), n]: statistics of the n labels that are not IGNORED, row by row.
 
-        Without labels: logits [S, L, V/tp], as core gives them.
+        `hidden_states` is [L, S, h] and `labels` [S, L]. Without labels: logits [S, L, V/tp], as core gives them.
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
@@ -64,12 +68,13 @@ class PolicyModel(GPTModel):
         flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         chosen = flat if len(wanted) == len(flat) else flat.index_select(0, wanted)
         if not self.config.sequence_parallel:
-            # Here and not on `hidden`: core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1, mappings._reduce).
+            # Not on `hidden`: core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1,
+            # mappings._reduce).
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         rank = parallel_state.get_tensor_model_parallel_rank()
-        logprobs, entropies = vocab_parallel_logprobs(
+        return vocab_parallel_statistics(
             chosen,
             weight,
             labels.flatten()[wanted],
@@ -77,17 +82,17 @@ class PolicyModel(GPTModel):
             vocab=self.true_vocab,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
+            names=self.asked,
         )
-        return torch.stack([logprobs, entropies])
 
 
 def uses_transformer_engine() -> bool:
-    """True on a GPU with Transformer Engine importable; otherwise the torch spec is used."""
+    """Says whether there is a GPU and Transformer Engine can be imported. Otherwise the torch spec is used."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def check_fp8() -> None:
-    """Raises ConfigError where 8-bit matrix products cannot be had."""
+    """Raises ConfigError where 8-bit matrix products are not available."""
     if not uses_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
@@ -96,19 +101,47 @@ def check_fp8() -> None:
     if capability < (8, 9):
         name = torch.cuda.get_device_name()
         raise ConfigError(
-            f"model.fp8 = true on {name} (compute capability {capability}), which has no 8-bit products: set it to false"
+            f"model.fp8 = true on {name} (compute capability {capability}), which has no 8-bit products: "
+            "set it to false"
         )
 
 
 def transformer_config(
     arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False
 ) -> TransformerConfig:
-    """Core's config of this architecture under this layout. Raises ConfigError for fp8 where it cannot be had."""
-    layout = groups.layout
+    """Returns core's config of this architecture under this layout.
+
+    Raises ConfigError for fp8 where it is not available.
+    """
     dtype = getattr(torch, model.dtype)
     if model.fp8:
         check_fp8()
     return TransformerConfig(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=model.dtype == "bfloat16",
+        use_cpu_initialization=platform.is_active(),
+        bias_activation_fusion=uses_transformer_engine(),
+        use_te_activation_func=not uses_transformer_engine(),  # core's name for: take the layer spec's activation
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        attention_softmax_in_fp32=False,
+        deallocate_pipeline_outputs=True,
+        deterministic_mode=deterministic,
+        fp8="hybrid" if model.fp8 else None,
+        **_architecture(arch),
+        **_parallelism(groups.layout),
+        **_experts(arch, model.router_aux_loss),
+        **_recompute(model),
+    )
+
+
+def _architecture(arch: Architecture) -> dict[str, Any]:
+    """Returns the settings that decide the shapes and the arithmetic of the layers."""
+    return dict(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden,
         num_attention_heads=arch.heads,
@@ -124,10 +157,12 @@ def transformer_config(
         add_qkv_bias=arch.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=model.dtype == "bfloat16",
-        use_cpu_initialization=platform.is_active(),
+    )
+
+
+def _parallelism(layout: Layout) -> dict[str, Any]:
+    """Returns the settings that divide the model among ranks."""
+    return dict(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
@@ -139,37 +174,24 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # core refuses variable lengths with the default, also for dense models
         overlap_p2p_comm=layout.overlap_p2p,
         batch_p2p_comm=not layout.overlap_p2p,
-        bias_activation_fusion=uses_transformer_engine(),
-        use_te_activation_func=not uses_transformer_engine(),  # core's name for: take the layer spec's activation
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        attention_softmax_in_fp32=False,
-        deallocate_pipeline_outputs=True,
-        deterministic_mode=deterministic,
-        fp8="hybrid" if model.fp8 else None,
-        **_experts(arch, model.router_aux_loss),
-        **_recompute(model),
     )
 
 
 def _recompute(model: Model) -> dict[str, Any]:
+    """Returns the settings of activation recomputation."""
     if model.recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return (
-        dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
-        if model.recompute == "selective"
-        else {}
-    )
+    if model.recompute == "selective":
+        return dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
+    return {}
 
 
 def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
-    """Settings of the experts and their router: no token is dropped; beside the caller's loss only `aux_loss` trains the router.
+    """Returns the settings of the experts and their router.
 
-    Choosing the k largest before or after the softmax is the same choice. Softmax over the chosen ones is softmax over all, divided by
-    the chosen ones' sum: what families that renormalise do.
+    No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
+    gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
+    divided by the chosen ones' sum: this is what families that renormalise do.
     """
     if not arch.experts:
         return {}
@@ -177,8 +199,8 @@ def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
     chosen = arch.config.num_experts_per_tok
     if renormalised and chosen == 1:
         raise ConfigError(
-            f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability is always 1 and it "
-            "gets no gradient; Megatron-core refuses it"
+            f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability "
+            "is always 1 and it gets no gradient; Megatron-core refuses it"
         )
     shared = (
         dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True)
@@ -190,7 +212,7 @@ def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
         moe_ffn_hidden_size=arch.expert_ffn,
         moe_router_topk=chosen,
         moe_router_pre_softmax=not renormalised,
-        moe_router_dtype="fp32",  # of its logits and probabilities, also in a bfloat16 model
+        moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
         moe_aux_loss_coeff=aux_loss,
         moe_grouped_gemm=uses_transformer_engine(),
@@ -199,7 +221,7 @@ def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
 
 
 def build(arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0) -> list[PolicyModel]:
-    """This rank's model chunks (one, or `vpp` of them). Call with the layout's groups active."""
+    """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active."""
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         virtual = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
@@ -223,7 +245,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name with global layer and expert numbers, parameter) over this rank's chunks, wrapped or not."""
+    """Yields (name with global layer and expert numbers, parameter) over this rank's chunks, wrapped or not."""
     for chunk in chunks:
         core: Any = unwrap(chunk)
         layers = {f"decoder.layers.{i}.": layer for i, layer in enumerate(core.decoder.layers)}
@@ -239,17 +261,18 @@ def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Paramete
 
 
 def unwrap(chunk: Any) -> PolicyModel:
-    """The PolicyModel inside Megatron's wrappers (gradient buffers, half precision)."""
+    """Returns the PolicyModel inside Megatron's wrappers (gradient buffers, half precision)."""
     while not isinstance(chunk, PolicyModel):
         chunk = chunk.module
     return chunk
 
 
 def _mark_experts(chunk: PolicyModel) -> None:
-    """Has core sum experts' gradients over the ranks that hold the same experts, and give them an optimizer of their own.
+    """Makes core sum experts' gradients over the ranks that hold the same experts, with an optimizer of their own.
 
-    Core 0.16 itself does so only for ep > 1: at ep = 1 with etp other than tp it would sum over the dense parameters' replicas, silently
-    wrong (0.19 looks at etp too). And in both a checkpoint's optimizer state could not pass between ep = 1 and more.
+    Core 0.16 itself does so only for ep > 1. At ep = 1 with etp other than tp it would sum over the dense parameters'
+    replicas, silently wrong (0.19 looks at etp too). And in both versions a checkpoint's optimizer state could not pass
+    between ep = 1 and more.
     """
     for name, parameter in chunk.named_parameters():
         if rectangles.is_expert(name):
@@ -257,7 +280,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
-    """Transformer Engine attention takes core's rotary embedding; the torch spec applies its own."""
+    """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
     if not uses_transformer_engine():
         return {"position_embedding_type": "none"}
     scaling = (
@@ -275,6 +298,7 @@ def _position_embedding(arch: Architecture) -> dict[str, Any]:
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
+    """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
     if uses_transformer_engine():
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
@@ -286,9 +310,9 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
     )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    if (
-        arch.experts
-    ):  # a checkpoint names this norm as with Transformer Engine, where experts leave it a module of its own
+    if arch.experts:
+        # Checkpoints name this norm as with Transformer Engine, where it is a module of its own in a model with
+        # experts.
         names = layer.submodules.sharded_state_dict_keys_map
         layer.submodules.sharded_state_dict_keys_map = {
             ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."
@@ -305,5 +329,5 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
 
 
 def _submodules(spec: Any) -> Any:
-    """The parts of a module spec, which core 0.19 writes as a partial."""
+    """Returns the parts of a module spec, which core 0.19 writes as a partial."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules

@@ -1,4 +1,4 @@
-"""Puts a role to sleep between its turns: gradient buffers freed, optimizer state in host memory."""
+"""Puts a role to sleep between its turns: frees gradient buffers and moves the optimizer's state to host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_rl.megatron import optim
 
 
 def sleep(chunks: list[Any], optimizer: Any) -> None:
-    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. Calling it twice is harmless."""
+    """Frees the gradient buffers' storage and moves the optimizer's tensors to the CPU. A second call does nothing."""
     for buffer in _gradient_buffers(chunks):
         buffer.untyped_storage().resize_(0)
     _move_state(optimizer, torch.device("cpu"))
@@ -31,18 +31,22 @@ def wake(chunks: list[Any], optimizer: Any) -> None:
 
 
 def gradient_bytes(chunks: list[Any]) -> int:
-    """Bytes that the gradient buffers hold now."""
+    """Returns the bytes that the gradient buffers hold now."""
     return sum(buffer.untyped_storage().size() for buffer in _gradient_buffers(chunks))
 
 
 def _gradient_buffers(chunks: list[Any]) -> Iterator[Tensor]:
+    """Yields the gradient buffers of dense parameters and of experts."""
     for chunk in chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             yield buffer.grad_data
 
 
 def _move_state(optimizer: Any, device: torch.device) -> None:
-    """Moments, and the float32 masters of lower-precision weights. (Float32 weights are their own masters and stay.)"""
+    """Moves the moments, and the float32 masters of lower-precision weights.
+
+    Float32 weights are their own masters and stay.
+    """
     for part in optim.parts(optimizer):
         for state in part.optimizer.state.values():
             for name in [n for n, value in state.items() if torch.is_tensor(value)]:
@@ -54,4 +58,5 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
 
 
 def _device(chunks: list[Any]) -> torch.device:
+    """Returns the device of the weights."""
     return next(chunks[0].parameters()).device

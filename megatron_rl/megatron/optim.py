@@ -1,4 +1,4 @@
-"""Gradient buffers, the distributed optimizer (ZeRO-1) and the learning-rate schedule of one role."""
+"""Builds the gradient buffers, the distributed optimizer (ZeRO-1) and the learning-rate schedule of one role."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 
 
 def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
-    """Puts each chunk on Megatron's gradient buffers; gradients are summed in float32, with `overlap` while the last backward pass runs."""
+    """Puts each chunk on Megatron's gradient buffers, which sum in float32.
+
+    With `overlap` gradients are summed over ranks while the last backward pass runs.
+    """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
@@ -36,7 +39,10 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
 
 
 def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
-    """The optimizer (Adam, sharded over data-parallel ranks; norms and biases do not decay) and its schedule."""
+    """Returns (optimizer, schedule).
+
+    The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay.
+    """
     settings = role.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -73,20 +79,20 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         wd_incr_steps=ENDLESS,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # of a checkpoint it takes its place in the schedule, not the rates
+        override_opt_param_scheduler=True,  # from a checkpoint it takes the position in the schedule, not the rates
     )
     return optimizer, scheduler
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers that core chains: one of the dense parameters and, of a model with experts, one of theirs."""
+    """Returns the optimizers that core chains: the dense parameters' and, in a model with experts, the experts'."""
     return optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]
 
 
 def initialize_state(optimizer: Any) -> None:
     """Makes the moments (zeros) now, so that a role that has not had its first turn can be saved and loaded.
 
-    By core's own dummy step, at rate 0: no weight changes.
+    This runs core's own dummy step, at rate 0: no weight changes.
     """
     for part in parts(optimizer):
         groups = part.optimizer.param_groups
@@ -97,14 +103,16 @@ def initialize_state(optimizer: Any) -> None:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"], group["step"] = rate, 0
         for state in part.optimizer.state.values():
-            if (
-                "step" in state
-            ):  # torch's Adam, where neither Transformer Engine nor apex is installed, counts per parameter
+            # torch's Adam, used where neither Transformer Engine nor apex is installed, counts steps per parameter.
+            if "step" in state:
                 state["step"].zero_()
 
 
 def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
-    """Puts a checkpoint's rates into the groups before it is loaded: core 0.19 finds a group's counterpart by them."""
+    """Puts a checkpoint's rates into the parameter groups, before the checkpoint is loaded.
+
+    Core 0.19 finds a group's counterpart by its rates.
+    """
     own = parts(optimizer)
     states = [state] if len(own) == 1 else [state[i] for i in range(len(own))]
     for part, of_part in zip(own, states, strict=True):
@@ -116,7 +124,7 @@ def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def apply_settings(role: RoleConfig, optimizer: Any) -> None:
-    """Puts the role's rates, betas and epsilon back over what a checkpoint brought; weight decay is the schedule's to set."""
+    """Puts the role's rates, betas and epsilon back over those of a checkpoint. The schedule sets weight decay."""
     for group in optimizer.param_groups:
         group["betas"], group["eps"] = tuple(role.optimizer.betas), role.optimizer.eps
         for name, value in (("max_lr", role.optimizer.lr), ("min_lr", role.optimizer.min_lr)):
@@ -125,13 +133,14 @@ def apply_settings(role: RoleConfig, optimizer: Any) -> None:
 
 
 def zero_grad(chunks: list[Any], optimizer: Any) -> None:
+    """Sets all gradients to zero."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Options under which optimizer state saved by one layout loads into another. Call with groups active."""
+    """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),

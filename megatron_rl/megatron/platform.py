@@ -1,4 +1,6 @@
-"""Makes Megatron-core run on CPU + gloo; the only module of the project that patches another library. Inactive with CUDA.
+"""Makes Megatron-core run on CPU + gloo. With CUDA it is inactive.
+
+No other module of the project patches another library.
 
 Megatron-core writes `device="cuda"` and `torch.cuda.*` into its schedules, random-number tracker, gradient buffers and
 optimizer. Without a GPU each of these is sent to its CPU counterpart here. Works with 0.16.1 and 0.19.x.
@@ -28,25 +30,38 @@ _FACTORIES = (
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam with Transformer Engine's state layout (moments in the state, `step` in the group), which ZeRO-1 checkpoints need.
+    """Adam with Transformer Engine's state layout: moments in the state, `step` in the group.
 
-    torch's own AdamW keeps `step` per parameter; Megatron's distributed optimizer cannot restore that. The arithmetic is torch's.
+    ZeRO-1 checkpoints need it.
+
+    torch's own AdamW keeps `step` per parameter, which Megatron's distributed optimizer cannot restore. The arithmetic
+    is torch's.
     """
 
     def __init__(
-        self, params: Any, lr: float = 1e-3, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, bias_correction: bool = True, adam_w_mode: bool = True, **unused: Any,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        **unused: Any,
+    ) -> None:
         self.decoupled = adam_w_mode
         super().__init__(
             params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
         )
 
     def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
+        """Makes the moments of a parameter, zeros."""
         self.state[param] = dict(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Takes one optimizer step on all parameters that have a gradient."""
         for group in self.param_groups:
             group["step"] = count = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None and p.numel()]
@@ -75,7 +90,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Stream:
-    """Stands for a CUDA stream and for an event: on CPU everything is already in order."""
+    """A stand-in for a CUDA stream and for an event. On a CPU everything is already in order."""
 
     cuda_stream = 0
 
@@ -108,14 +123,16 @@ class _Stream:
 
 
 def is_active() -> bool:
-    """True where there is no GPU, so that the patches are needed."""
+    """Says whether there is no GPU, so that the patches are needed."""
     return not torch.cuda.is_available()
 
 
 def install() -> None:
-    """Patches torch and Megatron-core once per process; with CUDA it only defines a name that core forgets. Call before importing
-    megatron.core."""
-    _quiet()
+    """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
+
+    With CUDA it only defines a name that core forgets.
+    """
+    _silence_warnings()
     if not is_active():
         _define_missing_name()
         return
@@ -130,20 +147,25 @@ def install() -> None:
     _define_missing_name()
 
 
-def _quiet() -> None:
-    """Core warns at import that Transformer Engine is absent; our own start-up line says which backend is used."""
+def _silence_warnings() -> None:
+    """Silences core's warnings at import that Transformer Engine is absent.
+
+    The project's own start-up line says which backend is used.
+    """
     if is_active():
         with contextlib.redirect_stderr(io.StringIO()):  # it says on every rank that a toolkit was found and no GPU
             importlib.import_module("torch.utils.cpp_extension")
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)"
-    )  # core's calls, not ours
+    # These come from calls that core makes.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.(c10d_logger|checkpoint)")
     warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex|transformer_engine|apex).*")
 
 
 def _stub_triton_kernels() -> None:
-    """0.19.x imports triton unconditionally in this one module; stubbing triton itself would break inductor."""
+    """Replaces the one module of core 0.19.x that imports triton unconditionally.
+
+    A stub of triton itself would break inductor.
+    """
     if importlib.util.find_spec("triton") is not None:
         return
     stub = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
@@ -152,7 +174,10 @@ def _stub_triton_kernels() -> None:
 
 
 def _constant(value: Any) -> Callable[..., Any]:
-    """A fresh function each time: torch._dynamo refuses two torch names that share one object."""
+    """Returns a function that always returns `value`. It is a new one each time.
+
+    torch._dynamo refuses two torch names that share one object.
+    """
 
     def function(*unused: Any, **ignored: Any) -> Any:
         return value
@@ -161,10 +186,12 @@ def _constant(value: Any) -> Callable[..., Any]:
 
 
 def _is_cuda(device: Any) -> bool:
+    """Says whether a call's argument names a CUDA device."""
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _patch_cuda() -> None:
+    """Replaces the functions of torch.cuda that core calls."""
     cuda: Any = torch.cuda
     cuda.current_device, cuda.device_count = _constant(CPU), _constant(1)
     nothing = ("synchronize", "empty_cache", "set_device", "manual_seed_all", "ipc_collect", "reset_peak_memory_stats")
@@ -183,6 +210,8 @@ def _patch_cuda() -> None:
 
 
 def _patch_factories() -> None:
+    """Makes torch's factory functions put on the CPU what is asked for on CUDA."""
+
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **kwargs: Any) -> Any:
             if _is_cuda(kwargs.get("device")):
@@ -192,12 +221,14 @@ def _patch_factories() -> None:
 
         return make
 
-    _device_constructors()  # cached: `with torch.device(...)` must go on knowing the originals (transformers loads on meta)
+    # The result is cached: `with torch.device(...)` must go on knowing the originals (transformers loads on meta).
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
 
 def _patch_tensor() -> None:
+    """Makes the methods of tensors and modules that move to CUDA stay on the CPU."""
     tensor: Any = torch.Tensor
     original_to, original_type = tensor.to, tensor.type
 
@@ -207,7 +238,7 @@ def _patch_tensor() -> None:
         return original_to(self, *(CPU if _is_cuda(a) else a for a in args), **kwargs)
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer compares param.type() with 'torch.cuda.FloatTensor'."""
+        """Names a CPU type as a CUDA type: the optimizer compares param.type() with 'torch.cuda.FloatTensor'."""
         return (
             original_type(self, *args, **kwargs)
             if args or kwargs
@@ -220,6 +251,7 @@ def _patch_tensor() -> None:
 
 
 def _patch_megatron() -> None:
+    """Replaces the functions of core that assume CUDA or NCCL."""
     with _silent_imports():
         import megatron.core.optimizer as core_optimizer
         from megatron.core.optimizer import distrib_optimizer
@@ -237,7 +269,10 @@ def _patch_megatron() -> None:
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Core's gather of rows [n_rank, ...] -> [sum of n, ...]; gloo gathers only as many rows from every rank."""
+    """Returns a gather of rows [n_rank, ...] -> [sum of n, ...] for ranks with different n, in place of core's.
+
+    gloo only gathers equal numbers of rows.
+    """
 
     def gather(
         input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
@@ -255,7 +290,10 @@ def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Core's sum over ranks of [sum of n, ...], of which each keeps its n_rank rows; gloo cuts only into equal parts."""
+    """Returns a sum over ranks of [sum of n, ...], of which each rank keeps its n_rank rows, in place of core's.
+
+    gloo only cuts into equal parts.
+    """
 
     def reduce_scatter(
         input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
@@ -270,7 +308,10 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _define_missing_name() -> None:
-    """The router of 0.16.1 asks whether `te_general_gemm is not None`, a name that it only has with Transformer Engine."""
+    """Defines `te_general_gemm`.
+
+    The router of 0.16.1 asks whether it is None, and only has the name with Transformer Engine.
+    """
     with _silent_imports():
         from megatron.core.transformer.moe import moe_utils
 
@@ -278,16 +319,16 @@ def _define_missing_name() -> None:
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Core's maybe_move_tensor_to_cpu for tensors that are there already."""
+    """Replaces core's maybe_move_tensor_to_cpu for tensors that are on the CPU already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
-    """Makes optimizer state come out of a checkpoint as it went in when there is padding between gradient buckets (with CUDA too).
+    """Corrects the offsets by which core cuts parameters out of the optimizer state that it saves (with CUDA too).
 
-    Core (0.16 to 0.19) joins a buffer's buckets without their padding when it saves, and then cuts every parameter out at its place
-    in the padded buffer: with an odd bucket in front, such as a shared embedding's own, it saves shifted moments and masters. Once the
-    optimizer is built nothing but that cut reads these places.
+    Core (0.16 to 0.19) joins a buffer's buckets without their padding when it saves, and then cuts every parameter out
+    at its place in the padded buffer. With a padded bucket in front, such as a shared embedding's own, it saves shifted
+    moments and masters. Once the optimizer is built only that cut reads these offsets.
     """
     for buffer in buffers:
         shift, shifts = 0, []
@@ -300,6 +341,7 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent_imports() -> Iterator[None]:
+    """Silences warnings inside the block."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

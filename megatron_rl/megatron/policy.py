@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import inspect
 import signal
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import BatchLoss, statistics_needed
+from megatron_rl.batches.cutting import Cost, Shares, micro_batches
+from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import export, offload, optim, platform, replay, step
+from megatron_rl.megatron import export, offload, optim, platform, replay
 from megatron_rl.megatron import model as models
+from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
-from megatron_rl.training.batching import Cost, Shares, micro_batches
-from megatron_rl.types import FREE, Batch, BatchLoss
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.world import Replicas
 
 platform.install()
 
@@ -40,7 +44,7 @@ _OWN_WRITER = (
 class MegatronPolicy:
     """One model on this rank's part of a layout. Every method is collective: all ranks of the world call it in the same order.
 
-    A policy that is not trainable has no optimizer and no gradient buffers. The reference for KL is the policy's own start
+    A policy that is not trainable has no optimizer and no gradient buffers. The reference is the policy's own start
     (`model.path`), kept once in host memory and swapped in for a forward pass.
     """
 
@@ -66,28 +70,48 @@ class MegatronPolicy:
         self._asleep = False
         self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
-        if trainable and role.loss.kl_coef > 0:
+        if trainable and "reference" in PolicyLoss(role.loss).needs:
             self._reference = [p.detach().cpu().clone() for _, p in models.named_parameters(self.chunks)]
 
-    def update(self, batch: Batch, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on `batch` (the same on every rank). Returns means: `loss` by the loss's denominator, other sums per
-        trained token; grad_norm, lr, numbers of tokens and micro-batches, how uneven these are (batching.py); with router replay
-        `replayed`, the share of tokens whose experts are given.
+    @property
+    def replicas(self) -> Replicas:
+        """Which ranks hold each replica of the model."""
+        return self.groups.replicas
+
+    @property
+    def replays(self) -> bool:
+        """True when tokens are trained with the experts that the engine chose."""
+        return self.role.router_replay
+
+    def shares(self, lengths: np.ndarray) -> Shares:
+        """Cuts sequences of [S] lengths into micro-batches for the replicas. Not collective."""
+        if not self.role.packed:
+            lengths = np.full(len(lengths), lengths.max())
+        layout = self.role.layout
+        return micro_batches(
+            lengths,
+            max_tokens=self.role.micro_batch_tokens * layout.cp,
+            replicas=self.groups.dp_size,
+            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
+            cost=self._cost,
+        )
+
+    def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
+        """One optimizer step on the replica's share of `work.steps[step]`. Returns means over all replicas: `loss` by the step's
+        denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how uneven these are
+        (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are given.
         Raises FloatingPointError when the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self._asleep:
             raise RuntimeError("this policy sleeps: call wake() before update()")
-        denominator, trained = loss.denominator(batch), float(batch.mask.sum())
-        if denominator <= 0:
-            raise ValueError("the batch has no trained token: nothing to update on")
+        totals = work.steps[step]
+        if totals.denominator <= 0:
+            raise ValueError("the optimizer step has no trained token: nothing to update on")
         with self.groups.active():
             optim.zero_grad(self.chunks, self.optimizer)
-            shares = self._shares(batch)
-            parts = self._micro_batches(batch, shares)
-            results = step.run(
-                self.chunks, parts, loss=loss, scale=self.groups.dp_size / denominator, forward_only=False
-            )
+            names, scale = statistics_needed(loss.needs), self.groups.dp_size / totals.denominator
+            results = self._run(work, step, core_step.Pass(names=names, loss=loss, scale=scale, backward=True))
             self.scheduler.step(increment=1)
             lr = self.optimizer.param_groups[0]["lr"]
             finite, grad_norm, _ = self.optimizer.step()
@@ -95,45 +119,35 @@ class MegatronPolicy:
             raise FloatingPointError(
                 f"gradient norm {grad_norm}: not a finite number; look at advantages and log-probs of this update"
             )
-        sums = self._sum_over_ranks(results)
-        means = {name: value / (denominator if name == "loss" else trained) for name, value in sums.items()}
-        extra = {"grad_norm": float(grad_norm or 0.0), "lr": float(lr), "trained_tokens": trained}
-        if self.role.router_replay:
-            extra["replayed"] = 0.0 if batch.experts is None else float((batch.experts[:, 0, 0] != FREE).float().mean())
-        uneven = {"replica_imbalance": shares.replica_imbalance, "micro_batch_imbalance": shares.micro_batch_imbalance}
-        return {
-            **means,
-            **extra,
-            **uneven,
-            "packed_tokens": float(len(batch.tokens)),
-            "micro_batches": float(len(parts)),
+        sums = self._sum_over_replicas(results)
+        by = {"loss": totals.denominator}
+        means = {name: value / by.get(name, totals.trained_tokens) for name, value in sums.items()}
+        return means | {
+            "grad_norm": float(grad_norm or 0.0),
+            "lr": float(lr),
+            "trained_tokens": totals.trained_tokens,
+            **({"replayed": totals.replayed} if self.replays else {}),
+            "replica_imbalance": totals.replica_imbalance,
+            "micro_batch_imbalance": totals.micro_batch_imbalance,
+            "packed_tokens": totals.packed_tokens,
+            "micro_batches": float(totals.micro_batches),
         }
 
-    def logprobs(self, batch: Batch, *, reference: bool = False) -> Tensor:
-        """Log-probability of every label that counts, 0 elsewhere. -> [N] float32 on CPU, the same on every rank."""
+    def statistics(
+        self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
+    ) -> dict[str, Tensor]:
+        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, of this replica's work, on the ranks of the last
+        stage; nothing on the others."""
+        into = torch.zeros(len(names), work.num_tokens)
         with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
-            parts = self._micro_batches(batch, self._shares(batch))
-            results = step.run(self.chunks, parts, loss=None, scale=1.0, forward_only=True)
-        found = torch.zeros(len(batch.tokens))
-        starts = batch.cu_seqlens.tolist()
-        if self.groups.answers:
-            for result in results:
-                micro, own = result["micro"], torch.zeros(len(result["micro"].batch.tokens))
-                own[micro.answers] = result["logprobs"].cpu()
-                offset = 0
-                for sequence in micro.sequences:
-                    length = starts[sequence + 1] - starts[sequence]
-                    found[starts[sequence] : starts[sequence + 1]] = own[offset : offset + length]
-                    offset += length
-        dist.all_reduce(found, group=self.groups.control)
-        return found
+            self._run(work, None, core_step.Pass(names=tuple(names), into=into))
+        return dict(zip(names, into, strict=True)) if self.groups.is_last_stage else {}
 
-    def loss(self, batch: Batch, loss: BatchLoss) -> float:
-        """Mean loss of `batch` without an update (validation)."""
+    def loss(self, work: Work, loss: BatchLoss) -> float:
+        """Mean loss of `work`, which is one step, without an update (validation)."""
         with self.groups.active(), torch.no_grad():
-            parts = self._micro_batches(batch, self._shares(batch))
-            results = step.run(self.chunks, parts, loss=loss, scale=1.0, forward_only=True)
-        return self._sum_over_ranks(results)["loss"] / loss.denominator(batch)
+            results = self._run(work, 0, core_step.Pass(names=statistics_needed(loss.needs), loss=loss))
+        return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
 
     def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given. Collective:
@@ -239,58 +253,53 @@ class MegatronPolicy:
                 return copies.from_tensor(made[rect.tensor], rect)
         else:
             hf.check(self.role.model.path, self.arch, cast=True)
-            read = hf.Tensors(self.role.model.path).read
+            read = hf.DirectoryTensors(self.role.model.path).read
         for name, parameter in models.named_parameters(cores):
             copies.fill(parameter, rectangles.megatron(self.arch, name, self.groups.shard)[1], read)
 
-    def _shares(self, batch: Batch) -> Shares:
-        lengths = batch.lengths.tolist()
-        if not self.role.packed:
-            lengths = [max(lengths)] * len(lengths)
-        layout = self.role.layout
-        return micro_batches(
-            lengths,
-            max_tokens=self.role.micro_batch_tokens * layout.cp,
-            replicas=self.groups.dp_size,
-            multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
-            cost=self._cost,
+    def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
+        """Runs the micro-batches of one optimizer step of `work`, or of all, through this rank's stage."""
+        self._check_experts(work)
+        micros = work.micros(step)
+        longest = max(1, *(micro.end - micro.start for micro in micros))
+        return core_step.run(
+            self.chunks, self._micro_batches(work, step), count=len(micros), longest=longest, what=what
         )
 
-    def _micro_batches(self, batch: Batch, shares: Shares) -> list[step.MicroBatch]:
-        """This replica's."""
+    def _micro_batches(self, work: Work, step: int | None) -> Iterator[core_step.MicroBatch]:
+        """Makes this rank's micro-batches one after the other."""
         layout = self.role.layout
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
-        cut = step.Cut(self.role.packed, parts=parts, part=part, context=context)
-        if self.role.router_replay:
-            self._check_experts(batch)
-        else:
-            batch = replace(batch, experts=None)
+        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context)
         like = next(models.unwrap(self.chunks[0]).parameters())
-        mine = shares.sequences[self.groups.dp_rank]
-        return [step.make_micro_batch(batch, s, self._rotary, cut=cut, like=like) for s in mine]
+        for micro in work.micros(step):
+            batch = work.batch(micro)
+            yield core_step.make_micro_batch(batch, self._rotary, cut=cut, like=like, start=micro.start)
 
-    def _check_experts(self, batch: Batch) -> None:
+    def _check_experts(self, work: Work) -> None:
         """Raises ValueError for choices of another model's experts."""
+        if (experts := work.flat.experts) is None:
+            return
         wanted = self.arch.num_layers, self.arch.config.num_experts_per_tok
-        if batch.experts is not None and (
-            tuple(batch.experts.shape[1:]) != wanted or int(batch.experts.max()) >= self.arch.experts
-        ):
+        highest = int(experts.max()) if experts.size else 0
+        if experts.shape[1:] != wanted or highest >= self.arch.experts:
             raise ValueError(
-                f"the engine chose {batch.experts.shape[2]} experts in each of {batch.experts.shape[1]} layers, numbers up to "
-                f"{int(batch.experts.max())}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"
+                f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
+                f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"
             )
 
-    def _sum_over_ranks(self, results: list[dict[str, Any]]) -> dict[str, float]:
+    def _sum_over_replicas(self, results: list[dict[str, Any]]) -> dict[str, float]:
+        """Sums by name, the same on every rank. A replica's own sums are those of its reporting rank."""
         own: dict[str, float] = {}
-        if self.groups.reports:
-            for result in results:
-                for name, value in result.items():
-                    own[name] = own.get(name, 0.0) + float(value)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own, group=self.groups.control)
-        names = sorted({name for part in everyone for name in part})
-        return {name: sum(part.get(name, 0.0) for part in everyone) for name in names}
+        for result in results if self.groups.reports else ():
+            for name, value in result.items():
+                own[name] = own.get(name, 0.0) + float(value)
+        box = [sorted(own)]
+        dist.broadcast_object_list(box, src=self.replicas.reporters[0], group=self.groups.control)
+        sums = torch.tensor([own.get(name, 0.0) for name in box[0]], dtype=torch.float64)
+        dist.all_reduce(sums, group=self.groups.control)
+        return dict(zip(box[0], sums.tolist(), strict=True))
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:
@@ -309,7 +318,9 @@ class MegatronPolicy:
             yield
             return
         if self._reference is None:
-            raise RuntimeError("no reference is kept: loss.kl_coef is 0, or the policy is not trainable")
+            raise RuntimeError(
+                "no reference is kept: the role's loss needs none (loss.kl_coef is 0), or the policy is not trainable"
+            )
         parameters = [p for _, p in models.named_parameters(self.chunks)]
         live = [p.detach().clone() for p in parameters]
         try:

@@ -1,26 +1,25 @@
-"""One pass of a packed batch through the pipeline schedule: micro-batches in, summed losses or log-probabilities out."""
+"""One pass of micro-batches through the pipeline schedule: summed losses come out, or statistics of every label."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.batches.batch import Batch, BatchLoss, Statistics
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
 from megatron_rl.megatron.model import IGNORED, unwrap
-from megatron_rl.types import Batch
 
 platform.install()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region  # noqa: E402
-
-Loss = Callable[[Tensor, Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,9 @@ class Cut:
 class MicroBatch:
     """What this rank's model sees of some sequences, and how its answer goes back to their packed positions."""
 
-    batch: Batch  # the sequences alone, packed: N tokens, the same on all context-parallel ranks
-    sequences: tuple[int, ...]  # their numbers in the whole batch
+    batch: Batch  # N tokens, the same on all context-parallel ranks
+    start: int  # place of its first token in the replica's work
+    size: int  # tokens of the work that it holds; 0: a dummy
     tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding; this rank's share
     positions: Tensor  # like tokens
     labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
@@ -47,19 +47,22 @@ class MicroBatch:
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
-def make_micro_batch(
-    batch: Batch, sequences: Sequence[int], rotary: RotaryTable, *, cut: Cut, like: Tensor
-) -> MicroBatch:
-    """Selects `sequences` of `batch` and lays them out over the ranks of `cut`. `like` gives dtype and device of the model.
-    No sequences: one dummy without labels, so that a rank with nothing to do still takes part."""
+@dataclass(frozen=True)
+class Pass:
+    """What a pass over micro-batches is for: the gradient of a loss, its value, or statistics of every label."""
+
+    names: tuple[str, ...] = ("logprobs",)  # statistics that the model is asked for
+    loss: BatchLoss | None = None  # None: statistics are written to `into`
+    scale: float = 1.0  # factor of the loss's gradient
+    backward: bool = False
+    into: Tensor | None = None  # [len(names), N of the work] on CPU
+
+
+def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
+    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. A batch without sequences becomes a dummy
+    without labels, so that a rank with nothing to do still takes part."""
     context, multiple = cut.context, cut.context.multiple(cut.parts)
-    if not sequences:
-        empty = torch.zeros(multiple, dtype=torch.int64)
-        none = torch.zeros(multiple)
-        cu = torch.tensor([0, multiple])
-        part = Batch(tokens=empty, labels=empty, mask=empty > 0, engine_logprobs=none, advantages=none, cu_seqlens=cu)
-    else:
-        part = batch.select(sequences)
+    part = batch if batch.num_sequences else batch.dummy(multiple)
     if cut.packed:
         unit = 2 * context.size if context.size > 1 else 1
         lengths = [n + -n % unit for n in part.lengths.tolist()]
@@ -81,57 +84,65 @@ def make_micro_batch(
     if part.experts is not None:
         experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
     return MicroBatch(
-        part, tuple(sequences), tokens.to(device), positions.to(device), labels.to(device), answers, layout, experts
+        batch=part,
+        start=start,
+        size=len(batch.tokens),
+        tokens=tokens.to(device),
+        positions=positions.to(device),
+        labels=labels.to(device),
+        answers=answers,
+        layout=layout,
+        experts=experts,
     )
 
 
 def run(
-    chunks: Sequence[Any], micro_batches: Sequence[MicroBatch], *, loss: Loss | None, scale: float, forward_only: bool
-) -> list[dict[str, Any]]:
-    """Runs all micro-batches through this rank's pipeline stage. Call with the layout's groups active.
+    chunks: Sequence[Any], micro_batches: Iterable[MicroBatch], *, count: int, longest: int, what: Pass
+) -> list[dict]:
+    """Runs `count` micro-batches, the longest of so many tokens, through this rank's pipeline stage; each is made when the first model
+    chunk asks for it. Call with the layout's groups active.
 
-    Gradients of `scale` * (sum of the losses) accumulate in the chunks. Returns one dict per micro-batch on the last stage
-    (`loss`, sums by name; or `logprobs` [n] when `loss` is None) and an empty list elsewhere.
+    With `what.backward`, gradients of scale * (sum of the losses) accumulate in the chunks. Returns one dict of sums per micro-batch on
+    the last stage, `loss` among them (empty where there is no loss), and an empty list elsewhere.
     """
-    iterators = [iter(micro_batches) for _ in chunks]
-    lengths = [m.tokens.shape[1] * m.layout.context.size for m in micro_batches]
+    iterators = list(itertools.tee(micro_batches, len(chunks)))
     schedule = get_forward_backward_func()
     for chunk in chunks:
-        replay.forget(unwrap(chunk))
+        core = unwrap(chunk)
+        core.asked = what.names
+        replay.forget(core)
     return schedule(
-        forward_step_func=functools.partial(
-            _forward_step, loss=loss, scale=scale * len(micro_batches), training=not forward_only
-        ),
+        forward_step_func=functools.partial(_forward_step, what=what, scale=what.scale * count),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(micro_batches),
-        seq_length=max(lengths),
-        micro_batch_size=micro_batches[0].tokens.shape[0],
-        forward_only=forward_only,
+        num_microbatches=count,
+        seq_length=longest,
+        micro_batch_size=1,  # shapes vary: stages tell each other
+        forward_only=not what.backward,
     )
 
 
-def _forward_step(
-    iterator: Iterator[MicroBatch], model: Any, *, loss: Loss | None, scale: float, training: bool
-) -> tuple[Tensor, Any]:
+def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, scale: float) -> tuple[Tensor, Any]:
     micro = next(iterator)
-    replay.show(unwrap(model), micro.experts, training=training)
+    replay.show(unwrap(model), micro.experts, training=what.backward)
     answer = model(micro.tokens, micro.positions, None, labels=micro.labels, packed_seq_params=micro.layout)
-    return answer, functools.partial(_reduce, micro=micro, loss=loss, scale=scale)
+    return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
 
-def _reduce(answer: Tensor, *, micro: MicroBatch, loss: Loss | None, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """[2, n] answers of the last stage -> (scalar for the backward pass, what is reported). Core divides by the number of micro-batches."""
-    if loss is None:
-        return answer.new_zeros(()), {"logprobs": answer[0].detach().float(), "micro": micro}
-    size = len(micro.batch.tokens)
+def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
+    """[len(names), n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of micro-batches."""
     index = micro.answers.to(answer.device)
-    whole = torch.zeros(2, size, device=answer.device).index_copy(1, index, answer.float())
+    whole = torch.zeros(len(what.names), len(micro.batch.tokens), device=answer.device)
+    whole = whole.index_copy(1, index, answer.float())
     if (
         micro.layout.context.size > 1
     ):  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
-    total, sums = loss(whole[0], whole[1], _to(micro.batch, answer.device))
+    if what.loss is None:
+        assert what.into is not None
+        what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach().cpu()
+        return answer.new_zeros(()), {}
+    total, sums = what.loss(Statistics(**dict(zip(what.names, whole, strict=True))), micro.batch.to(answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 
@@ -152,10 +163,3 @@ def _wanted(part: Batch) -> Tensor:
 def _at(places: Tensor, values: Tensor, padding: int) -> Tensor:
     """values [N] at places; `padding` where a place is -1."""
     return values[places.clamp(min=0)].masked_fill(places < 0, padding)
-
-
-def _to(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
-    fields = {name: getattr(batch, name) for name in batch.__slots__}  # type: ignore[attr-defined]
-    return Batch(**{name: None if value is None else value.to(device) for name, value in fields.items()})

@@ -1,1 +1,1 @@
-"""What a run will need and how long it will take, from its config and a cluster's name: arithmetic, no torch, no ranks."""
+"""Estimates a run's memory and time from its config and a cluster's name. It is arithmetic: no torch, no ranks."""

@@ -1,4 +1,4 @@
-"""GPUs and clusters by name: what they have, and how much of it is reached."""
+"""Knows GPUs and clusters by name: their memory, their rates, and how much of these rates is reached."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU. Rates are the maker's, per GPU; `..._share` is the part of them that is reached: see docs/plan.md for where that is from."""
+    """One kind of GPU. Rates are the maker's; a `..._share` is the part that is reached (sources: docs/plan.md)."""
 
     name: str
     memory_gib: float  # as torch.cuda reports it
-    flops: float  # bfloat16, dense, a second
+    flops: float  # dense bfloat16 operations a second
     hbm: float  # bytes a second
-    nvlink: float  # bytes a second and direction, to the other GPUs of its node
-    network: float  # bytes a second and direction, its own adapter
-    dense_share: (
-        float  # of `flops`, in a training step's dense matrix products and attention, elementwise work included
-    )
-    expert_share: float  # of `flops`, in experts' grouped products, permutation included
+    nvlink: float  # bytes a second in one direction to the other GPUs of its node
+    network: float  # bytes a second in one direction through its own network adapter
+    dense_share: float  # share of `flops` in training's dense products and attention, elementwise work included
+    expert_share: float  # share of `flops` in experts' grouped products, permutation included
 
     @property
     def memory(self) -> float:
-        """Bytes."""
+        """Returns the memory in bytes."""
         return self.memory_gib * GIB
 
 
-HBM_SHARE = 0.8  # of Device.hbm, in decoding
-EXPERT_HBM_SHARE = 0.5  # of it, for experts' weights in decoding
-NVLINK_SHARE = 0.7  # of Device.nvlink, in collectives
-NETWORK_SHARE = 0.75  # of Device.network, in collectives
+HBM_SHARE = 0.8  # share of Device.hbm that decoding reaches
+EXPERT_HBM_SHARE = 0.5  # share of Device.hbm that experts' weights reach in decoding
+NVLINK_SHARE = 0.7  # share of Device.nvlink that collectives reach
+NETWORK_SHARE = 0.75  # share of Device.network that collectives reach
 HOST = 20e9  # bytes a second between a GPU and its host's memory
 
 DEVICES = {
@@ -87,7 +85,7 @@ OTHER_NAMES = {"A100": "A100-80", "A100-80GB": "A100-80", "A100-40GB": "A100-40"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`nodes` alike, each with `per_node` GPUs that NVLink joins and one network adapter for each GPU."""
+    """A cluster of equal nodes, each with `per_node` GPUs that NVLink joins and one network adapter for each GPU."""
 
     nodes: int
     per_node: int
@@ -101,8 +99,11 @@ class Cluster:
         return f"{self.nodes}x{self.per_node}x{self.device.name}"
 
     def link(self, ranks: int, stride: int = 1) -> float:
-        """Bytes a second of each of `ranks` GPUs, `stride` apart, in a collective of theirs. Within a node that is NVLink's; beyond, the
-        adapters' of all its members on a node together, for a ring enters and leaves a node once."""
+        """Returns the bytes a second of each of `ranks` GPUs, `stride` apart, in a collective of theirs.
+
+        Within a node this is NVLink's rate. Between nodes it is the rate of the adapters of all members on a node
+        together, because a ring enters and leaves a node once.
+        """
         inside = self.device.nvlink * NVLINK_SHARE
         if ranks * stride <= self.per_node:
             return inside
@@ -110,11 +111,11 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`4x8xA100-80` -> 4 nodes of 8 GPUs. Raises ConfigError for another form and for a GPU that is not in DEVICES."""
+    """Reads `4x8xA100-80` as 4 nodes of 8 GPUs. Raises ConfigError for another form and for a GPU not in DEVICES."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([A-Za-z][\w-]*)", text.strip())
     if match is None:
         raise ConfigError(
-            f"--cluster {text}: it has the form NODESxGPUSxDEVICE, such as 4x8xA100-80; DEVICE is one of {', '.join(DEVICES)}"
+            f"--cluster {text}: give NODESxGPUSxDEVICE, such as 4x8xA100-80; DEVICE is one of {', '.join(DEVICES)}"
         )
     name = match[3].upper()
     name = OTHER_NAMES.get(name, name)

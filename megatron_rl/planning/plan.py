@@ -1,4 +1,4 @@
-"""A run on a cluster, worked out: memory of every part, seconds of every phase, whether it fits."""
+"""Plans a run on a cluster: the memory of every part, the seconds of every phase, and whether it fits."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.planning import compute, memory, shapes
-from megatron_rl.planning.compute import Batch, Engine
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
-from megatron_rl.planning.memory import Micro, Numbers, Training
+from megatron_rl.planning.memory import MicroBatchLoad, Precision, TrainingBytes
 from megatron_rl.planning.shapes import Parallel, Shape
-from megatron_rl.planning.workload import Draw, Work
+from megatron_rl.planning.workload import Draw, TurnWork
 
-GRADING_S = 0.02  # of one response, in one of reward.workers
-ENGINE_WORKSPACE = 3 * memory.GIB  # of a server's GPU: activations of a prefill, graphs
+GRADING_S = 0.02  # one of reward.workers grades one response
+PER_NODE = 8  # GPUs of a node where no cluster is named
+ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlan:
-    """One role on the trainer's ranks. Bytes are of the rank that needs the most."""
+    """One role on the trainer's ranks. Bytes are those of the rank that needs the most."""
 
     name: str
     shape: Shape
     parallel: Parallel
-    training: Training
+    training: TrainingBytes
     embedded: float  # bytes of the embedded engine's own copy of the weights
-    cache: float  # of keys and values: of the embedded engine on each rank
+    cache: float  # bytes of the embedded engine's keys and values on each rank
     sleeps: bool
-    host: float  # bytes of host memory for each rank: what sleeps, and the reference
+    host: float  # bytes of host memory for each rank: the state that sleeps, and the reference
 
     @property
     def asleep(self) -> float:
-        """Held in another role's turn."""
+        """Returns the bytes that the role holds on the GPU in another role's turn."""
         held = self.training.weights + self.embedded
         return held if self.sleeps else held + self.training.gradients + self.training.optimizer
 
@@ -43,23 +44,23 @@ class ServerPlan:
     """One GPU of a role's servers."""
 
     role: str
-    weights: float
-    cache: float  # what engine.memory_share leaves for keys and values; not above 0: it does not start
-    sequences: float  # of the greatest length that find room in one server's cache
+    weights: float  # bytes
+    cache: float  # bytes that engine.memory_share leaves for keys and values; the server does not start without any
+    sequences: float  # number of sequences of the greatest length that fit into one server's cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnPlan:
-    """Seconds of the phases of one turn, in order. `generated` and `trained` are tokens."""
+    """The seconds of one turn by phase, in order, and the tokens of it."""
 
     role: str
-    times: int
+    times: int  # turns like this one in a step
     phases: Mapping[str, float]
-    hidden: float  # seconds that run beside the others and are not waited for
-    generated: float
-    trained: float
-    flops: float  # of the training itself, all GPUs together
-    sent: float  # bytes of the refit
+    hidden: float  # seconds of generation that run beside training and are not waited for
+    generated: float  # tokens that are generated
+    trained: float  # tokens that are trained on
+    flops: float  # operations of the training itself, all GPUs together
+    sent: float  # bytes that the refit sends
     rows: Mapping[str, float]  # sequences decoded together at one engine, by role
 
     @property
@@ -68,8 +69,8 @@ class TurnPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """`ranks` trainer GPUs of `cluster`; the others are the engines'."""
+class RunPlan:
+    """The estimate for a run whose trainer takes `ranks` GPUs of `cluster`; the others are the engines'."""
 
     cluster: Cluster
     ranks: int
@@ -83,12 +84,12 @@ class Plan:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Tokens trained on, a second and GPU of the whole cluster."""
+        """Returns the tokens trained on in a second, divided by all GPUs of the cluster."""
         return sum(turn.trained * turn.times for turn in self.turns) / self.step_s / self.cluster.gpus
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
+        """Returns the seconds of a step by phase."""
         out: dict[str, float] = {}
         for turn in self.turns:
             for name, seconds in turn.phases.items():
@@ -100,13 +101,13 @@ class Plan:
         return memory.CONTEXT + memory.FRAGMENTS * self.cluster.device.memory
 
     def peak(self, role: RolePlan) -> float:
-        """Bytes of a trainer's GPU while `role` trains."""
+        """Returns the bytes on a trainer's GPU while `role` trains."""
         others = sum(other.asleep for other in self.roles if other is not role)
         return self.reserve + others + role.embedded + role.training.peak
 
     @property
     def rollout_peak(self) -> float:
-        """Bytes of a trainer's GPU while it generates with the embedded engine."""
+        """Returns the bytes on a trainer's GPU while it generates with the embedded engine."""
         return (
             self.reserve
             + sum(role.asleep for role in self.roles)
@@ -115,12 +116,12 @@ class Plan:
 
     @property
     def host_per_node(self) -> float:
-        """Bytes of a trainer node's own memory."""
+        """Returns the bytes of a trainer node's own memory."""
         return sum(role.host for role in self.roles) * min(self.cluster.per_node, self.ranks)
 
     @property
     def problems(self) -> list[str]:
-        """Why it does not fit, a line each; none when it does."""
+        """Returns the reasons why the run does not fit, a line each; none when it does."""
         room, out = self.cluster.device.memory, []
         places = [(f"{role.name} trains", self.peak(role)) for role in self.roles]
         if any(role.embedded for role in self.roles):
@@ -128,19 +129,19 @@ class Plan:
         for what, need in places:
             if need > room:
                 gib = need / memory.GIB
-                out.append(
-                    f"while {what} a GPU needs {gib:.1f} GiB; {self.cluster.device.name} has {self.cluster.device.memory_gib}"
-                )
+                device = self.cluster.device
+                out.append(f"while {what} a GPU needs {gib:.1f} GiB; {device.name} has {device.memory_gib}")
         for server in self.servers:
             if server.sequences < 1:
                 out.append(
-                    f"a server of {server.role} has {max(0.0, server.cache) / memory.GIB:.1f} GiB a GPU for keys and values beside "
-                    f"{server.weights / memory.GIB:.1f} GiB of weights: not one sequence of the greatest length"
+                    f"a server of {server.role} has {max(0.0, server.cache) / memory.GIB:.1f} GiB a GPU for keys and "
+                    f"values beside {server.weights / memory.GIB:.1f} GiB of weights: "
+                    "not one sequence of the greatest length fits"
                 )
         return out
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, in bytes and seconds."""
+        """Returns the whole plan as JSON values, in bytes and seconds."""
         return {
             "cluster": str(self.cluster),
             "trainer_gpus": self.ranks,
@@ -171,8 +172,21 @@ class Plan:
         }
 
 
-def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work]) -> Plan:
-    """Works the run out. `models`: the shape of every role. Raises ConfigError for what cannot be cut as the config asks."""
+def own_cluster(config: TrainConfig) -> str:
+    """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80."""
+    engines = (
+        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        if isinstance(config.engine, Servers)
+        else 0
+    )
+    return f"{config.job.nodes + -(-engines // PER_NODE)}x{PER_NODE}xA100-80"
+
+
+def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> RunPlan:
+    """Plans the run. `models`: the shape of every role's model.
+
+    Raises ConfigError when a layout of the config does not divide the models or the cluster.
+    """
     ranks = trainer_gpus(config, cluster)
     for name, role in config.roles.items():
         check_cut(f"roles.{name}", models[name], role.layout)
@@ -182,35 +196,43 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     }
     samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
     trained = {turn.role for turn in work}
-    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in config.roles]
+    held = [name for name, role in config.roles.items() if role.has_policy]
+    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster) for name in config.roles]
+        [_server(config, config.engine, name, models[name], cluster) for name in config.engine_roles]
         if isinstance(config.engine, Servers)
         else []
     )
     caches = {server.role: max(server.cache, 1.0) for server in servers}
     engines = {name: _engine(config, ranks, caches.get(name, 0.0)) for name in config.roles}
     turns = [_turn(config, cluster, turn, models, parallels, engines) for turn in work]
-    return Plan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
+    return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
 
 
 def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
-    """What the engines leave, in whole nodes where there are several. Raises ConfigError when they leave nothing."""
-    wanted = len(config.roles) * config.engine.replicas * config.engine.tp if isinstance(config.engine, Servers) else 0
+    """Returns the GPUs that the engines leave to the trainer, in whole nodes where there are several.
+
+    Raises ConfigError when they leave nothing.
+    """
+    wanted = (
+        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        if isinstance(config.engine, Servers)
+        else 0
+    )
     left = cluster.gpus - wanted
     left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
     if left < 1:
         raise ConfigError(
-            f"{len(config.roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
-            f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} for the trainer: "
-            "lower engine.replicas, or take more nodes"
+            f"{len(config.engine_roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
+            f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
+            "for the trainer: lower engine.replicas, or take more nodes"
         )
     return left
 
 
 def check_cut(name: str, shape: Shape, layout: Layout) -> None:
-    """Raises ConfigError for a layout that does not divide the model: what megatron/ would refuse when the run starts."""
+    """Raises ConfigError for a layout that does not divide the model; megatron/ would refuse it when the run starts."""
     sizes = shape.sizes
     cuts = [("attention heads", sizes.heads, "tp", layout.tp), ("key/value heads", sizes.kv_heads, "tp", layout.tp)]
     cuts.append(("layers", sizes.num_layers, "pp x vpp", layout.pp * (layout.vpp or 1)))
@@ -225,7 +247,7 @@ def check_cut(name: str, shape: Shape, layout: Layout) -> None:
     for what, number, axis, ranks in cuts:
         if number % ranks:
             raise ConfigError(
-                f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor of it"
+                f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor"
             )
     if not sizes.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
         raise ConfigError(f"{name}: {shape.name} has no experts: set layout.ep to 1 and layout.etp to null")
@@ -236,14 +258,16 @@ def check_cut(name: str, shape: Shape, layout: Layout) -> None:
 
 
 def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samples: int) -> RolePlan:
+    """Plans a role on the trainer's ranks. `samples`: the role's completions in a turn."""
     role, engine = config.roles[name], config.engine
-    numbers, reference = Numbers.gpu(role.model.dtype), role.loss.kl_coef > 0
+    numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
     held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
         if shape.sizes.experts:
             raise ConfigError(
-                f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: set engine.kind to vllm or sglang"
+                f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: "
+                "set engine.kind to vllm or sglang"
             )
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-samples // parallel.world))
@@ -252,28 +276,29 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samp
         )
     asleep = held.optimizer if role.sleep else 0.0
     return RolePlan(
-        name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache, sleeps=role.sleep,
-        host=asleep + (held.weights if reference else 0.0),
+        name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
+        sleeps=role.sleep, host=asleep + (held.weights if reference else 0.0),
     )  # fmt: skip
 
 
 def _frozen(role: RolePlan) -> RolePlan:
-    """A player that is never trained has weights alone."""
+    """Returns the plan of a role that plays but is never trained: it holds its weights alone."""
     weights = role.training.weights
-    held = Training(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
+    held = TrainingBytes(weights=weights, gradients=0.0, optimizer=0.0, activations=0.0, workspace=0.0, swapped=0.0)
     return replace(role, training=held, host=0.0)
 
 
-def _micro(role: RoleConfig) -> Micro:
-    return Micro(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
+def _micro(role: RoleConfig) -> MicroBatchLoad:
+    return MicroBatchLoad(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
 
 
 def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster) -> ServerPlan:
     role = config.roles[name]
-    width = Numbers.gpu(role.model.dtype).width
+    width = Precision.gpu(role.model.dtype).width
     if shape.sizes.heads % settings.tp:
         raise ConfigError(
-            f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: choose a divisor"
+            f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: "
+            "choose a divisor"
         )
     weights = _writers(role) * width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
@@ -283,25 +308,24 @@ def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, clu
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
 
 
-def _engine(config: TrainConfig, ranks: int, cache: float) -> Engine:
+def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
     settings = config.engine
     if isinstance(settings, Servers):
         rows = min(settings.max_batch, settings.at_once)
-        return Engine(
+        return EngineSetup(
             replicas=settings.replicas,
             tp=settings.tp,
             max_batch=rows,
             kv_bytes=cache,
             expert_parallel=settings.expert_parallel,
         )
-    return Engine(
-        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False
-    )  # its cache grows as it must
+    # the embedded engine's cache grows as it must
+    return EngineSetup(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)
 
 
 def _turn(
-    config: TrainConfig, cluster: Cluster, work: Work, models: Mapping[str, Shape], parallels: Mapping[str, Parallel],
-    engines: Mapping[str, Engine],
+    config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
+    parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
 ) -> TurnPlan:  # fmt: skip
     phases, rows, before = {}, {}, 0.0
     servers = isinstance(config.engine, Servers)
@@ -309,9 +333,7 @@ def _turn(
         found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
         rows[draw.role] = found.rows
         seconds = found.seconds
-        if (
-            servers and before
-        ):  # each answer goes on as it comes: what is left is the part that the first does not cover
+        if servers and before:  # answers go on to the next role as they come: only the part behind the first counts
             seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
         before += seconds
         phases[f"rollout {draw.role}"] = seconds
@@ -320,37 +342,47 @@ def _turn(
     )
     role, draw, shape, parallel = config.roles[work.role], work.trained, models[work.role], parallels[work.role]
     phases |= _training(role, cluster, draw, shape, parallel)
-    width = Numbers.gpu(role.model.dtype).width
-    sent = compute.refit(shape, parallel, engines[work.role], cluster, width=width, together=not servers)
+    width = Precision.gpu(role.model.dtype).width
+    sent = compute.refit_cost(shape, parallel, engines[work.role], cluster, width=width, together=not servers)
     phases["refit"] = sent.seconds
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
     beside = min(drawn, sum(phases.values()) - drawn) if config.rollouts.max_staleness else 0.0
-    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
+    batch = SequenceBatch(
+        sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
+    )
     return TurnPlan(
-        role=work.role, times=work.times, phases=phases, hidden=beside, generated=sum(d.samples * d.response for d in work.draws),
-        trained=batch.tokens, flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows,
+        role=work.role, times=work.times, phases=phases, hidden=beside,
+        generated=sum(d.samples * d.response for d in work.draws), trained=batch.tokens,
+        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows,
     )  # fmt: skip
 
 
-def _rollout(config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: Engine) -> compute.Rollout:
-    """Of a tandem both models read every token, one after the other, and share the cache."""
+def _rollout(
+    config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: EngineSetup
+) -> compute.RolloutCost:
+    """Returns the cost of generating `draw`.
+
+    The two models of a tandem both read every token, one after the other, and share the cache.
+    """
     role = config.roles[draw.role]
-    width, writers = Numbers.gpu(role.model.dtype).width, _writers(role)
-    alone = compute.rollout(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
+    width, writers = Precision.gpu(role.model.dtype).width, _writers(role)
+    alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
     return replace(alone, seconds=writers * alone.seconds)
 
 
 def _writers(role: RoleConfig) -> int:
-    """Models in an engine of the role; a tandem's junior is taken for one of the senior's size."""
+    """Returns the number of models in an engine of the role; a tandem's junior is taken to be of the senior's size."""
     return 1 if role.tandem is None else 2
 
 
 def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, parallel: Parallel) -> dict[str, float]:
-    """Seconds of what an update is made of, beside rollouts and refit."""
-    numbers, stage = Numbers.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
+    """Returns the seconds of an update's phases, rollouts and refit left out."""
+    numbers, stage = Precision.gpu(role.model.dtype), shapes.heaviest(shape, parallel)
     steps = -(-draw.samples // (role.samples_per_optimizer_step or draw.samples))
-    batch = Batch(sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp)
-    part = Batch(
+    batch = SequenceBatch(
+        sequences=draw.samples, length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
+    )
+    part = SequenceBatch(
         sequences=-(-draw.samples // steps), length=draw.length, micro_tokens=role.micro_batch_tokens * role.layout.cp
     )
     forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)

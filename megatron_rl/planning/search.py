@@ -1,4 +1,4 @@
-"""Layouts tried in a role's place: the fastest that fit a cluster, and what to change where nothing fits."""
+"""Tries layouts and engines for a run: finds the fastest that fit a cluster, and cures for a run that does not fit."""
 
 from __future__ import annotations
 
@@ -12,38 +12,41 @@ from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig,
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
-from megatron_rl.planning.plan import Plan
+from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.shapes import Shape
-from megatron_rl.planning.workload import Work
+from megatron_rl.planning.workload import TurnWork
 
-ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # of the cluster's nodes
-PAIRS = 150  # combinations of the roles' layouts looked at for each choice of engines
-WORTH = 0.03  # of a step: what advice is given for
-MOST = 5  # lines of it
+ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)  # shares of the cluster's nodes that engines may take
+PAIRS = 150  # combinations of the roles' layouts that are tried for each choice of engines
+WORTH = 0.03  # share of a step's time that a change must save to be advised
+MOST = 5  # lines of advice on changes that save time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """A config that fits, what differs from the one asked about, and its plan."""
+class Proposal:
+    """A config that fits, its plan, and how it differs from the config that was asked about."""
 
     config: TrainConfig
-    plan: Plan
-    overrides: Sequence[str]  # a.b=c, to be given to the program
+    plan: RunPlan
+    overrides: Sequence[str]  # a.b=c arguments that make this config of the one asked about
 
 
 def search(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], *, keep: int = 5
-) -> list[Found]:
-    """The fastest layouts of all roles and shapes of the engines that fit, best first; none when nothing does. Every one passes
-    config_checks. Layouts without context and virtual pipeline parallelism; sequence parallelism wherever tp is above 1."""
-    best: list[Found] = []
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork], *, keep: int = 5
+) -> list[Proposal]:
+    """Returns the fastest layouts of all roles and choices of engines that fit, best first; none when nothing fits.
+
+    Every one passes config_checks. Layouts have neither context nor virtual pipeline parallelism, and have sequence
+    parallelism wherever tp is above 1.
+    """
+    best: list[Proposal] = []
     for with_engine in _engines(config, cluster, models):
-        best += _with(with_engine, config, cluster, models, work, keep)
+        best += _with_engines(with_engine, config, cluster, models, work, keep)
     return sorted(best, key=lambda found: found.plan.step_s)[:keep]
 
 
-def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
-    """What would make the run fit, or else faster; a line each, the most useful first."""
+def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
+    """Returns lines on what would make the run fit, or faster where it fits; the most useful come first."""
     if made.problems:
         return _cures(config, made, models, work) or [
             "no single change makes it fit: --search looks at all of them together"
@@ -51,33 +54,33 @@ def advice(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     lines, phases = [], made.phases
     name, seconds = max(phases.items(), key=lambda item: item[1])
     drawn = sum(s for phase, s in phases.items() if phase.startswith("rollout"))
-    lines.append(
-        f"{name} is {seconds / sum(phases.values()):.0%} of the work of a step, all generation {drawn / sum(phases.values()):.0%}"
-    )
+    total = sum(phases.values())
+    lines.append(f"{name} is {seconds / total:.0%} of the work of a step, all generation {drawn / total:.0%}")
     paying = []
     for text, other in _changes(config, made, models):
-        tried = _try(other, made.cluster, models, work)
+        tried = _plan_or_none(other, made.cluster, models, work)
         if tried is not None and not tried.problems and tried.step_s < (1 - WORTH) * made.step_s:
             saved = 1 - tried.step_s / made.step_s
-            paying.append(
-                (tried.step_s, f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)")
-            )
+            line = f"{text}: {tried.step_s:.0f} s a step instead of {made.step_s:.0f} ({saved:.0%} less)"
+            paying.append((tried.step_s, line))
     lines += [text for _, text in sorted(paying)[:MOST]]
     node = made.cluster.per_node
     for role in made.roles:
         if role.parallel.tp > node:
             lines.append(
-                f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: its all-reduces go over the network"
+                f"{role.name}: tp {role.parallel.tp} is more than a node's {node} GPUs: "
+                "its all-reduces go over the network"
             )
     if made.host_per_node > 1000 * GIB:
         lines.append(
-            f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: has it that much?"
+            f"roles that sleep and references hold {made.host_per_node / GIB:.0f} GiB of each node's own memory: "
+            "check that a node has as much"
         )
     return lines
 
 
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
-    """That divide the model and the ranks. tp stays within a node."""
+    """Yields the layouts that divide the model and the ranks. tp stays within a node."""
     sizes = shape.sizes
     tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and not (sizes.heads % tp or sizes.kv_heads % tp)]
     pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if not sizes.num_layers % pp]
@@ -97,7 +100,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
 
 
 def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
-    """The config with the engines that come into question, the embedded one among them for dense models."""
+    """Yields the config with each choice of engines worth trying; the embedded one for dense models alone."""
     if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
         yield config
     settings = config.engine if isinstance(config.engine, Servers) else Vllm()
@@ -116,10 +119,14 @@ def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape])
         yield replace(config, engine=replace(settings, replicas=replicas, tp=tp, urls={}, gpus=()))
 
 
-def _with(
-    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], keep: int
-) -> list[Found]:  # fmt: skip
-    """The best layouts of the roles with one choice of engines: each role's own, fastest first, then combinations that fit together."""
+def _with_engines(
+    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork],
+    keep: int,
+) -> list[Proposal]:  # fmt: skip
+    """Returns the best layouts of the roles for the engines of `config`, fastest first.
+
+    First each role is tried alone; then the best layouts of the roles are combined, and those that fit together stay.
+    """
     ranks = plans.trainer_gpus(config, cluster)
     limit = max(4, int(PAIRS ** (1 / len(config.roles))))
     choices: dict[str, list[RoleConfig]] = {}
@@ -131,27 +138,34 @@ def _with(
         ):
             other = replace(role, layout=layout, model=replace(role.model, recompute=recompute), sleep=True)
             alone = replace(config, roles={**config.roles, name: other})
-            made = _try(alone, cluster, {**models}, turns, only=name)
+            made = _plan_or_none(alone, cluster, {**models}, turns, only=name)
             if made is not None and _alone_fits(made, name):
                 own = next(one for one in made.roles if one.name == name)
                 fitting.append((made.step_s, own.training.peak + own.asleep, other))
         small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
         fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
         choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
-    out: list[Found] = []
+    out: list[Proposal] = []
     for chosen in itertools.product(*choices.values()):
         made_config = replace(config, roles=dict(zip(choices, chosen, strict=True)))
-        made = _try(made_config, cluster, models, work)
+        made = _plan_or_none(made_config, cluster, models, work)
         if made is None or made.problems or not _passes(made_config, made.ranks):
             continue
-        out.append(Found(config=made_config, plan=made, overrides=_overrides(asked, made_config)))
+        out.append(Proposal(config=made_config, plan=made, overrides=_overrides(asked, made_config)))
     return sorted(out, key=lambda found: found.plan.step_s)[:keep]
 
 
-def _try(
-    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[Work], only: str | None = None
-) -> Plan | None:
-    """The plan of a config, None when it cannot be. `only`: the other roles keep layouts that may not divide these ranks."""
+def _plan_or_none(
+    config: TrainConfig,
+    cluster: Cluster,
+    models: Mapping[str, Shape],
+    work: Sequence[TurnWork],
+    only: str | None = None,
+) -> RunPlan | None:
+    """Returns the plan of a config, or None when it cannot be cut so.
+
+    `only`: a role that is tried alone. The others get a plain layout, because theirs may not divide these ranks.
+    """
     if only is not None:
         plain = {
             name: role if name == only else replace(role, layout=Layout(), sleep=True)
@@ -164,8 +178,8 @@ def _try(
         return None
 
 
-def _alone_fits(made: Plan, name: str) -> bool:
-    """Whether the role fits when nothing else is on the GPU."""
+def _alone_fits(made: RunPlan, name: str) -> bool:
+    """Returns whether the role fits when nothing else is on the GPU."""
     role = next(role for role in made.roles if role.name == name)
     return made.reserve + role.embedded + role.training.peak <= made.cluster.device.memory and all(
         s.sequences >= 1 for s in made.servers
@@ -180,20 +194,20 @@ def _passes(config: TrainConfig, ranks: int) -> bool:
     return True
 
 
-def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> Iterator[tuple[str, TrainConfig]]:
-    """(words, config) of single changes that may pay."""
+def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) -> Iterator[tuple[str, TrainConfig]]:
+    """Yields single changes that may save time, as (words, changed config)."""
     for name, role in config.roles.items():
         if role.model.recompute == "full":
             yield (
                 f"{name} fits without recomputation (model.recompute=none)",
-                _role(config, name, model=replace(role.model, recompute="none")),
+                _with_role(config, name, model=replace(role.model, recompute="none")),
             )
         for layout in layouts(role, models[name], made.ranks, made.cluster.per_node):
             if layout != role.layout and layout.model_ranks <= role.layout.model_ranks:
-                yield f"{name} fits at {_words(layout)}", _role(config, name, layout=layout)
+                yield f"{name} fits at {_words(layout)}", _with_role(config, name, layout=layout)
         if role.model.recompute == "full" and role.layout.tp > 1 and not role.layout.sequence_parallel:
             layout = replace(role.layout, sequence_parallel=True)
-            yield f"{name} with layout.sequence_parallel=true", _role(config, name, layout=layout)
+            yield f"{name} with layout.sequence_parallel=true", _with_role(config, name, layout=layout)
     if isinstance(config.engine, Embedded):
         replicas = made.cluster.gpus // 2 // len(config.roles)
         servers = Vllm(replicas=max(1, replicas))
@@ -213,20 +227,20 @@ def _changes(config: TrainConfig, made: Plan, models: Mapping[str, Shape]) -> It
             yield "rollouts.max_staleness=1, to generate beside training", replace(config, rollouts=ahead)
 
 
-def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: Sequence[Work]) -> list[str]:
-    """One change, of one role or of all alike, that makes it fit."""
+def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:
+    """Returns lines on single changes, of one role or of all alike, that make the run fit."""
     lines = []
     for names in [[name] for name in config.roles] + ([list(config.roles)] if len(config.roles) > 1 else []):
         if lines and len(names) > 1:
             break  # one role's change is enough
-        for words, changes in _smaller(config.roles[names[0]], models[names[0]], made):
+        for words, changes in _smaller_roles(config.roles[names[0]], models[names[0]], made):
             other = config
             for name in names:
                 own = changes | (
                     {"model": replace(config.roles[name].model, recompute="full")} if "model" in changes else {}
                 )
-                other = _role(other, name, **own)
-            tried = _try(other, made.cluster, models, work)
+                other = _with_role(other, name, **own)
+            tried = _plan_or_none(other, made.cluster, models, work)
             if tried is not None and not tried.problems:
                 lines.append(
                     f"{' and '.join(names)} fit{'s' * (len(names) == 1)} with {words}: {tried.step_s:.0f} s a step"
@@ -235,17 +249,17 @@ def _cures(config: TrainConfig, made: Plan, models: Mapping[str, Shape], work: S
     if isinstance(config.engine, Servers):
         return lines
     replicas = max(1, made.cluster.gpus // 2 // len(config.roles))
-    tried = _try(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
+    tried = _plan_or_none(replace(config, engine=Vllm(replicas=replicas)), made.cluster, models, work)
     if tried is not None and not tried.problems:
         lines.append(
-            f"vLLM servers on half of the GPUs in place of the embedded engine fit (engine.kind=vllm engine.replicas={replicas}): "
-            f"{tried.step_s:.0f} s a step"
+            "vLLM servers on half of the GPUs in place of the embedded engine fit "
+            f"(engine.kind=vllm engine.replicas={replicas}): {tried.step_s:.0f} s a step"
         )
     return lines
 
 
-def _smaller(role: RoleConfig, shape: Shape, made: Plan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(words, changed fields) that lower what a role needs, the mildest first."""
+def _smaller_roles(role: RoleConfig, shape: Shape, made: RunPlan) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (words, changed fields) that lower the memory a role needs, the mildest change first."""
     if not role.sleep:
         yield "sleep=true", {"sleep": True}
     if role.model.recompute != "full":
@@ -257,7 +271,7 @@ def _smaller(role: RoleConfig, shape: Shape, made: Plan) -> Iterator[tuple[str, 
         yield f"layout {_words(layout)}", {"layout": layout}
 
 
-def _role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
+def _with_role(config: TrainConfig, name: str, **changes: Any) -> TrainConfig:
     return replace(config, roles={**config.roles, name: replace(config.roles[name], **changes)})
 
 
@@ -268,13 +282,16 @@ def _words(layout: Layout) -> str:
 
 
 def _overrides(asked: TrainConfig, config: TrainConfig) -> list[str]:
-    """What to give to the program, behind the config that was asked about, to run this one."""
+    """Returns the arguments that turn the config that was asked about into this one."""
     out = []
     for name, role in config.roles.items():
         layout, recompute = role.layout, role.model.recompute
         etp = "null" if layout.etp is None else layout.etp
         together = str(layout.sequence_parallel).lower()
-        wanted = f"{{tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}, sequence_parallel: {together}}}"
+        wanted = (
+            f"{{tp: {layout.tp}, pp: {layout.pp}, vpp: null, ep: {layout.ep}, etp: {etp}, "
+            f"sequence_parallel: {together}}}"
+        )
         out += [f"roles.{name}.layout={wanted}"] if layout != asked.roles[name].layout else []
         out += [f"roles.{name}.model.recompute={recompute}"] if recompute != asked.roles[name].model.recompute else []
         out += [f"roles.{name}.sleep=true"] if role.sleep != asked.roles[name].sleep else []

@@ -1,17 +1,17 @@
-"""The sizes of a role's model: from its config.json, from a public model's name, or from a file; and how it is cut into ranks."""
+"""Finds the sizes of a role's model (by config.json, public name or file) and how its parameters are cut into ranks."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import ConfigError, Layout
+from megatron_rl.config.schema import ConfigError, Layout, TrainConfig
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.weights.models import KNOWN
 from megatron_rl.weights.rectangles import Shard, megatron, megatron_names
@@ -20,17 +20,17 @@ from megatron_rl.weights.sizes import Sizes
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model: its sizes, and how many of its experts a token sees."""
+    """A model's sizes, and how many of its experts a token sees."""
 
     name: str
     sizes: Sizes
-    active: int = 0  # experts of a token; 0 for a dense model
-    guessed: bool = False  # from a name that only resembles a public one
+    active: int = 0  # experts that a token sees; 0 for a dense model
+    guessed: bool = False  # the sizes come from a name that only resembles a public one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How a model lies over `world` ranks. As config.Layout, with nothing left open."""
+    """A model's layout over `world` ranks: config.schema.Layout with every default resolved."""
 
     world: int
     tp: int = 1
@@ -43,7 +43,7 @@ class Parallel:
 
     @classmethod
     def of(cls, layout: Layout, world: int, *, experts: bool) -> Parallel:
-        """`layout` on `world` ranks. Raises ConfigError when it does not divide them."""
+        """Resolves `layout` on `world` ranks. Raises ConfigError when it does not divide them."""
         made = cls(
             world=world,
             tp=layout.tp,
@@ -57,23 +57,23 @@ class Parallel:
         for what, ranks in (("tp x pp x cp", made.model_ranks), ("etp x ep x pp", made.etp * made.ep * made.pp)):
             if world % ranks:
                 raise ConfigError(
-                    f"{what} = {ranks} does not divide the {world} GPUs of the trainer: change the layout or the cluster"
+                    f"{what} = {ranks} does not divide the {world} GPUs of the trainer: change the layout or cluster"
                 )
         return made
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold the dense parameters once, copies along the context counted."""
+        """Returns the number of ranks that hold the dense parameters once, copies along the context counted."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
-        """Replicas of the batch."""
+        """Returns the number of data-parallel replicas."""
         return self.world // self.model_ranks
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Returns the number of ranks that hold the same experts."""
         return self.world // (self.etp * self.ep * self.pp)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters of one rank: dense ones (router and shared experts among them), and those of its experts."""
+    """The number of parameters of one rank: dense ones (router and shared experts among them), and its experts'."""
 
     dense: int
     expert: int
@@ -105,7 +105,7 @@ class Counts:
 
 @lru_cache(maxsize=4096)
 def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> Counts:
-    """What a rank of pipeline stage `stage` holds, vocabulary padding included: exactly what Megatron allocates."""
+    """Returns what Megatron allocates on a rank of pipeline stage `stage`, vocabulary padding included."""
     sizes = shape.sizes
     layers = len(stage_layers(sizes, parallel)[stage])
     ends = {"first": stage == 0, "last": stage == parallel.pp - 1, "fused": False}
@@ -115,22 +115,25 @@ def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> Counts:
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
-    """Layer numbers by pipeline stage."""
+    """Returns the layer numbers of every pipeline stage."""
     return TrainerLayout(pp=parallel.pp, vpp=parallel.vpp).layers(sizes)
 
 
 def heaviest(shape: Shape, parallel: Parallel) -> int:
-    """The stage with the most parameters."""
+    """Returns the pipeline stage with the most parameters."""
     return max(range(parallel.pp), key=lambda stage: counts(shape, parallel, stage).all)
 
 
 def total(shape: Shape) -> int:
-    """Parameters of the model, a tied output layer counted once."""
+    """Returns the number of the model's parameters, a tied output layer counted once."""
     return counts(shape, Parallel(world=1)).all
 
 
 def active(shape: Shape) -> int:
-    """Parameters whose products a token takes part in: no embedding, the output layer, and `shape.active` experts."""
+    """Returns the number of parameters that one token is multiplied with.
+
+    The embedding is not counted; the output layer and `shape.active` experts are.
+    """
     found, sizes = counts(shape, Parallel(world=1)), shape.sizes
     experts = found.expert * shape.active // sizes.experts if sizes.experts else 0
     return found.dense + experts - (0 if sizes.tied else sizes.vocab * sizes.hidden)
@@ -149,18 +152,17 @@ def _elements(
 def _dense(family: str, numbers: tuple[int, ...], *, vocab: int, tied: bool = False, head_dim: int = 0) -> Sizes:
     layers, hidden, heads, kv_heads, ffn = numbers
     return Sizes(
-        family=family, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim or hidden // heads, ffn=ffn,
-        vocab=vocab, tied=tied,
+        family=family, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads, ffn=ffn, vocab=vocab, tied=tied,
     )  # fmt: skip
 
 
 _MIXTRAL = Sizes(
-    family="mixtral", num_layers=56, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=16384, vocab=32768, tied=False, experts=8,
-    expert_ffn=16384,
+    family="mixtral", num_layers=56, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=16384, vocab=32768,
+    tied=False, experts=8, expert_ffn=16384,
 )  # fmt: skip
-PUBLIC: dict[
-    str, tuple[Sizes, int]
-] = {  # by name without owner and variant -> (sizes as published, experts of a token)
+# Public models by name without owner and variant: (sizes as published, experts of a token).
+PUBLIC: dict[str, tuple[Sizes, int]] = {
     "qwen2.5-0.5b": (_dense("qwen2", (24, 896, 14, 2, 4864), vocab=151936, tied=True), 0),
     "qwen2.5-1.5b": (_dense("qwen2", (28, 1536, 12, 2, 8960), vocab=151936, tied=True), 0),
     "qwen2.5-3b": (_dense("qwen2", (36, 2048, 16, 2, 11008), vocab=151936, tied=True), 0),
@@ -188,8 +190,11 @@ PUBLIC: dict[
 
 
 def read_shape(source: str) -> Shape:
-    """A model directory or config.json, or the name of a public model (`Qwen/Qwen2.5-Math-7B`); a path whose words are those of one
-    (`runs/sft_qwen2.5_math_7b/model`) is taken for it, marked `guessed`. Raises ConfigError when nothing of it is known."""
+    """Reads a model's shape from its directory or config.json, or by a public name (`Qwen/Qwen2.5-Math-7B`).
+
+    A path with the words of a public model (`runs/sft_qwen2.5_math_7b/model`) is taken for that model and marked
+    `guessed`. Raises ConfigError when nothing of it is known.
+    """
     path = Path(source)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
@@ -197,11 +202,34 @@ def read_shape(source: str) -> Shape:
     fits = [name for name in PUBLIC if _words(name) <= _words(source)]
     if not fits:
         raise ConfigError(
-            f"no config.json at {source}, and no public model of this name is known here ({', '.join(PUBLIC)}): give its sizes with "
-            "--shape ROLE=FILE (a config.json, or a directory with one) or --shape ROLE=NAME"
+            f"no config.json at {source}, and no public model of this name is known here ({', '.join(PUBLIC)}): "
+            "give its sizes with --shape ROLE=FILE (a config.json, or a directory with one) or --shape ROLE=NAME"
         )
     name = max(fits, key=len)
     return Shape(name=name, sizes=PUBLIC[name][0], active=PUBLIC[name][1], guessed=source.count("/") > 1)
+
+
+def models_of(config: TrainConfig, given: Sequence[str]) -> dict[str, Shape]:
+    """Returns the shape of every role's model. `given`: ROLE=SOURCE where sizes do not come from the model's path.
+
+    Raises ConfigError for another form, and for a model of which nothing is known.
+    """
+    sources = {name: role.model.path for name, role in config.roles.items()}
+    for word in given:
+        name, _, source = word.partition("=")
+        if name not in sources or not source:
+            raise ConfigError(f"--shape {word}: it has the form ROLE=SOURCE, the roles are {', '.join(sources)}")
+        sources[name] = source
+    return {name: read_shape(source) for name, source in sources.items()}
+
+
+def guess_notes(models: Mapping[str, Shape]) -> list[str]:
+    """Returns a line for every role whose model's sizes are guessed."""
+    return [
+        f"{name}: sizes are those of {shape.name}, by the words of its path; if it is another model: --shape {name}=..."
+        for name, shape in models.items()
+        if shape.guessed
+    ]
 
 
 def _from_file(file: Path) -> Shape:
@@ -217,5 +245,5 @@ def _from_file(file: Path) -> Shape:
 
 
 def _words(name: str) -> set[str]:
-    """`Meta-Llama-3.1-8B-Instruct` -> {meta, llama, 3.1, 8b, instruct}."""
+    """Splits a name: `Meta-Llama-3.1-8B-Instruct` gives {meta, llama, 3.1, 8b, instruct}."""
     return set(re.findall(r"\d+x\d+b|a?\d+(?:\.\d+)?b|\d+(?:\.\d+)?|[a-z]+", name.lower()))

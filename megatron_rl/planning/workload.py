@@ -1,32 +1,24 @@
-"""What a step of a recipe makes its models do: how many samples of which lengths are drawn and trained on."""
+"""Says how many samples one step of a recipe draws and trains on, and how long they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from megatron_rl.config.schema import ConfigError, TrainConfig
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """A recipe that says what its turns draw."""
-
-    def drawn(self, role: str) -> Mapping[str, int]:
-        """Samples per prompt that each role draws in a turn of `role`, in the order in which they are drawn."""
-        ...
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """Completions of one role in one turn."""
+    """The completions of one role in one turn."""
 
     role: str
     samples: int
-    prompt: float  # tokens in the mean
-    response: float
-    longest: int  # tokens of a completion
+    prompt: float  # mean tokens of a prompt
+    response: float  # mean tokens of a completion
+    longest: int  # most tokens of a completion
 
     @property
     def length(self) -> float:
@@ -34,8 +26,8 @@ class Draw:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """A turn: what is drawn, and what the role trains on; `times` alike in a step."""
+class TurnWork:
+    """A turn: the samples that are drawn in it. The role's own are trained on. A step has it `times` times."""
 
     role: str
     draws: Sequence[Draw]
@@ -46,10 +38,12 @@ class Work:
         return next(draw for draw in self.draws if draw.role == self.role)
 
 
-def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[Work]:
-    """The turns of a step in the middle of the run. `fill`: mean lengths as a share of max_prompt_tokens and sampling.max_tokens.
+def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[TurnWork]:
+    """Returns the turns of a step in the middle of the run.
 
-    Without a recipe (no torch here to build it) each role has a turn that draws its `group_size`, or one sample for each prompt.
+    `fill` is the mean length as a share of max_prompt_tokens and sampling.max_tokens. Without a recipe (there is no
+    torch here to build it) each role has a turn that draws its `group_size`, or one sample for each prompt. Raises
+    ConfigError for a `fill` outside (0, 1].
     """
     if not 0 < fill <= 1:
         raise ConfigError(f"--fill {fill}: mean lengths as a share of the longest, above 0 and at most 1")
@@ -57,15 +51,29 @@ def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[Work
         turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
         drawn = {name: {name: group} for name in turns}
     else:
-        turns = list(recipe.turns(recipe.num_steps() // 2))
-        if isinstance(recipe, Drawing):
-            drawn = {name: recipe.drawn(name) for name in turns}
-        else:
-            drawn = {name: {name: recipe.group_sizes[name]} for name in turns}
+        schedule, parts = recipe.schedule(), recipe.roles()
+        turns = [name for roles in schedule[len(schedule) // 2] for name in roles]
+        drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
     return [
-        Work(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name))
+        TurnWork(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name))
         for name in dict.fromkeys(turns)
     ]
+
+
+def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
+    """Builds the config's recipe. Without torch, which its module may import, returns None and a note that says so."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return None, [
+            "torch is not installed here: the recipe was not built, "
+            "each role's turn is taken to draw group_size samples of its own"
+        ]
+    from megatron_rl.config import plugins
+
+    recipe = plugins.build(Use(target=config.recipe.target, args=config.recipe.args))
+    config_checks.check_recipe(config, recipe)
+    return recipe, []
 
 
 def _draws(config: TrainConfig, drawn: Mapping[str, int], fill: float) -> list[Draw]:

@@ -1,4 +1,4 @@
-"""What a refit is made of: parties that read and write parts of parameters, transports that carry messages, and what goes wrong."""
+"""Defines what a refit is made of: parameters that are read and written in parts, transports, deadlines, errors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-WORD = 8  # bytes
-LOOK_S = 0.5  # a wait looks so often whether it is still worth waiting
+WORD_BYTES = 8
+RECHECK_S = 0.5  # a wait checks this often whether it is still worth waiting
 
 
 class RefitError(RuntimeError):
-    """A refit that did not bring an engine to the new version. The message names the rank, and the bucket where there is one."""
+    """Raised when a refit did not bring an engine to the new version.
+
+    The message names the rank, and the bucket where there is one.
+    """
 
 
 class TransportError(RefitError):
-    """A message that did not get through: the other side is dead, slow, or of another refit."""
+    """Raised when a message did not get through: the other side is dead, too slow, or takes part in another refit."""
 
 
 class Mismatch(RefitError):
-    """What landed in an engine is not what the trainer has. The message names the parameter. Nothing but a bug or broken memory does it."""
+    """Raised when an engine holds other values than the trainer sent.
+
+    The message names the parameter. Only a bug or broken memory can cause it.
+    """
 
 
 class Part(NamedTuple):
-    """A rectangle of a parameter. 1-D parameters are [n, 1]; of those with more dimensions all but the last are joined."""
+    """A rectangle of a parameter.
+
+    A 1-D parameter counts as [n, 1]. A parameter of more than two dimensions has all of them but the last joined to
+    rows.
+    """
 
     row: int
     column: int
@@ -41,35 +51,42 @@ class Part(NamedTuple):
 
 
 class Readable(Protocol):
+    """Parameters of a rank that can be read part by part."""
+
     def read(self, name: str, part: Part) -> Tensor:
-        """The values, [rows, columns]; a view where that is possible."""
+        """Returns the values of the part, [rows, columns]; a view where that is possible."""
         ...
 
 
 class Parameters(Readable, Protocol):
+    """Parameters of a rank that can be read and written part by part."""
+
     def write(self, name: str, part: Part, values: Tensor) -> None:
-        """Puts [rows, columns] values there, cast to the parameter's dtype."""
+        """Writes [rows, columns] `values` to the part, cast to the parameter's dtype."""
         ...
 
 
 @runtime_checkable
 class Reachable(Protocol):
-    """Parameters whose own memory a transport may read, or write into in place of `write`."""
+    """Parameters whose own memory a transport may read, or may write into in place of calling `write`."""
 
     def memory(self, name: str, part: Part, dtype: torch.dtype) -> Tensor | None:
-        """The part as it lies, uint8 [bytes]; None where it is not in one piece, on a CPU and of this dtype."""
+        """Returns the memory of the part as uint8 [bytes].
+
+        Returns None unless the part lies in one piece, on a CPU, and has this dtype.
+        """
         ...
 
 
 class Tensors:
-    """Parameters that lie in plain tensors, by name."""
+    """Parameters that lie in plain tensors, found by name. Implements Parameters and Reachable."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = {
             name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None]
             for name, t in tensors.items()
         }
-        self._words = {name: words(t) for name, t in self._tensors.items()}
+        self._words = {name: as_words(t) for name, t in self._tensors.items()}
         self._cut: dict[tuple[str, Part, torch.dtype], np.ndarray | None] = {}  # every refit asks for the same parts
         self._whole: dict[tuple[str, Part, torch.dtype], Tensor | None] = {}
 
@@ -78,7 +95,7 @@ class Tensors:
 
     def write(self, name: str, part: Part, values: Tensor) -> None:
         target = self.words(name, part, values.dtype)
-        source = None if target is None else words(values)
+        source = None if target is None else as_words(values)
         if target is not None and source is not None:
             target[...] = source
         else:
@@ -93,49 +110,65 @@ class Tensors:
         return self._whole[key]
 
     def words(self, name: str, part: Part, dtype: torch.dtype) -> np.ndarray | None:
-        """The part's own memory as 64-bit words, [rows, words]; None where it is no such thing, or of another dtype."""
+        """Returns the part's own memory as 64-bit words, [rows, words].
+
+        Returns None where the part is not made of whole words, does not lie on a CPU, or has another dtype.
+        """
         found, width, key = self._words[name], dtype.itemsize, (name, part, dtype)
         if found is None or self._tensors[name].dtype != dtype:
             return None
         if key not in self._cut:
             first, last = part.column * width, (part.column + part.columns) * width
-            whole = first % WORD == 0 and last % WORD == 0
-            self._cut[key] = found[part.row : part.row + part.rows, first // WORD : last // WORD] if whole else None
+            whole = first % WORD_BYTES == 0 and last % WORD_BYTES == 0
+            self._cut[key] = (
+                found[part.row : part.row + part.rows, first // WORD_BYTES : last // WORD_BYTES] if whole else None
+            )
         return self._cut[key]
 
 
-def words(tensor: Tensor) -> np.ndarray | None:
-    """[rows, columns] on a CPU as 64-bit words, which numpy copies in half the time that torch takes for short rows of two bytes a number.
-    None where its rows are no whole words. torch does not resize the memory any more."""
+def as_words(tensor: Tensor) -> np.ndarray | None:
+    """Returns the memory of a [rows, columns] tensor as 64-bit words, or None where that is not possible.
+
+    The tensor must be on a CPU, and its rows must be whole words. For short rows of two-byte numbers numpy copies words
+    in half the time that torch takes. The tensor cannot be resized any more.
+    """
     whole = all(
-        n * tensor.element_size() % WORD == 0 for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset())
+        n * tensor.element_size() % WORD_BYTES == 0
+        for n in (tensor.shape[1], tensor.stride(0), tensor.storage_offset())
     )
     return tensor.view(torch.int64).numpy() if tensor.device.type == "cpu" and tensor.stride(1) == 1 and whole else None
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a refit may take in all, and how long it waits for one message."""
+    """The limits of time within one refit: for the whole of it, and for the wait for one message."""
 
-    end: float  # time.monotonic()
-    message_s: float
-    over: Callable[[], bool] = lambda: False  # asked now and then while waiting: the refit has ended without this side
-    pulse: Callable[[], Any] = lambda: None  # of the other side: while it changes, that waits too and is not lost
+    end: float  # when the whole refit must be is_over, as time.monotonic() counts
+    message_s: float  # how long one message may take
+    # Called now and then during a wait; true once the refit has ended without this side.
+    is_over: Callable[[], bool] = lambda: False
+    # Returns a value that changes while the other side is itself waiting for others, and so is not lost. The wait then
+    # goes on.
+    pulse: Callable[[], Any] = lambda: None
 
     @classmethod
-    def start(cls, total_s: float, message_s: float, over: Callable[[], bool] = lambda: False) -> Deadline:
-        return cls(time.monotonic() + total_s, message_s, over)
+    def start(cls, total_s: float, message_s: float, is_over: Callable[[], bool] = lambda: False) -> Deadline:
+        """Returns the deadline of a refit that begins now."""
+        return cls(time.monotonic() + total_s, message_s, is_over)
 
     def wait_s(self) -> float:
-        """Seconds that one wait may take from now, at least a little."""
+        """Returns the seconds that one wait may take from now, at least 0.01."""
         return max(0.01, min(self.message_s, self.end - time.monotonic()))
 
     def until(self, done: Callable[[float], bool]) -> str | None:
-        """Calls `done` (seconds that it may wait) until it is true -> None, or why it did not come to that."""
+        """Calls `done` with the seconds that it may wait, until it returns true.
+
+        Returns None, or a text that says why it did not come to that.
+        """
         allowed = self.wait_s()
         end, pulse = time.monotonic() + allowed, self.pulse()
-        while not done(max(0.01, min(LOOK_S, end - time.monotonic()))):
-            if self.over():
+        while not done(max(0.01, min(RECHECK_S, end - time.monotonic()))):
+            if self.is_over():
                 return "the refit ended without it"
             if time.monotonic() >= end:
                 before, pulse = pulse, self.pulse()
@@ -146,44 +179,61 @@ class Deadline:
 
 
 class Handle(Protocol):
-    """A message under way."""
+    """A message on its way."""
 
     def wait(self, deadline: Deadline) -> Tensor:
-        """Until it is sent, or has come: the message, uint8 [size]. Raises TransportError."""
+        """Waits until the message is sent or has come. Returns it, uint8 [size]. Raises TransportError."""
         ...
 
     def release(self) -> None:
-        """Of a received message: its memory may be used again."""
+        """Says that the memory of the message may be used again. Called after the last use of a received message."""
         ...
 
 
 class Transport(Protocol):
-    """Carries messages between numbered peers. Between two peers messages of one direction come in the order they were sent."""
+    """Carries messages between numbered peers.
+
+    Messages from one peer to another arrive in the order in which they were sent.
+    """
 
     @property
     def takes_pieces(self) -> bool:
-        """Whether it sends from any memory, so that long slices are better not copied into a message: both sides then give `pieces`."""
+        """Says whether this transport sends straight from any memory.
+
+        If so, long slices are not copied into the message: both sides then give them as `pieces`.
+        """
         ...
 
     @property
     def streams(self) -> bool:
-        """Whether several of the sender's pieces may make up one of the receiver's."""
+        """Says whether the receiver may take several of the sender's pieces as one."""
         ...
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
-        """uint8 [size] to write a message into, which `send` then takes."""
+        """Returns uint8 [size] to write a message into, for `send` to take."""
         ...
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> Handle:
-        """Starts to send what `buffer` gave, or the first part of it. `told`: the receiver knows the size. `pieces` (bytes that nobody
-        changes before the wait is over) go after it, each by itself, when they come."""
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> Handle:
+        """Starts to send a message that was written to what `buffer` returned, or to the first bytes of that.
+
+        `size_known`: the receiver knows the size of the message. `pieces`: further bytes that follow the message, each
+        piece sent by itself as soon as the iterable yields it. Nobody may change them before the wait is over.
+        """
         ...
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
     ) -> Handle:
-        """Starts to receive. `size` None: the sender says. `pieces`: memory for the sender's, or so many bytes of the last of `size`.
-        When the wait has failed nothing lands there any more."""
+        """Starts to receive a message.
+
+        `size`: its bytes, or None where the sender tells them. `pieces`: where the sender's pieces go, in order. A
+        tensor is the memory to fill; a number stands for that many of the last bytes of `size`. After a wait that
+        failed nothing is written to that memory any more.
+        """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes all connections and frees all buffers."""
+        ...

@@ -1,4 +1,4 @@
-"""Small messages between a trainer and its engines: a key-value board on the trainer's first rank, with deadlines."""
+"""Carries small messages between a trainer and its engines, over a key-value board on the trainer's first rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch.distributed as dist
 
 from megatron_rl.refit.base import TransportError
 
-SIGNATURE = 64  # characters before a value
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.02  # between two looks for a key
+SIGNATURE = 64  # every stored value begins with a signature of so many characters
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.0005, 0.02  # the pause between two looks for a key grows from the first to the last
 
 
 class Address(NamedTuple):
-    """What it takes to join a board."""
+    """The address of a board, with the secret that whoever joins it needs."""
 
     host: str
     port: int
@@ -30,9 +30,10 @@ class Address(NamedTuple):
 
 
 class Board:
-    """JSON values under keys, in a torch TCPStore, which anybody may write to who reaches its port.
+    """JSON values under keys, in a torch TCPStore. Anybody who reaches its port can write to that.
 
-    What does not carry the secret's signature counts as nothing; what comes from it is never executed.
+    A value without the signature that the secret makes counts as absent. Nothing that comes from the store is ever
+    executed.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str = "") -> None:
@@ -40,7 +41,10 @@ class Board:
 
     @classmethod
     def host(cls, address: str) -> tuple[Board, Address]:
-        """Opens a board here that listens at `address` alone (by itself the store would at every interface). Raises TransportError."""
+        """Opens a board on this host that listens at `address` only. Raises TransportError.
+
+        A TCPStore that opens its own socket would listen at every interface.
+        """
         try:
             family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(place, family=family, backlog=1024)
@@ -56,7 +60,7 @@ class Board:
 
     @classmethod
     def join(cls, address: Address, timeout_s: float = 60) -> Board:
-        """Raises TransportError when nobody answers."""
+        """Joins the board at `address`. Raises TransportError when nobody answers there."""
         host, port, secret = address
         try:
             store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
@@ -67,25 +71,27 @@ class Board:
         return cls(store, bytes.fromhex(secret))
 
     def way(self) -> tuple[str, int]:
-        """-> (this host's own address on the way to the board's, its family)."""
+        """Returns (this host's own address on the interface that leads to the board, the address family)."""
         family, kind, _, _, place = socket.getaddrinfo(self._store.host, self._store.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(place)  # this sends nothing
             return probe.getsockname()[0], family
 
     def under(self, prefix: str) -> Board:
+        """Returns a view of this board whose keys all begin with `prefix`."""
         return Board(self._store, self._secret, f"{self._prefix}{prefix}/")
 
     def sign(self, text: bytes) -> bytes:
-        """[32] that only those who joined can make."""
+        """Returns a signature of `text`, 32 bytes, that only those who know the secret can make."""
         return hmac.digest(self._secret, text, "sha256")
 
     @property
     def store(self) -> Any:
-        """The store under this board's prefix, for a process group's rendezvous."""
+        """Returns the store under this board's prefix, for a process group's rendezvous."""
         return dist.PrefixStore(self._prefix, self._store)
 
     def put(self, key: str, value: Any) -> None:
+        """Stores `value` under `key`. Raises TransportError when the board is gone."""
         name, text = self._prefix + key, json.dumps(value)
         try:
             self._store.set(name, self._signature(name, text.encode()) + text)
@@ -93,7 +99,10 @@ class Board:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
     def get(self, key: str, timeout_s: float) -> Any:
-        """Waits for it. Raises TransportError when it does not come, or is not signed."""
+        """Waits for the value under `key` and returns it.
+
+        Raises TransportError when none comes in time, or it is not signed.
+        """
         name = self._prefix + key
         try:
             self._store.wait([name], timedelta(seconds=timeout_s))
@@ -103,11 +112,11 @@ class Board:
                 f"no {name!r} on the refit board within {timeout_s:.1f} s ({_first_line(error)})"
             ) from error
         if text is None:
-            raise TransportError(f"{name!r} on the refit board is not of this run: somebody else writes there")
+            raise TransportError(f"{name!r} on the refit board is not of this run: another process writes to that port")
         return json.loads(text)
 
     def _signed(self, name: str) -> bytes | None:
-        """The text there; None when this run did not put it there."""
+        """Returns the text under a key that exists; None when its signature is not this run's."""
         found = self._store.get(name)
         signature, text = found[:SIGNATURE], found[SIGNATURE:]
         return text if hmac.compare_digest(signature, self._signature(name, text).encode()) else None
@@ -116,9 +125,10 @@ class Board:
         return self.sign(name.encode() + b"\0" + text).hex()
 
     def has(self, key: str, timeout_s: float) -> bool:
-        """Whether it is there, or comes in time. Raises TransportError when the board is gone.
+        """Says whether the key is there, or comes within `timeout_s`. Raises TransportError when the board is gone.
 
-        Asks again and again: the store's own wait writes two warnings to standard error whenever its time is up.
+        Looks again and again, because the store's own wait writes two warnings to standard error whenever its time is
+        up.
         """
         end, pause = time.monotonic() + timeout_s, FIRST_PAUSE_S
         while self._look(key) is None:
@@ -130,7 +140,7 @@ class Board:
         return True
 
     def peek(self, key: str) -> Any:
-        """The value, or None when there is none now."""
+        """Returns the value under `key`, or None when there is none now."""
         text = self._look(key)
         return None if text is None else json.loads(text)
 
@@ -142,6 +152,7 @@ class Board:
             raise TransportError(f"the refit board is gone: {_first_line(error)}") from error
 
     def remove(self, key: str) -> None:
+        """Removes `key`, if it is there."""
         self._store.delete_key(self._prefix + key)
 
 

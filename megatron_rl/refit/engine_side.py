@@ -1,4 +1,4 @@
-"""The engine's side of a refit: takes part when the trainer calls, and serves only at a version that the trainer committed."""
+"""Runs the engine's side of a refit: takes part when the trainer calls, and serves only committed versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, Parameters, RefitError
 from megatron_rl.refit.board import Board
-from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
+from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.wiring import Seat, Seating, Wiring
 
@@ -21,28 +21,31 @@ _log = logging.getLogger(__name__)
 
 
 class Endpoint(Protocol):
-    """What an engine gives a refit."""
+    """The interface that an engine offers to a refit."""
 
     @property
-    def targets(self) -> Parameters: ...
+    def targets(self) -> Parameters:
+        """Returns the parameters that the refit writes to."""
+        ...
 
     def begin_refit(self) -> None:
-        """From here on weights are mixed: the engine serves nothing until `commit_refit`."""
+        """Stops serving until `commit_refit`: from now on the weights are a mixture of two versions."""
         ...
 
     def commit_refit(self, version: int) -> None:
-        """The weights are whole and of this version."""
+        """Allows serving again: the weights are complete and of this version."""
         ...
 
 
 class EngineSide:
-    """One rank of an engine that runs in a process of its own. Joins a trainer's board under its rank (over all replicas).
+    """One rank of an engine that runs in a process of its own.
 
-    After an error it joins anew: the trainer then counts it as one that has to take all weights.
+    It joins a trainer's board under its rank, counted over all replicas. After an error it joins again. The trainer
+    then treats it as an engine that needs all weights.
     """
 
     def __init__(self, board: Board, rank: int, endpoint: Endpoint, device: torch.device) -> None:
-        """Raises TransportError when the trainer does not answer."""
+        """Joins the trainer's board. Raises TransportError when the trainer does not answer."""
         setup = board.get("setup", SETUP_TIMEOUT_S)
         self.topology, self._settings = Topology.from_json(setup["topology"]), RefitConfig(**setup["settings"])
         if not 0 <= rank < self.topology.engines.world:
@@ -56,24 +59,26 @@ class EngineSide:
         self._join()
 
     def take_part(self, idle_s: float) -> int | None:
-        """Waits for a refit and takes part in it -> the version committed; None when none came in `idle_s`, or it was not for this
-        engine, or failed (the engine then holds no version). Raises TransportError when the trainer is gone."""
-        if (
-            self._board.peek(f"hello/{self._rank}") != self._incarnation
-        ):  # the trainer gave this one up: it was late, or lost
+        """Waits up to `idle_s` for a refit and takes part in it. Returns the version that was committed.
+
+        Returns None when no refit came in that time, when it was not for this engine, or when it failed (the engine
+        then holds no version). Raises TransportError when the trainer is gone.
+        """
+        # Another value, or none, means that the trainer has given this process up, because it was late or lost.
+        if self._board.peek(f"hello/{self._rank}") != self._incarnation:
             self._leave()
             self._join()
         number = self._board.get("next", SETUP_TIMEOUT_S)
         if not self._board.has(f"{number}/ticket", idle_s):
             return None
         self._board.put(f"{number}/ready/{self._rank}", {"version": self.version, "seat": self._seat})
-        go = self._await(number, "go")
+        go = self._await_value(number, "go")
         if go is None or str(self._rank) not in go["engines"]:
-            self._await(number, "verdict")
+            self._await_value(number, "verdict")
             return None
-        vote = self._vote(go, self._patience(number))
+        vote = self._vote(go, self._patient_deadline(number))
         self._board.put(f"{number}/vote/{self._rank}", vote)
-        verdict = self._await(number, "verdict")
+        verdict = self._await_value(number, "verdict")
         if verdict is not None and self._rank in verdict["committed"]:
             version: int = go["order"]["version"]
             self.version = version
@@ -89,42 +94,47 @@ class EngineSide:
         return None
 
     def close(self) -> None:
+        """Closes the connections to the trainer."""
         self._leave()
 
     def _vote(self, go: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Moves the weights -> what the trainer is told."""
-        outcome, error, probe = Outcome(), None, (0, 0.0)
+        """Moves the weights. Returns this rank's vote: what the trainer is told of it."""
+        outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
         try:
             if go["epoch"] != self._epoch:
-                self._arrange(go)
+                self._connect(go)
                 assert self._exchange is not None
                 probe = self._exchange.probe(deadline, outcome)
             assert self._exchange is not None
             self._endpoint.begin_refit()
             self.version = None
-            self._exchange.run(order_from(go["order"]), deadline, outcome)
+            self._exchange.run(order_from_json(go["order"]), deadline, outcome)
             error = next(iter(outcome.lost_sources.values()), None)
         except (RefitError, OSError) as failure:
             error = str(failure)
         return {"error": error, "outcome": asdict(outcome), "probe": probe}
 
-    def _arrange(self, go: dict[str, Any]) -> None:
+    def _connect(self, go: dict[str, Any]) -> None:
+        """Makes the plan and the transports for the engines that take part now."""
         self._leave()
         seats = {int(rank): Seat(*seat) for rank, seat in go["engines"].items()}
         seating = Seating([Seat(*seat) for seat in go["trainer"]], seats)
         self._wiring = Wiring(self._board.under(f"epoch{go['epoch']}"), seating, self._seat, self._settings)
-        end = End(destination=self._rank, targets=self._endpoint.targets, device=self._device)
+        side = LocalSide(destination=self._rank, targets=self._endpoint.targets, device=self._device)
         plan = self.topology.plan(seating, self._settings.bucket_mib)
-        self._exchange = Exchange(plan, end, self._wiring.route, dtype=self.topology.torch_dtype)
+        self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype)
         self._epoch = go["epoch"]
 
-    def _await(self, number: int, what: str) -> Any:
-        """What the trainer puts up for refit `number`; None when that is over without it."""
-        self._patience(number).until(lambda seconds: self._board.has(f"{number}/{what}", seconds))
+    def _await_value(self, number: int, what: str) -> Any:
+        """Returns what the trainer puts on the board for refit `number`; None when that refit ends without it."""
+        self._patient_deadline(number).until(lambda seconds: self._board.has(f"{number}/{what}", seconds))
         return self._board.peek(f"{number}/{what}")
 
-    def _patience(self, number: int) -> Deadline:
-        """The trainer may be waiting for an engine that is lost: this one waits too, says that it lives, and goes when it is over."""
+    def _patient_deadline(self, number: int) -> Deadline:
+        """Returns a deadline for waits in refit `number` that lasts while the trainer waits for an engine that is lost.
+
+        While it waits, this engine tells on the board that it lives. The wait ends when the refit is over.
+        """
 
         def over() -> bool:
             self._pulses += 1
@@ -134,18 +144,20 @@ class EngineSide:
         return Deadline.start(self._settings.timeout_s, self._settings.timeout_s, over)
 
     def _join(self) -> None:
+        """Puts a new mark on the board, by which the trainer sees this engine."""
         self._incarnation = uuid.uuid4().hex
         self._board.put(f"hello/{self._rank}", self._incarnation)
 
     def _leave(self) -> None:
+        """Closes the transports; the next refit makes them anew."""
         if self._wiring is not None:
             self._wiring.close()
         self._wiring, self._exchange, self._epoch = None, None, -1
 
 
-def order_from(value: dict[str, Any]) -> Order:
-    """An Order out of JSON, whose keys are text."""
-    return Order(
+def order_from_json(value: dict[str, Any]) -> RefitOrder:
+    """Returns the order that the trainer sent as JSON, whose keys are text."""
+    return RefitOrder(
         version=value["version"],
         verify=value["verify"],
         base={int(rank): version for rank, version in value["base"].items()},

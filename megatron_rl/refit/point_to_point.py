@@ -1,4 +1,4 @@
-"""Messages over a torch process group: gloo between hosts without fast links, NCCL between GPUs."""
+"""Carries messages over a torch process group: gloo between hosts without fast links, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
-POLL_S = 0.0002
-END_S = 5.0
+POLL_S = 0.0002  # the pause between two looks whether NCCL is done
+JOIN_S = 5.0  # the longest wait for a thread that is told to end
 
 
 class PointToPoint:
-    """A group of its own, made of `members` (any hashable names, the same list everywhere). Peers are places in that list.
+    """A transport over a process group of its own, of `size` members numbered by `rank`. Implements base.Transport.
 
-    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread that is left alone when it
-    does, with its buffer, until the group's own time-out. The next refit that leaves somebody out makes a new group.
+    gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time
+    is up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody
+    out makes a new group.
     """
 
     def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
-        """Collective over the members: all come within `message_timeout_s`, or TransportError."""
+        """Makes the group. Collective over the members.
+
+        Raises TransportError unless all of them come within `message_timeout_s`.
+        """
         self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s
         try:
@@ -43,8 +47,9 @@ class PointToPoint:
             ) from error
         self._long = timedelta(seconds=settings.timeout_s)
         self._waiter: _Waiter | None = None
-        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # with what they wait for
-        self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))  # messages, by peer
+        self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # threads left alone, with what they wait for
+        # Message counters, by peer.
+        self._sent, self._came = ([itertools.count() for _ in range(size)] for _ in range(2))
 
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self.buffers.take(size, torch.device("cpu") if self._backend == "gloo" else device)
@@ -57,33 +62,35 @@ class PointToPoint:
     def streams(self) -> bool:
         return False
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Moving:
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _GroupHandle:
         works, number = [], next(self._sent[peer])
-        if not told:
+        if not size_known:
             length = torch.tensor([len(message)], dtype=torch.int64, device=message.device).view(torch.uint8)
             works.append(self._start("send", length, peer, 2 * number))
         works.append(self._start("send", message, peer, 2 * number + 1))
         works += [self._start("send", piece, peer, 2 * next(self._sent[peer]) + 1) for piece in pieces]
-        return _Moving(self, works, message, f"{label} to {peer}")
+        return _GroupHandle(self, works, message, f"{label} to {peer}")
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
-    ) -> _Moving:
+    ) -> _GroupHandle:
         number = next(self._came[peer])
         if size is not None:
             message = self.buffer(size, device)
             first, *others = parts(message, pieces)
             works = [self._start("receive", first, peer, 2 * number + 1)]
             works += [self._start("receive", part, peer, 2 * next(self._came[peer]) + 1) for part in others]
-            return _Moving(self, works, message, f"{label} from {peer}", cuts=bool(pieces))
+            return _GroupHandle(self, works, message, f"{label} from {peer}", into_pieces=bool(pieces))
         length = torch.zeros(8, dtype=torch.uint8, device=torch.device("cpu") if self._backend == "gloo" else device)
         first = self._start("receive", length, peer, 2 * number)
-        return _Moving(self, [first], length, f"{label} from {peer}", more=(peer, number, device))
+        return _GroupHandle(self, [first], length, f"{label} from {peer}", after_length=(peer, number, device))
 
     def close(self) -> None:
         self.buffers.clear()
         for waiter, works in self._left:
-            self.cut(works)
+            self.abort(works)
             waiter.end()  # Python must not exit while it waits: torch aborts the process then
         if self._waiter is not None:
             self._waiter.end()
@@ -91,18 +98,19 @@ class PointToPoint:
             self._group.abort()  # kernels that wait for a dead peer would spin on
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
+        """Starts one send or receive. Returns the work, or the error where the connection is already lost."""
         try:
             return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
-        except RuntimeError as error:  # the connection is known to be lost
+        except RuntimeError as error:
             return error
 
-    def rest(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
-        """Message `number` of a peer, whose length has come."""
+    def receive_after_length(self, length: Tensor, peer: int, number: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Starts to receive message `number` of a peer, whose length has come. Returns (its memory, the work)."""
         message = self.buffer(int(length.cpu().view(torch.int64)[0]), device)
         return message, self._start("receive", message, peer, 2 * number + 1)
 
     def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
-        """Waits for all -> None, or what went wrong."""
+        """Waits for all works. Returns None, or what went wrong."""
         for work in works:
             if isinstance(work, RuntimeError):
                 return _first_line(work)
@@ -120,8 +128,11 @@ class PointToPoint:
                 self._waiter = None
         return late or (failures[0] if failures else None)
 
-    def cut(self, works: Sequence[Any]) -> None:
-        """Ends all connections, by a wait that times out: nothing lands here any more, whoever may send."""
+    def abort(self, works: Sequence[Any]) -> None:
+        """Ends all connections, by a wait that times out.
+
+        After that nothing is written to the memory of these works.
+        """
         for work in works:
             with contextlib.suppress(RuntimeError):
                 if not isinstance(work, RuntimeError):
@@ -129,7 +140,7 @@ class PointToPoint:
 
 
 class _Waiter:
-    """A thread that waits for one message's works after the other's."""
+    """A thread that waits for the works of one message after another."""
 
     def __init__(self, longest: timedelta) -> None:
         self._tasks: queue.SimpleQueue[tuple[Sequence[Any], list[str], threading.Event] | None] = queue.SimpleQueue()
@@ -137,14 +148,15 @@ class _Waiter:
         self._thread.start()
 
     def start(self, works: Sequence[Any], failures: list[str]) -> threading.Event:
-        """Set when all works are done or one has failed, which `failures` tells."""
+        """Returns an event that is set when all works are done or one has failed. `failures` then holds the error."""
         done = threading.Event()
         self._tasks.put((works, failures, done))
         return done
 
     def end(self) -> None:
+        """Ends the thread."""
         self._tasks.put(None)
-        self._thread.join(END_S)
+        self._thread.join(JOIN_S)
 
     def _work(self, longest: timedelta) -> None:
         while (task := self._tasks.get()) is not None:
@@ -157,27 +169,25 @@ class _Waiter:
             done.set()
 
 
-class _Moving:
-    """Implements base.Handle."""
+class _GroupHandle:
+    """A message on its way in a process group. Implements base.Handle."""
 
     def __init__(
         self, transport: PointToPoint, works: Sequence[Any], message: Tensor, what: str, *,
-        more: tuple[int, int, torch.device] | None = None, cuts: bool = False,
+        after_length: tuple[int, int, torch.device] | None = None, into_pieces: bool = False,
     ) -> None:  # fmt: skip
-        """`more`: what comes is a length, and then a message. `cuts`: the memory is somebody's; after a failure nothing may land there."""
-        self._transport, self._works, self._message, self._what, self._more, self._cuts = (
-            transport,
-            works,
-            message,
-            what,
-            more,
-            cuts,
-        )
+        """Holds the works of one message.
+
+        `after_length`: the works bring a length, after which the message itself is received. `into_pieces`: the works
+        write to memory that is not a buffer, so that after a failure nothing may be written there any more.
+        """
+        self._transport, self._works, self._message, self._what = transport, works, message, what
+        self._after_length, self._into_pieces = after_length, into_pieces
 
     def wait(self, deadline: Deadline) -> Tensor:
         self._finish(self._works, deadline)
-        if self._more is not None:
-            self._message, work = self._transport.rest(self._message, *self._more)
+        if self._after_length is not None:
+            self._message, work = self._transport.receive_after_length(self._message, *self._after_length)
             self._finish([work], deadline)
         return self._message
 
@@ -185,17 +195,19 @@ class _Moving:
         self._transport.buffers.give_back(self._message)
 
     def _finish(self, works: Sequence[Any], deadline: Deadline) -> None:
+        """Waits for the works. Raises TransportError."""
         failure = "given up"
         try:
             failure = self._transport.finish(works, deadline)
-        finally:  # the board may be gone
-            if failure is not None and self._cuts:
-                self._transport.cut(self._works)
+        finally:  # also when the deadline's questions to the board raise
+            if failure is not None and self._into_pieces:
+                self._transport.abort(self._works)
         if failure is not None:
             raise TransportError(f"{self._what}: {failure}")
 
 
 def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Makes a process group on the board's store."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -208,6 +220,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _poll(works: Sequence[Any], seconds: float) -> bool:
+    """Says whether all works are done within `seconds`."""
     end = time.monotonic() + seconds
     while not all(work.is_completed() for work in works):
         if time.monotonic() > end:

@@ -1,6 +1,8 @@
-"""Messages through memory or files that both sides can open: POSIX shared memory, safetensors on disk, CUDA IPC between GPUs of a host.
+"""Carries messages through memory or files that both sides can open.
 
-The sender writes a message into a slot and announces it on the board; the receiver opens the slot, uses it, and says that it is free.
+There are three media: POSIX shared memory, safetensors files on disk, and CUDA IPC between GPUs of a host. The sender
+writes a message into a slot and announces it on the board. The receiver opens the slot, uses it, and says that it is
+free.
 """
 
 from __future__ import annotations
@@ -21,49 +23,56 @@ from torch import Tensor
 from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 
-SHARED = Path("/dev/shm")
-LEAST = 1 << 16  # bytes of a slot
+SHARED_MEMORY = Path("/dev/shm")
+SMALLEST_SLOT = 1 << 16  # bytes
 
 
 class Medium(Protocol):
-    """Where slots are. An address is JSON."""
+    """A place where slots are made. A slot's address is a JSON value."""
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        """-> (address, uint8 [at least size])."""
+        """Makes a slot. Returns (its address, uint8 [at least size])."""
         ...
 
     def publish(self, address: Any, message: Tensor) -> Any:
-        """What is written there can be opened now -> the address to open."""
+        """Makes what is written in a slot visible to the other side. Returns the address that this opens."""
         ...
 
     def open(self, address: Any, device: torch.device) -> Tensor:
-        """What was published there, uint8. Raises OSError or RuntimeError."""
+        """Returns what was published at `address`, uint8. Raises OSError or RuntimeError."""
         ...
 
-    def free(self, address: Any) -> None: ...
+    def free(self, address: Any) -> None:
+        """Frees a slot."""
+        ...
 
 
 class SharedMemory:
-    """Files in /dev/shm, mapped by both sides. Those of processes that are dead are removed by the next one to come."""
+    """Slots in files in /dev/shm, mapped by both sides.
+
+    Files that a dead process left are removed by the next process that comes.
+    """
 
     def __init__(self) -> None:
         self._prefix = f"megatron_rl-{os.getuid()}-"
         self._open: dict[str, Tensor] = {}
-        self._held: dict[str, int] = {}  # own slots, locked while this process lives
-        for left in SHARED.glob(f"{self._prefix}*"):
+        self._held: dict[str, int] = {}  # descriptors of this process's own slots, locked while it lives
+        for left in SHARED_MEMORY.glob(f"{self._prefix}*"):
             _remove_if_unlocked(left)
 
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
-        path = SHARED / f"{self._prefix}{uuid.uuid4().hex[:16]}"
+        path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
-            os.posix_fallocate(descriptor, 0, size)  # now, not by a bus error when it is written
+            # A lack of memory is found here, and not by a bus error at the first write.
+            os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
             self.free([path.name])
             raise TransportError(
-                f"no {size / 2**20:.0f} MiB of shared memory in {SHARED}: smaller buckets, or another transport"
+                f"no {size / 2**20:.0f} MiB of shared memory are free in {SHARED_MEMORY}: lower refit.bucket_mib, or "
+                "choose another refit.transport"
             ) from error
         return [path.name, size], torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
@@ -73,18 +82,18 @@ class SharedMemory:
     def open(self, address: Any, device: torch.device) -> Tensor:
         name, size = address
         if not isinstance(name, str) or "/" in name or not name.startswith(self._prefix):
-            raise RuntimeError(f"{name!r} is no slot of this user")
+            raise RuntimeError(f"{name!r} is not a slot of this user")
         if name not in self._open:
-            self._open[name] = torch.from_file(str(SHARED / name), shared=True, size=size, dtype=torch.uint8)
+            self._open[name] = torch.from_file(str(SHARED_MEMORY / name), shared=True, size=size, dtype=torch.uint8)
         return self._open[name]
 
     def free(self, address: Any) -> None:
-        (SHARED / address[0]).unlink(missing_ok=True)
+        (SHARED_MEMORY / address[0]).unlink(missing_ok=True)
         os.close(self._held.pop(address[0]))
 
 
 class Disk:
-    """safetensors files in a directory that all ranks see, each written under another name first."""
+    """Slots in safetensors files in a directory that all ranks see. Each file is written under another name first."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -105,7 +114,7 @@ class Disk:
 
     def open(self, address: Any, device: torch.device) -> Tensor:
         if not isinstance(address, str) or "/" in address:
-            raise RuntimeError(f"{address!r} is no file name")
+            raise RuntimeError(f"{address!r} is not a file name")
         try:
             return load_file(self._directory / address)["message"]
         except SafetensorError as error:
@@ -116,7 +125,7 @@ class Disk:
 
 
 class CudaIpc:
-    """Memory of a GPU, opened by another process of the same host through its IPC handle."""
+    """Slots in a GPU's memory, which another process of the same host opens through an IPC handle."""
 
     def __init__(self) -> None:
         self._open: dict[str, Tensor] = {}
@@ -140,11 +149,14 @@ class CudaIpc:
         return self._open[key]
 
     def free(self, address: Any) -> None:
-        return None  # with the tensor
+        return None  # the memory is freed with its tensor
 
 
 class Slots:
-    """Implements base.Transport. `rank` is this side's number among the peers, `board` theirs alone."""
+    """A transport through the slots of a medium. Implements base.Transport.
+
+    `rank` is this side's number among the peers; `board` must be used by these peers only.
+    """
 
     def __init__(self, board: Board, rank: int, medium: Medium) -> None:
         self._board, self._rank, self._medium = board, rank, medium
@@ -159,7 +171,8 @@ class Slots:
             for s in free:
                 self._medium.free(s.address)
                 self._slots.remove(s)
-            room = max(LEAST, 1 << (size - 1).bit_length())  # few sizes, as the other side keeps open what it opened
+            # There are few sizes, because the other side keeps open what it opened.
+            room = max(SMALLEST_SLOT, 1 << (size - 1).bit_length())
             slot = _Slot(*self._medium.allocate(room, device))
         else:
             self._slots.remove(slot)
@@ -168,13 +181,15 @@ class Slots:
 
     @property
     def takes_pieces(self) -> bool:
-        return False  # a slot is the way itself: copying into it is the sending
+        return False  # copying into the slot is the sending
 
     @property
     def streams(self) -> bool:
         return False
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Announced:
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _Announced:
         slot = next(s for s in self._slots if s.memory.data_ptr() == message.data_ptr())
         slot.key = f"{self._rank}-{peer}/{next(self._sent.setdefault(peer, itertools.count()))}"
         slot.what = f"{label} to {peer}"
@@ -206,14 +221,16 @@ class Slots:
 
 
 class _Slot:
+    """A slot of this sender, and the message in it."""
+
     def __init__(self, address: Any, memory: Tensor) -> None:
         self.address, self.memory = address, memory
-        self.key: str | None = None  # of the message in it that has not been taken
+        self.key: str | None = None  # the key of a message in it that the receiver has not taken yet
         self.what = ""
 
 
 class _Announced:
-    """Implements base.Handle for a sender: waits until the message was taken."""
+    """The handle of a sent message. Implements base.Handle: waits until the receiver has taken the message."""
 
     def __init__(self, taken: Callable[[Deadline], None], message: Tensor) -> None:
         self._taken, self._message = taken, message
@@ -227,7 +244,7 @@ class _Announced:
 
 
 class _Awaited:
-    """Implements base.Handle for a receiver."""
+    """The handle of a message that is to come. Implements base.Handle."""
 
     def __init__(self, board: Board, medium: Medium, key: str, what: str, device: torch.device) -> None:
         self._board, self._medium, self._key, self._what, self._device = board, medium, key, what, device
@@ -247,21 +264,23 @@ class _Awaited:
 
 
 def _remove_if_unlocked(path: Path) -> None:
+    """Removes a slot's file unless a living process holds its lock."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:  # gone, or somebody else's
+    except OSError:  # it is gone, or belongs to another user
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(descriptor).st_size:  # an empty one has just been made, and will be locked
+        if os.fstat(descriptor).st_size:  # an empty file has just been made and will be locked
             path.unlink(missing_ok=True)
-    except OSError:  # in use
+    except OSError:  # a living process holds it
         pass
     finally:
         os.close(descriptor)
 
 
 def _await(board: Board, key: str, deadline: Deadline) -> str | None:
+    """Waits for `key`. Returns None, or a text that says why it did not come."""
     try:
         return deadline.until(lambda seconds: board.has(key, seconds))
     except TransportError as error:

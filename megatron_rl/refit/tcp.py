@@ -1,6 +1,7 @@
-"""Messages over TCP between hosts without fast links: out of the weights' own memory, and into it, where they lie in pieces long enough.
+"""Carries messages over TCP between hosts without fast links. Long slices are not copied on the way.
 
-gloo sends one block of memory at a time, and what a message joins has to be copied together first. A socket takes a list of blocks.
+gloo sends one block of memory at a time, so that what a message joins has to be copied together first. A socket takes a
+list of blocks: long slices go out of the weights' own memory and into it.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.base import LOOK_S, Deadline, TransportError
+from megatron_rl.refit.base import RECHECK_S, Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.buffers import Buffers, parts
 
-HELLO = struct.Struct(
-    "<32sI"
-)  # what a sender says first: its number, and before it the receiver's challenge and this, signed
-LENGTH = struct.Struct("<Q")  # of the message that follows, without its pieces
-CONNECTING_S = 1.0  # so long the end of a lane waits for its thread, which touches no message yet
-PAUSE_S = 0.1
-IDLE_S = 60
-HELLO_S = 5.0  # a stranger may take so long to say nothing
-AT_ONCE = 256  # blocks in one call
-ENOUGH = 1 << 20  # bytes with which the sending thread is set to work
+# A sender's first bytes: a signature of the receiver's challenge and the sender's number, and then that number.
+HELLO = struct.Struct("<32sI")
+LENGTH = struct.Struct("<Q")  # comes before each message: its bytes without its pieces
+JOIN_S = 1.0  # the longest wait for a thread that has no connection yet, and so touches no message
+PAUSE_S = 0.1  # the pause after a connection could not be accepted
+IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
+HELLO_S = 5.0  # a caller that has not said hello after so long is refused
+BLOCKS_PER_CALL = 256
+START_BYTES = 1 << 20  # the sending thread begins as soon as so many bytes are collected
 
 
 class Tcp:
-    """A connection per pair and direction, opened with its first message and worked by a thread of its own.
+    """A transport with one connection per pair and direction. Implements base.Transport.
 
-    A receiver listens on the interface that leads to the board, and puts its address and a challenge there. Peers are numbers.
+    A connection opens with its first message and is worked by a thread of its own. A receiver listens on the interface
+    that leads to the board, and puts its address and a challenge on the board. Peers are numbers.
     """
 
     takes_pieces = streams = True
 
     def __init__(self, board: Board, rank: int, settings: RefitConfig) -> None:
-        """Raises TransportError when the board is gone, or there is no port."""
+        """Opens the port. Raises TransportError when the board is gone, or no port is free."""
         self._board, self._rank, self._timeout_s = board, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
         self._change = threading.Lock()
@@ -66,31 +67,33 @@ class Tcp:
     def buffer(self, size: int, device: torch.device) -> Tensor:
         return self._buffers.take(size, torch.device("cpu"))
 
-    def send(self, peer: int, label: str, message: Tensor, *, told: bool, pieces: Iterable[Tensor] = ()) -> _Moving:
-        lane, done, size = self._lane("to", peer), _Done(message), 0
+    def send(
+        self, peer: int, label: str, message: Tensor, *, size_known: bool, pieces: Iterable[Tensor] = ()
+    ) -> _TcpHandle:
+        lane, done, size = self._lane("to", peer), _TaskResult(message), 0
         blocks = [memoryview(LENGTH.pack(len(message))), _memory(message)]
         for piece in pieces:
             blocks.append(_memory(piece))
             size += len(blocks[-1])
-            if size >= ENOUGH:
+            if size >= START_BYTES:
                 lane.start(_Sending(blocks))
                 blocks, size = [], 0
         lane.start(_Sending(blocks), done)
-        return _Moving(lane, done, f"{label} to {peer}", self._buffers)
+        return _TcpHandle(lane, done, f"{label} to {peer}", self._buffers)
 
     def receive(
         self, peer: int, label: str, size: int | None, device: torch.device, *, pieces: Sequence[Tensor | int] = ()
-    ) -> _Moving:
-        lane, done = self._lane("from", peer), _Done(None if size is None else self.buffer(size, device))
+    ) -> _TcpHandle:
+        lane, done = self._lane("from", peer), _TaskResult(None if size is None else self.buffer(size, device))
         lane.start(_Receiving(done, pieces, self._buffers), done)
-        return _Moving(lane, done, f"{label} from {peer}", self._buffers)
+        return _TcpHandle(lane, done, f"{label} from {peer}", self._buffers)
 
     def close(self) -> None:
         with self._change:
             self._closed = True
             lanes = [*self._lanes.values()]
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # what waits in accept wakes
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
         for lane in lanes:
             lane.stop()
@@ -101,6 +104,7 @@ class Tcp:
         self._buffers.clear()
 
     def _lane(self, way: str, peer: int) -> _Lane:
+        """Returns the lane to or from a peer, which is made at its first use."""
         with self._change:
             if self._closed:
                 raise TransportError(f"no messages {way} {peer} any more: closed")
@@ -109,14 +113,15 @@ class Tcp:
             return self._lanes[way, peer]
 
     def _connect(self, lane: _Lane, peer: int) -> socket.socket:
+        """Opens the connection to a peer as soon as its address is on the board."""
         end = time.monotonic() + self._timeout_s
-        while not self._board.has(str(peer), LOOK_S):
+        while not self._board.has(str(peer), RECHECK_S):
             if lane.ended or time.monotonic() > end:
                 raise TransportError(f"it did not come within {self._timeout_s:.0f} s")
         host, port, challenge = self._board.peek(str(peer))
         made = socket.create_connection((host, port), timeout=self._timeout_s)
         try:
-            _settle(made)
+            _configure(made)
             made.sendall(hello(self._board, challenge, self._rank))
         except OSError:
             made.close()
@@ -124,20 +129,22 @@ class Tcp:
         return made
 
     def _accept(self) -> None:
+        """Takes callers until the transport is closed."""
         while True:
             try:
                 made, _ = self._listener.accept()
             except OSError:
                 if self._closed:
                     return
-                time.sleep(PAUSE_S)  # no descriptor is free, perhaps
+                time.sleep(PAUSE_S)  # perhaps the process has no descriptor left
                 continue
             try:
                 threading.Thread(target=self._greet, args=(made,), daemon=True).start()
-            except RuntimeError:  # no thread is
+            except RuntimeError:  # no thread can be started
                 made.close()
 
     def _greet(self, made: socket.socket) -> None:
+        """Reads a caller's hello, and gives the connection to the lane of the peer that it is."""
         try:
             said, end = bytearray(), time.monotonic() + HELLO_S
             while len(said) < HELLO.size:
@@ -149,58 +156,62 @@ class Tcp:
             _, peer = HELLO.unpack(said)
             if not hmac.compare_digest(said, hello(self._board, self._challenge.hex(), peer)):
                 raise TransportError("a stranger")
-            _settle(made)
+            _configure(made)
             self._lane("from", peer).give(made)
         except (OSError, TransportError):
             made.close()
 
 
 def hello(board: Board, challenge: str, rank: int) -> bytes:
-    """How `rank` shows a receiver that it is of the run."""
+    """Returns the bytes with which peer `rank` shows a receiver that it belongs to this run."""
     return HELLO.pack(board.sign(f"hello {challenge} {rank}".encode()), rank)
 
 
 class _Lane:
-    """Messages of one direction between two peers, one after the other. After a failure there are no more of them."""
+    """A queue of messages in one direction between two peers, with its thread.
+
+    After a failure it takes no more of them.
+    """
 
     def __init__(self, open_: Callable[[_Lane], socket.socket]) -> None:
         self._open, self._given = open_, queue.SimpleQueue[socket.socket | None]()
-        self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _Done | None] | None]()
+        self._tasks = queue.SimpleQueue[tuple[_Sending | _Receiving, _TaskResult | None] | None]()
         self._socket: socket.socket | None = None
         self.ended = False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def give(self, made: socket.socket) -> None:
-        """The connection of a lane that others open."""
+        """Gives the connection to a lane that the other side opens."""
         self._given.put(made)
         if self.ended:
             self._refuse()
 
     def given(self) -> socket.socket:
+        """Waits for the connection that the other side opens."""
         made = self._given.get()
         if made is None:
             raise TransportError("closed")
         return made
 
-    def start(self, task: _Sending | _Receiving, done: _Done | None = None) -> None:
-        """`done` is told when the task is over."""
+    def start(self, task: _Sending | _Receiving, done: _TaskResult | None = None) -> None:
+        """Queues a task. `done` gets its result."""
         if not self.ended:
             self._tasks.put((task, done))
         elif done is not None:
-            done.tell("it was given up before")
+            done.settle("it was given up before")
 
     def stop(self) -> None:
-        """Asks it to end."""
-        self.ended = True  # a thread that has no connection yet looks at it before it touches any message
+        """Asks the thread to end."""
+        self.ended = True  # a thread without a connection checks this before it touches any message
         self._shut()
         self._given.put(None)
         self._tasks.put(None)
 
     def end(self) -> None:
-        """No message's memory is read or written after this."""
+        """Ends the lane: after this the memory of no message is read or written."""
         self.stop()
-        self._thread.join(CONNECTING_S if self._socket is None else None)
+        self._thread.join(JOIN_S if self._socket is None else None)
 
     def _refuse(self) -> None:
         """Closes connections that nobody uses."""
@@ -226,36 +237,38 @@ class _Lane:
                     if self.ended:
                         raise TransportError("given up")
                     task.run(self._socket)
-            except Exception as error:  # of torch too: no memory
+            except Exception as error:  # torch raises its own kinds, such as for lack of memory
                 failure = str(error) or type(error).__name__
-                self._shut()  # the other side hears of it
+                self._shut()  # so that the other side notices
             if done is not None:
-                done.tell(failure)
+                done.settle(failure)
         if self._socket is not None:
             self._shut()
             self._socket.close()
         self._refuse()
 
 
-class _Done:
-    """What a task came to: a message, or a failure."""
+class _TaskResult:
+    """The result of a task: a message, or the reason of a failure."""
 
     def __init__(self, message: Tensor | None) -> None:
         self.message, self.failure, self.event = message, None, threading.Event()
 
-    def tell(self, failure: str | None) -> None:
+    def settle(self, failure: str | None) -> None:
         self.failure = failure
         self.event.set()
 
 
 class _Sending:
+    """A task that sends blocks of memory."""
+
     def __init__(self, blocks: Sequence[memoryview]) -> None:
         self._blocks = blocks
 
     def run(self, to: socket.socket) -> None:
         left = deque(self._blocks)
         while left:
-            sent = to.sendmsg([*itertools.islice(left, AT_ONCE)])
+            sent = to.sendmsg([*itertools.islice(left, BLOCKS_PER_CALL)])
             while left and sent >= len(left[0]):
                 sent -= len(left.popleft())
             if sent:
@@ -263,7 +276,9 @@ class _Sending:
 
 
 class _Receiving:
-    def __init__(self, done: _Done, pieces: Sequence[Tensor | int], buffers: Buffers) -> None:
+    """A task that receives one message and its pieces."""
+
+    def __init__(self, done: _TaskResult, pieces: Sequence[Tensor | int], buffers: Buffers) -> None:
         self._done, self._pieces, self._buffers = done, pieces, buffers
 
     def run(self, of: socket.socket) -> None:
@@ -274,22 +289,22 @@ class _Receiving:
             self._done.message = self._buffers.take(length, torch.device("cpu"))
         first, *others = parts(self._done.message, self._pieces)
         if len(first) != length:
-            raise TransportError(f"{length} bytes came where {len(first)} were awaited")
+            raise TransportError(f"{length} bytes came where {len(first)} were expected")
         for part in (first, *others):
             _fill(of, _memory(part))
 
 
-class _Moving:
-    """Implements base.Handle."""
+class _TcpHandle:
+    """A message on its way over TCP. Implements base.Handle."""
 
-    def __init__(self, lane: _Lane, done: _Done, what: str, buffers: Buffers) -> None:
+    def __init__(self, lane: _Lane, done: _TaskResult, what: str, buffers: Buffers) -> None:
         self._lane, self._done, self._what, self._buffers = lane, done, what, buffers
 
     def wait(self, deadline: Deadline) -> Tensor:
         failure = "given up"
         try:
             failure = deadline.until(self._done.event.wait) or self._done.failure
-        finally:  # the board may be gone
+        finally:  # also when the deadline's questions to the board raise
             if failure is not None:
                 self._lane.end()
         if failure is not None:
@@ -302,10 +317,11 @@ class _Moving:
         self._buffers.give_back(self._done.message)
 
 
-def _settle(made: socket.socket) -> None:
+def _configure(made: socket.socket) -> None:
+    """Sets a connection's options: no waiting to fill packets, and probes while it is idle."""
     made.settimeout(None)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between refits nothing else is sent
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing else is sent between refits
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
@@ -314,6 +330,7 @@ def _memory(block: Tensor) -> memoryview:
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:
+    """Receives until the memory is full."""
     while memory:
         came = of.recv_into(memory, 0, socket.MSG_WAITALL)
         if not came:

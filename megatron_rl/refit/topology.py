@@ -1,4 +1,4 @@
-"""What trainer and engines must know alike to come to the same plan, each by itself."""
+"""Holds what trainer and engines must know alike, so that each of them computes the same plan by itself."""
 
 from __future__ import annotations
 
@@ -11,36 +11,45 @@ import torch
 from megatron_rl.refit.wiring import Seating
 from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import Plan
+from megatron_rl.weights.reshard import RefitPlan
 from megatron_rl.weights.sizes import Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
+    """The model and both layouts between which weights move."""
+
     sizes: Sizes
     trainer: TrainerLayout
     engines: EngineLayout
-    dtype: str  # of the weights on their way
+    dtype: str  # the dtype in which weights travel, as torch spells it
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Returns the dtype in which weights travel."""
         return getattr(torch, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
+        """Returns this topology as values that JSON can hold."""
         parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("trainer", "engines")}
-        sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}  # of a subclass only these
+        # A subclass of Sizes may have more fields, which are left out.
+        sizes = {f.name: getattr(self.sizes, f.name) for f in dataclasses.fields(Sizes)}
         return {"sizes": sizes, "dtype": self.dtype, **parts}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Returns the topology that `to_json` wrote."""
         trainer = value["trainer"] | {"stages": tuple(value["trainer"]["stages"])}
         return cls(
-            sizes=Sizes(**value["sizes"]), trainer=TrainerLayout(**trainer), engines=EngineLayout(**value["engines"]), dtype=value["dtype"]
-        )  # fmt: skip
+            sizes=Sizes(**value["sizes"]),
+            trainer=TrainerLayout(**trainer),
+            engines=EngineLayout(**value["engines"]),
+            dtype=value["dtype"],
+        )
 
-    def plan(self, seating: Seating, bucket_mib: float) -> Plan:
-        """For the engine ranks that are seated."""
-        trainer, engine = seating.places(self.engines.world)
+    def plan(self, seating: Seating, bucket_mib: float) -> RefitPlan:
+        """Returns the plan for the engine ranks that are in `seating`, in messages of up to `bucket_mib` MiB."""
+        trainer, engine = seating.placements(self.engines.world)
         return reshard.plan(
             layouts.trainer(self.sizes, self.trainer),
             layouts.engines(self.sizes, self.engines, ranks=seating.engines),
@@ -56,6 +65,4 @@ class Topology:
         }
         missing, more = sorted(wanted - set(names)), sorted(set(names) - wanted)
         if missing or more:
-            raise ValueError(
-                f"rank {rank} of {self.trainer}: it should have {missing[:3]}, and should not have {more[:3]}"
-            )
+            raise ValueError(f"rank {rank} of {self.trainer} lacks {missing[:3]}, and has {more[:3]} beyond its layout")

@@ -1,4 +1,7 @@
-"""The trainer's side of a refit, a transaction: roll call, transfer, vote, verdict. An engine ends at the new version or at none."""
+"""Runs the trainer's side of a refit, a transaction of four steps: roll call, transfer, vote, verdict.
+
+An engine ends at the new version or at none.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +20,64 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
-from megatron_rl.refit.exchange import End, Exchange, Order, Outcome
+from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.wiring import Seat, Seating, Wiring
 
-ROLL_CALL_S = 10.0  # an engine that does not answer so long is left out
-REJOIN_S = 5.0  # engines that live have joined again so long after a refit that failed for all
+ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
+REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """Who takes part in a refit. The same on every trainer rank."""
+class _RollCall:
+    """The engines that take part in a refit. The same on every trainer rank."""
 
     number: int
     seats: dict[int, Seat]  # by engine rank
-    versions: dict[int, int | None]  # committed there before
-    lost: dict[int, str]  # engine ranks that did not answer the roll call -> why
+    versions: dict[int, int | None]  # the version that each engine rank holds
+    lost: dict[int, str]  # engine ranks that did not answer -> why
 
 
 @dataclass(frozen=True)
-class _Report:
-    """What became of it."""
+class _RefitReport:
+    """The result of a refit."""
 
-    committed: list[int]  # engine ranks
+    committed: list[int]  # engine ranks that hold the new version
     failed: dict[int, str]  # replica -> why
     mismatch: str | None
-    sides: list[tuple[Outcome, tuple[int, float]]]  # what every process did, and its probe
+    sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # the result of every process, and of its probe
 
 
 class TrainerSide:
-    """Brings engines to the trainer's weights. Every rank of the trainer makes one and calls it; both are collective.
+    """Brings engines to the trainer's weights. Every trainer rank makes one and calls it; both are collective.
 
-    `endpoint`: an engine inside this process (engine rank = trainer rank); without one, engines are processes of their own, which
-    join by the board at `address`.
+    `endpoint`: an engine inside this process (engine rank = trainer rank). Without one, engines are processes of their
+    own, which join the board at `address`.
     """
 
     def __init__(
-        self, topology: Topology, settings: RefitConfig, parameters: Mapping[str, Tensor], *, group: Any, endpoint: Endpoint | None = None,
+        self,
+        topology: Topology,
+        settings: RefitConfig,
+        parameters: Mapping[str, Tensor],
+        *,
+        group: Any,
+        endpoint: Endpoint | None = None,
         host: str = "127.0.0.1",
-    ) -> None:  # fmt: skip
-        """`parameters`: this rank's, by names with global layer and expert numbers. `group`: gloo, of all trainer ranks. `host`: name or
-        address of the first rank's host for the others and the engines; the default does where all run on one host.
-        Raises ValueError when they are not those of the topology."""
+    ) -> None:
+        """Opens the board on the first rank, and joins it on the others.
+
+        `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of
+        all trainer ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the
+        default is enough where all run on one host. Raises ValueError when the ranks or the parameters are not those of
+        the topology.
+        """
         self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
         self._rank = dist.get_rank(group)
         if topology.trainer.world != dist.get_world_size(group):
             raise ValueError(
-                f"{topology.trainer} has {topology.trainer.world} ranks, the group has {dist.get_world_size(group)}"
+                f"{topology.trainer} has {topology.trainer.world} ranks, but the group has {dist.get_world_size(group)}"
             )
         topology.check_trainer(self._rank, parameters)
         self._sources = Tensors(parameters)
@@ -76,23 +89,23 @@ class TrainerSide:
         self._seating: Seating | None = None
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
-        self._versions: dict[int, int | None] = {}  # of the endpoints, by rank
+        self._versions: dict[int, int | None] = {}  # the versions that endpoints inside the trainer hold, by rank
         self._probes: list[tuple[int, float]] = []
         self._copy_rate = _copy_rate(self._device)
         self._delta_pays = settings.delta
 
     def __call__(self, version: int, replicas: Collection[int] | None = None) -> dict[str, float]:
-        """Moves the weights and returns figures of it (refit/seconds, refit/gigabytes, ...), the same on every rank.
+        """Moves the weights. Returns figures (refit/seconds, refit/gigabytes, ...), the same on every rank.
 
-        `replicas`: which engines, all of them joined already; None: those that have joined, at least one. Replicas that fail are left
-        out and named in the first rank's log. Raises RefitError when no engine came to the new version, Mismatch when something else
-        landed than was sent; on every rank.
+        `replicas`: the engines to refit, which must all have joined. None: those that have joined, at least one.
+        Replicas that fail are left out and named in the first rank's log. Raises, on every rank, RefitError when no
+        engine came to the new version, and Mismatch when an engine holds other values than were sent.
         """
         start = time.perf_counter()
         deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
         report = self._transfer(self._roll_call(deadline, replicas), version, deadline)
         again = not report.committed and not report.mismatch and self._endpoint is None and replicas is None
-        if again:  # one may have died between roll call and first message
+        if again:  # an engine may have died between roll call and first message
             deadline = Deadline.start(self._settings.timeout_s, self._settings.message_timeout_s)
             report = self._transfer(self._roll_call(deadline, None), version, deadline)
         self._awaited = set()
@@ -100,23 +113,27 @@ class TrainerSide:
             raise Mismatch(report.mismatch)
         if not report.committed or (self._endpoint is not None and report.failed):
             reasons = "; ".join(f"engine {replica}: {why}" for replica, why in report.failed.items())
-            raise RefitError(f"version {version} of the weights did not come to the engines: {reasons}")
+            raise RefitError(f"version {version} of the weights did not reach the engines: {reasons}")
         for replica, why in report.failed.items() if self._rank == 0 else ():
             _log.warning("engine %s is left out: it did not come to version %s (%s)", replica, version, why)
         return self._figures(report, time.perf_counter() - start)
 
     def close(self) -> None:
-        self._forget()
+        """Closes the connections to the engines."""
+        self._disconnect()
 
-    def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
+    def _roll_call(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
+        """Returns who takes part. Engines inside the trainer always do."""
         self._number += 1
         if self._endpoint is not None:
-            return _Call(self._number, dict(enumerate(self._seats)), self._versions, {})
-        return self._from_first(lambda: self._call_engines(deadline, replicas))
+            return _RollCall(self._number, dict(enumerate(self._seats)), self._versions, {})
+        return self._on_first_rank(lambda: self._call_engines(deadline, replicas))
 
-    def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _Call:
-        """On the first rank: who of those that joined is there now. Waits for the first whole replica; in a second try a little for all
-        that were there in the first."""
+    def _call_engines(self, deadline: Deadline, replicas: Collection[int] | None) -> _RollCall:
+        """Finds out, on the first rank, which of the joined engines answer now.
+
+        Waits for the first whole replica. In a second try it waits up to REJOIN_S for all that were there in the first.
+        """
         tp, world = self.topology.engines.tp, self.topology.engines.world
         patience = time.monotonic() + REJOIN_S
         while True:
@@ -127,19 +144,18 @@ class TrainerSide:
             if whole and (self._awaited <= set(whole) or time.monotonic() > patience):
                 break
             if deadline.wait_s() <= 0.01:
-                raise RefitError(
-                    f"no engine has joined the board at {self.address[0]}:{self.address[1]} in {self._settings.timeout_s:.0f} s"
-                )
+                where, waited = f"{self.address[0]}:{self.address[1]}", f"{self._settings.timeout_s:.0f} s"
+                raise RefitError(f"no engine has joined the board at {where} in {waited}")
             time.sleep(0.05)
         self._board.put("next", self._number)
         self._board.put(f"{self._number}/ticket", True)
-        call, end = _Call(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
+        call, end = _RollCall(self._number, {}, {}, {}), time.monotonic() + ROLL_CALL_S
         for rank in whole:
             try:
                 ready = self._board.get(f"{self._number}/ready/{rank}", max(0.05, end - time.monotonic()))
             except TransportError:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
-                self._board.remove(f"hello/{rank}")  # it joins anew when it sees that
+                self._board.remove(f"hello/{rank}")  # it joins again when it sees that
                 continue
             call.seats[rank], call.versions[rank] = Seat(*ready["seat"]), ready["version"]
         for rank in [r for r in call.seats if not all(q in call.seats for q in _replica(r, tp))]:
@@ -147,25 +163,29 @@ class TrainerSide:
         self._awaited = set(call.seats)
         return call
 
-    def _transfer(self, call: _Call, version: int, deadline: Deadline) -> _Report:
+    def _transfer(self, call: _RollCall, version: int, deadline: Deadline) -> _RefitReport:
+        """Moves the weights to the engines of a roll call, collects the votes, and gives the verdict."""
         fresh = self._seating is None or self._seating.engines != call.seats
         if fresh:
-            self._forget()
+            self._disconnect()
             self._epoch += 1
         base = {r: v for r, v in call.versions.items() if v is not None and r in call.seats} if self._delta_pays else {}
-        if "nccl" in (
-            self._wiring.kinds if self._wiring else ()
-        ):  # it wants to know sizes before, and is too fast for deltas
-            self._delta_pays = False
-        order = Order(version=version, verify=self._settings.verify, base={} if fresh else base, keeps=self._delta_pays)
+        if self._wiring is not None and "nccl" in self._wiring.kinds:
+            self._delta_pays = False  # NCCL must know sizes before, and is too fast for deltas to pay
+        order = RefitOrder(
+            version=version,
+            verify=self._settings.verify,
+            base={} if fresh else base,
+            keeps_sent=self._delta_pays,
+        )
         if self._rank == 0 and self._endpoint is None:
             go = {"engines": call.seats, "trainer": self._seats, "epoch": self._epoch, "order": asdict(order)}
             self._board.put(f"{call.number}/go", go)
-        outcome, error, probe = Outcome(), None, (0, 0.0)
+        outcome, error, probe = ExchangeOutcome(), None, (0, 0.0)
         if call.seats:
             try:
                 if fresh:
-                    self._arrange(call)
+                    self._connect(call)
                 assert self._exchange is not None
                 probe = self._exchange.probe(deadline, outcome) if fresh else probe
                 if self._endpoint is not None:
@@ -177,7 +197,7 @@ class TrainerSide:
         report = (
             self._judge(call, sides, deadline)
             if self._endpoint is not None
-            else self._from_first(lambda: self._judge(call, sides, deadline))
+            else self._on_first_rank(lambda: self._judge(call, sides, deadline))
         )
         if self._rank == 0 and self._endpoint is None:
             self._close_call(call, report)
@@ -188,33 +208,38 @@ class TrainerSide:
             if self._rank in report.committed:
                 self._endpoint.commit_refit(version)
         if report.failed or report.mismatch:
-            self._forget()
+            self._disconnect()
         return report
 
-    def _arrange(self, call: _Call) -> None:
+    def _connect(self, call: _RollCall) -> None:
+        """Makes the plan and the transports for the engines of a roll call."""
         seating = Seating(self._seats, call.seats)
         self._wiring = Wiring(
             self._board.under(f"epoch{self._epoch}"), seating, self._seats[self._rank], self._settings
         )
         plan = self.topology.plan(seating, self._settings.bucket_mib)
-        end = End(
+        side = LocalSide(
             source=self._rank,
             sources=self._sources,
             destination=None if self._endpoint is None else self._rank,
             targets=None if self._endpoint is None else self._endpoint.targets,
             device=self._device,
         )
-        self._exchange = Exchange(plan, end, self._wiring.route, dtype=self.topology.torch_dtype, pulse=self._pulse)
+        self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype, pulse=self._pulse)
         self._seating = seating
 
     def _pulse(self, rank: int) -> Any:
-        """Changes while engine rank `rank` waits for messages."""
+        """Returns a value that changes while engine rank `rank` waits for messages."""
         return self._board.peek(f"pulse/{rank}")
 
     def _judge(
-        self, call: _Call, sides: list[tuple[Outcome, tuple[int, float], str | None]], deadline: Deadline
-    ) -> _Report:
-        """Which replicas hold the new version: on the first rank, or with engines inside the trainer's ranks on every one, all alike."""
+        self, call: _RollCall, sides: list[tuple[ExchangeOutcome, tuple[int, float], str | None]], deadline: Deadline
+    ) -> _RefitReport:
+        """Decides which replicas hold the new version.
+
+        Called on the first rank. With engines inside the trainer's ranks every rank calls it and comes to the same
+        result.
+        """
         wrong = dict(call.lost)
         mismatch = next((outcome.mismatch for outcome, _, _ in sides if outcome.mismatch), None)
         for rank, (outcome, _, error) in enumerate(sides):
@@ -233,7 +258,7 @@ class TrainerSide:
             vote = self._board.peek(f"{call.number}/vote/{rank}")
             if vote is None:
                 continue
-            outcome = Outcome(**vote["outcome"])
+            outcome = ExchangeOutcome(**vote["outcome"])
             mismatch = mismatch or outcome.mismatch
             done.append((outcome, tuple(vote["probe"])))
             if vote["error"]:
@@ -244,10 +269,13 @@ class TrainerSide:
         for rank in call.seats if self._endpoint is None else ():
             if rank // tp in failed:
                 self._board.remove(f"hello/{rank}")
-        return _Report(committed, failed, mismatch, done)
+        return _RefitReport(committed, failed, mismatch, done)
 
-    def _close_call(self, call: _Call, report: _Report) -> None:
-        """Tells the engines, and clears what the call before left on the board; verdicts stay, for an engine that comes late to read."""
+    def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
+        """Gives the engines the verdict, and removes from the board what the roll call before left there.
+
+        Verdicts stay, for an engine that comes late to read them.
+        """
         self._board.put(f"{call.number}/verdict", {"committed": report.committed})
         self._board.put("next", call.number + 1)
         for rank in range(self.topology.engines.world):
@@ -256,7 +284,8 @@ class TrainerSide:
         for key in ("ticket", "go"):
             self._board.remove(f"{call.number - 1}/{key}")
 
-    def _figures(self, report: _Report, seconds: float) -> dict[str, float]:
+    def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
+        """Returns the figures of a refit, with the least time that its links allow."""
         floors = [0.0]
         for (outcome, _), (size, probed) in zip(report.sides, self._probes, strict=False):
             wire = (outcome.sent + outcome.received) * probed / size if size else 0.0
@@ -277,20 +306,21 @@ class TrainerSide:
             self._weigh_delta(report)
         return {f"refit/{name}": value for name, value in figures.items()}
 
-    def _weigh_delta(self, report: _Report) -> None:
-        """Goes back to whole messages when finding the changes took longer than sending all would: on a fast link it does."""
+    def _weigh_delta(self, report: _RefitReport) -> None:
+        """Turns deltas off when finding the changes took longer than sending everything would, as on a fast link."""
         for (outcome, _), (size, seconds) in zip(report.sides, self._probes, strict=False):
             saved = (outcome.full - outcome.sent) * seconds / size if size else 0.0
             if self._delta_pays and outcome.full > outcome.sent and outcome.delta_seconds > saved:
                 self._delta_pays = False
                 if self._rank == 0:
                     _log.warning(
-                        "refit.delta is off from here on: finding changes took %.2f s a refit, which saved %.2f s of sending",
-                        outcome.delta_seconds, saved,
-                    )  # fmt: skip
+                        "refit.delta is off from now on: finding the changes took %.2f s, and saved %.2f s of sending",
+                        outcome.delta_seconds,
+                        saved,
+                    )
 
     def _open_board(self, host: str) -> tuple[Board, Address]:
-        """One on the first rank's host, that everybody joins."""
+        """Opens a board on the first rank's host, which every rank joins. Returns (board, its address)."""
         opened: list[Board] = []
 
         def open_() -> Address:
@@ -301,22 +331,23 @@ class TrainerSide:
             opened.append(board)
             return address
 
-        address = self._from_first(open_)
+        address = self._on_first_rank(open_)
         return opened[0] if opened else Board.join(address), address
 
-    def _forget(self) -> None:
-        """The next refit makes its plan, groups and slots anew."""
+    def _disconnect(self) -> None:
+        """Closes the transports; the next refit makes its plan, groups and slots anew."""
         if self._wiring is not None:
             self._wiring.close()
         self._seating, self._wiring, self._exchange = None, None, None
 
     def _gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, on every rank."""
         out: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(out, value, group=self._group)
         return out
 
-    def _from_first(self, function: Callable[[], Any]) -> Any:
-        """What it gives on the first rank, on every rank; RefitError there is raised on every rank."""
+    def _on_first_rank(self, function: Callable[[], Any]) -> Any:
+        """Calls `function` on the first rank. Returns its result, or raises its RefitError, on every rank."""
         box: list[Any] = [None, None]
         if self._rank == 0:
             try:
@@ -330,12 +361,12 @@ class TrainerSide:
 
 
 def _replica(rank: int, tp: int) -> Collection[int]:
-    """Engine ranks of the same replica."""
+    """Returns the engine ranks of the same replica."""
     return range(rank // tp * tp, rank // tp * tp + tp)
 
 
 def _copy_rate(device: torch.device) -> float:
-    """Bytes a second of a copy within this device."""
+    """Measures a copy within this device, in bytes a second."""
     source, target = (torch.ones(16 << 20, dtype=torch.uint8, device=device) for _ in range(2))
     target.copy_(source)
     start = time.perf_counter()

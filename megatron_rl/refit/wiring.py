@@ -1,4 +1,4 @@
-"""Which transport a message takes between two ranks, and the groups and slots that this needs."""
+"""Chooses the transport between two ranks, and opens the transports that a process needs."""
 
 from __future__ import annotations
 
@@ -17,54 +17,63 @@ from megatron_rl.refit.board import Board
 from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.slots import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.tcp import Tcp
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 
 
 class Seat(NamedTuple):
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     host: str
-    process: str  # of a process's whole life; its number comes back in another container
+    process: str  # a name for the life of this process; a process number would come back in another container
     device: str  # "cpu", or the GPU's UUID
 
     @classmethod
     def new(cls, device: torch.device) -> Seat:
-        """For this process, to be made once."""
+        """Returns the seat of this process. Each call names another process, so call it once."""
         name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         return cls(socket.gethostname(), uuid.uuid4().hex, name)
 
     @property
     def place(self) -> tuple[str, str]:
-        """Ranks of one place copy without a link: of one GPU, or, without one, of one process."""
+        """Returns the memory that the rank shares: its GPU, or without one its process.
+
+        Ranks of one place copy without a link.
+        """
         return self.host, self.device if self.device != "cpu" else self.process
 
 
 @dataclass(frozen=True)
 class Seating:
-    """Trainer ranks by number, and the engine ranks that take part."""
+    """The seats of all trainer ranks (by number), and of the engine ranks that take part in a refit."""
 
     trainer: Sequence[Seat]
     engines: dict[int, Seat]
 
-    def places(self, engine_world: int) -> tuple[Places, Places]:
-        """For the planner. Engine ranks that take no part are nowhere."""
+    def placements(self, engine_world: int) -> tuple[RankPlacement, RankPlacement]:
+        """Returns (trainer ranks, engine ranks) for the planner.
+
+        An engine rank that does not take part is on node and device -1.
+        """
         seats = [*self.trainer, *self.engines.values()]
         hosts = {host: i for i, host in enumerate(dict.fromkeys(s.host for s in seats))}
         devices = {place: i for i, place in enumerate(dict.fromkeys(s.place for s in seats))}
-        trainer = Places([hosts[s.host] for s in self.trainer], [devices[s.place] for s in self.trainer])
+        trainer = RankPlacement([hosts[s.host] for s in self.trainer], [devices[s.place] for s in self.trainer])
         own = [self.engines.get(r) for r in range(engine_world)]
-        return trainer, Places([hosts[s.host] if s else -1 for s in own], [devices[s.place] if s else -1 for s in own])
+        return trainer, RankPlacement(
+            [hosts[s.host] if s else -1 for s in own], [devices[s.place] if s else -1 for s in own]
+        )
 
     @property
     def members(self) -> list[Seat]:
-        """Every process once, trainer first."""
+        """Returns every process once, trainer first."""
         return [*dict.fromkeys((*self.trainer, *self.engines.values()))]
 
 
 class Wiring:
-    """The transports of one process among the members. Raises TransportError when not all of them come in time."""
+    """The transports of one process to the other members of a seating."""
 
     def __init__(self, board: Board, seating: Seating, here: Seat, settings: RefitConfig) -> None:
+        """Opens the transports that this seating needs. Raises TransportError when not all members come in time."""
         self._seating, self._here, self._settings = seating, here, settings
         members = seating.members
         self._numbers = {seat: i for i, seat in enumerate(members)}
@@ -81,16 +90,18 @@ class Wiring:
             self._transports[kind] = made
 
     def route(self, source: int, destination: int) -> tuple[Transport, int]:
-        """Implements exchange.Route for messages of this process."""
+        """Returns (transport, number of the other side in it) for a message. Implements exchange.Route."""
         trainer, engine = self._seating.trainer[source], self._seating.engines[destination]
         other = engine if trainer == self._here else trainer
         return self._transports[self._kind(trainer, engine)], self._numbers[other]
 
     def close(self) -> None:
+        """Closes all transports."""
         for transport in self._transports.values():
             transport.close()
 
     def _kind(self, trainer: Seat, engine: Seat) -> str:
+        """Returns the name of the transport between two seats."""
         if self._settings.transport != "auto":
             return self._settings.transport
         if "cpu" in (trainer.device, engine.device):
@@ -99,6 +110,7 @@ class Wiring:
 
 
 def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:
+    """Returns where the slots of a transport of this name lie. Raises ConfigError when a setting is missing."""
     if kind == "shared_memory":
         return SharedMemory()
     if kind == "cuda_ipc":

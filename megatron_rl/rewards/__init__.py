@@ -1,1 +1,1 @@
-"""Pure functions on text: grading answers, parsing tags and verdicts; and the worker pool that runs graders."""
+"""Grades answers and parses tags and verdicts, by pure functions on text; and runs graders in a pool of workers."""

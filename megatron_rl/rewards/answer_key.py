@@ -1,14 +1,17 @@
-"""A cheap normal form of the answer in a response, so that equal answers get one vote together. Pure text: nothing is evaluated."""
+"""Brings the answer in a response into a cheap normal form, so that equal answers share their votes.
+
+It works on text alone; nothing is evaluated.
+"""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-from megatron_rl.rewards.short_answer import said
+from megatron_rl.rewards.short_answer import stated_answer
 from megatron_rl.rewards.tags import boxed
 
-MAX_CHARACTERS = 400
+MAX_CHARACTERS = 400  # longer answers are cut
 _LAST_NUMBER = re.compile(r"-?\d[\d,]{0,60}(?:\.\d{1,60})?")
 _FRACTION = re.compile(r"(-?)\\[dt]?frac(?:\{(-?\d{1,40})\}\{(-?\d{1,40})\}|(\d)(\d))")
 _RATIO = re.compile(r"(-?\d{1,40}(?:\.\d{1,40})?|-?\.\d{1,40})(?:/(\d{1,40}))?")
@@ -18,16 +21,19 @@ _DROPPED = re.compile(
 
 
 def answer_key(response: str) -> str | None:
-    """The normal form; None where the response gives no answer (no box, no answer block, no number)."""
+    """Returns the normal form of the response's answer; None without an answer (no box, no answer block, no number)."""
     found = boxed(response)
     if found is None and "<answer>" not in response:
         numbers = _LAST_NUMBER.findall(response[-4 * MAX_CHARACTERS :])
         return normal_form(numbers[-1]) if numbers else None
-    return normal_form(said(response) if found is None else found) or None
+    return normal_form(stated_answer(response) if found is None else found) or None
 
 
 def normal_form(answer: str) -> str:
-    """`\\frac12`, `1/2` and `0.5` become 1/2; `x = 5` becomes 5; spaces, units in text and LaTeX's spacing go."""
+    """Returns the normal form of an answer: `\\frac12`, `1/2` and `0.5` become 1/2; `x = 5` becomes 5.
+
+    Spaces, units in text and LaTeX's spacing are taken out.
+    """
     text = _DROPPED.sub("", answer[:MAX_CHARACTERS]) or re.sub(r"\s", "", answer[:MAX_CHARACTERS])
     text = re.sub(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))", "", text).rstrip(".")
     text = re.sub(r"^[A-Za-z]=", "", text)

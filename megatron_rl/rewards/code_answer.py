@@ -1,5 +1,8 @@
-"""Grades what a model says about a Python function (CRUXEval). Model output is read as literals and never run; the data set's own function
-is, in the sandbox, where the answer is an input."""
+"""Grades what a model says about a Python function (CRUXEval).
+
+Model output is read as literals and never run. The data set's own function is run in the sandbox, where the answer is
+an input.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,43 @@ from typing import Any
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.tags import boxed
 
-MAX_CHARACTERS = 10_000  # of an answer
-_NOT_ONE = object()
+MAX_CHARACTERS = 10_000  # longer answers are not read
+_NO_LITERAL = object()  # stands for a text that is no Python literal
 
 
 class SandboxFailure(RuntimeError):
-    """The sandbox did not give the value of the data set's own function; nothing can be said about the answer."""
+    """A sandbox that does not give the known value of the data set's own function: the answer cannot be graded."""
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
-    """1.0 when the literal that the response gives equals payload["answer"] (as Python compares); 0.0 for what is no literal, unless it is
-    the known answer's own source text."""
-    answers = _said(response)
+    """Returns 1.0 when the literal in the response equals payload["answer"], as Python compares, else 0.0.
+
+    A known answer that is no literal is compared by its syntax tree.
+    """
+    answers = _stated_answers(response)
     known = _literal(str(payload["answer"]))
-    if known is _NOT_ONE:
-        return float(any(_source(answer) == _source(str(payload["answer"])) is not None for answer in answers))
+    if known is _NO_LITERAL:
+        return float(
+            any(_syntax_tree(answer) == _syntax_tree(str(payload["answer"])) is not None for answer in answers)
+        )
     return float(any(_equal(_literal(answer), known) for answer in answers))
 
 
 def grade_input(response: str, payload: Mapping[str, Any]) -> float:
-    """1.0 when payload["code"]'s function f returns payload["answer"] for the arguments that the response gives. Raises SandboxFailure
-    when the known input does not give the known answer either: the fault is not the model's."""
+    """Returns 1.0 when payload["code"]'s function f returns payload["answer"] for the response's arguments, else 0.0.
+
+    Raises SandboxFailure when the known input does not give the known answer either: then the fault is not the model's.
+    """
     known = str(payload["answer"])
-    for answer in _said(response):
+    for answer in _stated_answers(response):
         found = _arguments(answer)
         if found is not None and _returns(payload["code"], found, known):
             return 1.0
     own = _arguments(str(payload["input"]))
     if own is not None and not _returns(payload["code"], own, known):
         raise SandboxFailure(
-            f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is broken"
+            f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is "
+            "broken"
         )
     return 0.0
 
@@ -50,11 +60,18 @@ def _returns(code: str, arguments: tuple[list[str], dict[str, str]], known: str)
     if ran.value is None:
         return False
     value, wanted = _literal(ran.value), _literal(known)
-    return _equal(value, wanted) if wanted is not _NOT_ONE else _source(ran.value) == _source(known) is not None
+    return (
+        _equal(value, wanted)
+        if wanted is not _NO_LITERAL
+        else _syntax_tree(ran.value) == _syntax_tree(known) is not None
+    )
 
 
-def _said(response: str) -> list[str]:
-    r"""What a response may give as its answer: the last \boxed{}, plain and without LaTeX's escapes; else the last <answer> block."""
+def _stated_answers(response: str) -> list[str]:
+    r"""Returns the answers that a response may mean: its last \boxed{}, as it stands and without LaTeX's escapes.
+
+    Without a box, the last <answer> block is taken.
+    """
     found = boxed(response)
     if found is None:
         _, opened, rest = response.rpartition("<answer>")
@@ -75,23 +92,23 @@ def _said(response: str) -> list[str]:
 
 
 def _literal(text: str) -> Any:
-    """Its value; _NOT_ONE for anything else."""
+    """Returns the value of a Python literal; _NO_LITERAL for any other text."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # warnings about escapes that Python does not know
             return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return _NOT_ONE
+        return _NO_LITERAL
 
 
 def _equal(value: Any, known: Any) -> bool:
     try:
-        return value is not _NOT_ONE and bool(value == known)
+        return value is not _NO_LITERAL and bool(value == known)
     except RecursionError:
         return False
 
 
-def _source(text: str) -> str | None:
-    """A form of an expression's text that spacing and quotes do not change."""
+def _syntax_tree(text: str) -> str | None:
+    """Returns an expression's syntax tree as text, which spacing and quotes do not change; None for no expression."""
     try:
         return ast.dump(ast.parse(text.strip(), mode="eval"))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -99,7 +116,7 @@ def _source(text: str) -> str | None:
 
 
 def _arguments(text: str) -> tuple[list[str], dict[str, str]] | None:
-    """`1, 'a', n=2` or `f(1, 'a', n=2)` -> the arguments' reprs; None unless all are literals."""
+    """Reads `1, 'a', n=2` or `f(1, 'a', n=2)` and returns the arguments' reprs; None unless all are literals."""
     own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
         node = ast.parse(f"f({own})", mode="eval").body

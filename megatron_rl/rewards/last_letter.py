@@ -1,4 +1,4 @@
-"""Grades the last-letter task: the boxed letters, and every step against the word it is about."""
+"""Grades the last-letter task: the boxed letters, and every reasoning step against the word it is about."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from megatron_rl.rewards.tags import boxed
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    """1.0 when the boxed letters equal payload["answer"], white space aside, else 0.0."""
+    """Returns 1.0 when the boxed letters equal payload["answer"], white space aside, else 0.0."""
     answer = boxed(response)
     return float(answer is not None and "".join(answer.split()) == "".join(str(payload["answer"]).split()))
 
 
 def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
-    """Gold label of each step. Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1].
+    """Returns the gold label of each reasoning step.
 
-    The number in the mark is not read: a vocabulary may end before the steps do. A step without a mark, or beyond the words, is wrong.
+    Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1]. The number in the
+    mark is not read, as a vocabulary may end before the steps do. A step without a mark, or beyond the words, is wrong.
     """
     words = payload["words"]
     return [j < len(words) and _letters(text) == words[j][-1] for j, text in enumerate(step_texts)]
 
 
 def _letters(step: str) -> str | None:
-    """What stands behind the step's mark; None without a mark."""
+    """Returns the text behind the step's mark `#j`; None without a mark."""
     mark, *letters = step.split() or [""]
     return "".join(letters) if mark.startswith("#") else None

@@ -1,4 +1,4 @@
-"""Grades a mathematical answer with math-verify, and refuses two kinds of equality that it finds where there is none."""
+"""Grades a mathematical answer with math-verify, but refuses two kinds of equality that math-verify finds wrongly."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
-SMALL = 1e-3  # math-verify rounds to 6 decimals: below, two different numbers may become the same
+SMALL = 1e-3  # math-verify rounds to 6 decimals: numbers below this may differ and still become the same
 CLOSE = 1e-4  # relative difference of small numbers that count as equal
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
-    r"""1.0 when the answer in `response` equals payload["answer"], else 0.0. Raises ValueError when the known answer cannot be read.
+    r"""Returns 1.0 when the answer in `response` equals payload["answer"], else 0.0.
 
-    The answer is what math-verify finds in the whole response: the last \boxed{}, together with those close before it (`\boxed{1} and
-    \boxed{2}` is the set of both). Its own time-outs are off: they need the main thread's alarm; the worker that runs this is killed
-    instead. What it cannot read or compare is wrong, not an error: a model may write anything.
+    The answer is what math-verify finds in the whole response: the last \boxed{}, together with those close before it
+    (`\boxed{1} and \boxed{2}` is the set of both). Its own time-outs are off, because they need the main thread's
+    alarm; the worker that runs this is killed instead. An answer that cannot be read or compared is wrong, as a model
+    may write anything. Raises ValueError when the known answer cannot be read.
     """
     gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=None))
     if not gold:
@@ -29,13 +30,15 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def _defined(parsed: list[Any]) -> list[Any]:
-    """Without expressions that latex2sympy could only read as infinite or undefined (`\\gamma^2 - 1`): these equal each other. Their texts
-    stay."""
+    """Drops expressions that latex2sympy could only read as infinite or undefined (`\\gamma^2 - 1`).
+
+    They would equal each other. Their texts stay among the readings.
+    """
     return [part for part in parsed if not (isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan))]
 
 
 def _differ_in_size(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether both are numbers, the known one is small, and they are not close beside its size."""
+    """Returns whether both are numbers, the known one is small, and they differ by much in relation to its size."""
     known, found = _number(gold), _number(answer)
     return (
         known is not None and found is not None and 0 < abs(known) < SMALL and abs(found - known) > CLOSE * abs(known)
@@ -43,7 +46,7 @@ def _differ_in_size(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def _number(parsed: list[Any]) -> float | None:
-    """The value of the first reading, when it is one real number."""
+    """Returns the value of the first reading when it is one real number, else None."""
     first = parsed[0] if parsed else None
     if not isinstance(first, sympy.Expr) or not first.is_number:
         return None

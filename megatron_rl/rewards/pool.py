@@ -1,4 +1,7 @@
-"""Runs a reward function in worker processes with a time-out and limited memory; every failure is counted."""
+"""Runs a reward function in worker processes, which are killed at a time-out and limited in memory.
+
+Every failure is counted.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,19 @@ from megatron_rl.rewards import worker as worker_script
 from megatron_rl.rewards.worker import HEADER, frame
 from megatron_rl.types import Outcome
 
-CHUNK = 16  # gradings a worker holds at once
-START_TIMEOUT_S = 120.0  # importing the reward's module
-PIPE_BYTES = 1 << 16  # moved at once
-EXHAUSTED = "out of memory"  # after an answer that says so: nobody else is at fault
+CHUNK = 16  # most gradings that a worker holds at once
+START_TIMEOUT_S = 120.0  # seconds to import the reward's module
+PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
+EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
 
 
 class RewardFailure(RuntimeError):
-    """The reward cannot be used: it cannot be imported, or fails too often to learn from."""
+    """A reward that cannot be used: it cannot be imported, or fails too often to learn from."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One result; `score` is 0.0 unless the outcome is SCORE."""
+    """The result of one grading. `score` is 0.0 unless the outcome is SCORE; `detail` says what went wrong."""
 
     outcome: Outcome
     score: float = 0.0
@@ -43,13 +46,15 @@ class Graded:
 
 @dataclass
 class _Worker:
+    """A worker process, with what has been sent to it and read from it."""
+
     process: subprocess.Popen[bytes]
-    outbox: bytearray  # not yet written to it: a pipe that is full never blocks the run
-    since: float  # when it began on what it does now
-    inbox: bytearray = field(default_factory=bytearray)
+    outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
+    since: float  # time (time.monotonic) at which the worker began its present item
+    inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole frame yet
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
-    ready: bool = False
-    ended: str = ""  # why nothing more comes from it
+    ready: bool = False  # the worker has imported the function
+    ended: str = ""  # why nothing more comes from the worker
 
     @property
     def busy(self) -> bool:
@@ -57,16 +62,18 @@ class _Worker:
 
 
 class GradePool:
-    """`with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use; one
-    caller at a time.
+    """A pool of worker processes that run one reward function; for one caller at a time.
 
-    The function is imported in the workers, along this process's sys.path and its working directory.
+    Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use. They
+    import the function along this process's sys.path and its working directory.
     """
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
         self._workers: list[_Worker] = []
-        self._before = 0  # items of earlier calls: no two items ever have the same number
+        self._items_before = (
+            0  # number of items of earlier calls, so that no two items ever have the same serial number
+        )
 
     def __enter__(self) -> GradePool:
         return self
@@ -75,32 +82,34 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Kills the workers, and what they have started. The next `grade` starts new ones."""
+        """Kills the workers, and the processes that they started. The next `grade` starts new ones."""
         for worker in self._workers:
             _kill(worker)
         self._workers = []
 
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-        """[B] responses and payloads -> [B] results, in order. Raises RewardFailure when the function cannot be
-        imported."""
+        """Grades [B] responses with their payloads and returns [B] results, in order.
+
+        Raises RewardFailure when the function cannot be imported.
+        """
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
         try:
-            self._staff(min(self.reward.workers, len(items)))
+            self._ensure_workers(min(self.reward.workers, len(items)))
             while len(results) < len(items):
                 for worker in self._workers:
                     self._feed(worker, waiting, items)
                 self._exchange(results)
                 self._replace(results, waiting)
-        except BaseException:  # answers still on their way must not be taken for those of the next call
+        except BaseException:  # the next call must not take late answers for its own
             self.close()
             raise
-        self._before += len(items)
+        self._items_before += len(items)
         return [results[i] for i in range(len(items))]
 
-    def _staff(self, wanted: int) -> None:
-        """Starts workers until there are `wanted` that live."""
+    def _ensure_workers(self, wanted: int) -> None:
+        """Removes dead workers and starts new ones until there are at least `wanted`."""
         for worker in [w for w in self._workers if w.process.poll() is not None]:
             _kill(worker)
             self._workers.remove(worker)
@@ -108,7 +117,8 @@ class GradePool:
             self._workers.append(self._start())
 
     def _start(self) -> _Worker:
-        # -P: the script's own directory is not searched. A session of its own: what it starts is killed with it
+        # -P keeps the script's own directory out of the search path. The worker gets a session of its own, so that
+        # processes which the function starts are killed with it.
         command = [sys.executable, "-P", worker_script.__file__]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -126,24 +136,24 @@ class GradePool:
         for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
             item = waiting.popleft()
             worker.held.append(item)
-            worker.outbox += frame(pickle.dumps((self._before + item, *items[item])))
+            worker.outbox += frame(pickle.dumps((self._items_before + item, *items[item])))
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
-        """Writes what fits and reads what has been answered; waits at most until the next deadline."""
+        """Writes what the pipes take and reads what has been answered. Waits at most until the next deadline."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 selector.register(_fd(worker.process.stdout), selectors.EVENT_READ, worker)
                 if worker.outbox:
                     selector.register(_fd(worker.process.stdin), selectors.EVENT_WRITE, worker)
-            for key, events in selector.select(timeout=self._patience()):
+            for key, events in selector.select(timeout=self._seconds_to_deadline()):
                 if events & selectors.EVENT_WRITE:
                     _send(key.data)
                 else:
                     self._receive(key.data, results)
 
     def _receive(self, worker: _Worker, results: dict[int, Graded]) -> bool:
-        """Takes what has been answered. -> whether there may be more."""
+        """Reads answers from a worker. Returns whether there may be more."""
         try:
             data = os.read(_fd(worker.process.stdout), PIPE_BYTES)
         except BlockingIOError:
@@ -158,45 +168,48 @@ class GradePool:
             try:
                 self._answer(worker, json.loads(answer), results)
             except ValueError:
-                worker.ended = "wrote something of its own into the pool's pipe"
+                worker.ended = "wrote something else than answers into the pool's pipe"
         return not worker.ended
 
     def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
         if not worker.ready:
             if answer is not None:
                 raise RewardFailure(
-                    f"reward.target {self.reward.target!r} cannot be used: {answer}; its form is package.module:name"
+                    f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form "
+                    "package.module:name"
                 )
             worker.ready = True
             return
         serial, score, detail, seconds, exhausted = answer
-        if not worker.held or serial != self._before + worker.held[0]:
-            raise ValueError(f"an answer to item {serial}, which is not at work")
+        if not worker.held or serial != self._items_before + worker.held[0]:
+            raise ValueError(f"an answer to item {serial}, which the worker does not hold")
         results[worker.held.popleft()] = Graded(
             Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds
         )
         if exhausted:
             worker.ended = EXHAUSTED
 
-    def _patience(self) -> float:
+    def _seconds_to_deadline(self) -> float:
         deadlines = [w.since + self._limit(w) for w in self._workers if w.busy]
         return max(0.0, min(deadlines, default=0.0) - time.monotonic())
 
     def _limit(self, worker: _Worker) -> float:
         return self.reward.timeout_s if worker.ready else START_TIMEOUT_S
 
-    def _late(self, worker: _Worker) -> bool:
+    def _is_late(self, worker: _Worker) -> bool:
         return worker.busy and time.monotonic() > worker.since + self._limit(worker)
 
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
-        """A worker past its deadline, or dead: its first item is at fault, the others go back to the front of the
-        queue."""
+        """Replaces workers that are dead or past their deadline.
+
+        The first item that such a worker holds fails; the others go back to the front of the queue.
+        """
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
-            while (dead or self._late(worker)) and not worker.ended and self._receive(worker, results):
-                continue  # what it answered before counts
+            while (dead or self._is_late(worker)) and not worker.ended and self._receive(worker, results):
+                continue  # answers that the worker gave before still count
             ended = worker.ended or ("ended" if dead else "")
-            if not ended and not self._late(worker):
+            if not ended and not self._is_late(worker):
                 continue
             taken = time.monotonic() - worker.since
             _kill(worker)
@@ -222,11 +235,10 @@ class GradePool:
 
 
 def check_failures(graded: Sequence[Graded], max_share: float) -> None:
-    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised: a run would learn from
-    silent zeros.
+    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised.
 
-    A single failure among several gradings never stops a run (unless `max_share` is 0): of few, it says nothing about
-    the rest.
+    A run would learn from zeros that no answer earned. A single failure among several gradings never stops a run,
+    unless `max_share` is 0, since one failure says little about the rest.
     """
     failed = [g for g in graded if g.outcome is not Outcome.SCORE]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
@@ -236,12 +248,12 @@ def check_failures(graded: Sequence[Graded], max_share: float) -> None:
     raise RewardFailure(
         f"{len(failed)} of {len(graded)} gradings failed ({late} time-outs, {len(failed) - late} errors), more than "
         f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. Mend the reward, or raise "
-        "reward.timeout_s or the share"
+        "reward.timeout_s or reward.max_failure_share"
     )
 
 
 def _frames(buffer: bytearray) -> list[bytes]:
-    """Takes whole frames off the front of `buffer`."""
+    """Takes whole frames off the front of `buffer` and returns their contents."""
     out = []
     while len(buffer) >= HEADER.size:
         (size,) = HEADER.unpack_from(buffer)
@@ -257,7 +269,7 @@ def _send(worker: _Worker) -> None:
         written = os.write(_fd(worker.process.stdin), worker.outbox[:PIPE_BYTES])
     except BlockingIOError:
         return
-    except BrokenPipeError:  # it died: the end of its answers says so
+    except BrokenPipeError:  # the worker died; the end of its answers says so
         worker.outbox.clear()
         return
     del worker.outbox[:written]
@@ -268,7 +280,10 @@ def _fd(pipe: Any) -> int:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kills the worker's whole process group, and waits for it. One that has just ended by itself keeps its status."""
+    """Kills the worker's whole process group and waits for it.
+
+    A worker that has just ended keeps its own exit status.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()

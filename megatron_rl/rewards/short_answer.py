@@ -1,4 +1,4 @@
-"""Grades answers that are a label or a short text, by comparing texts. Any response is allowed; nothing of it is evaluated."""
+"""Grades answers that are a label or a short text, by comparing texts. Nothing of a response is evaluated."""
 
 from __future__ import annotations
 
@@ -9,40 +9,44 @@ from typing import Any
 
 from megatron_rl.rewards.tags import boxed
 
-MAX_CHARACTERS = 2000  # of an answer that is compared
+MAX_CHARACTERS = 2000  # longer answers are cut
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|texttt|textit)\s*\{([^{}]*)\}")
 _NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?|[-+]?\.\d{1,40}")
 _SYNONYMS = {"true": "yes", "false": "no"}
 
 
-def said(response: str) -> str:
-    r"""What a response gives as its answer: the last \boxed{}, else the last <answer> block, else its last line."""
+def stated_answer(response: str) -> str:
+    r"""Returns the answer in a response: its last \boxed{}, else its last <answer> block, else its last line."""
     found = boxed(response)
     if found is None:
         _, opened, rest = response.rpartition("<answer>")
         found = rest.partition("</answer>")[0] if opened else (response.strip().splitlines() or [""])[-1]
-    for _ in range(4):  # nested \text
+    for _ in range(4):  # texts may be nested this deep
         found = _TEXT.sub(r"\1", found)
     return found.replace("\\ ", " ").replace("$", "").replace("\\%", "%").strip()[:MAX_CHARACTERS]
 
 
 def grade_label(response: str, payload: Mapping[str, Any]) -> float:
-    """1.0 when the answer is the label payload["answer"], or a text that names it and none of the other payload["choices"]."""
+    """Returns 1.0 when the answer names the label payload["answer"] and no other of payload["choices"], else 0.0."""
     choices = [str(choice).lower() for choice in payload["choices"]]
     words = [
         _SYNONYMS.get(word, word) if word not in choices else word
-        for word in re.findall(r"[a-z]+", said(response).lower())
+        for word in re.findall(r"[a-z]+", stated_answer(response).lower())
     ]
     named = {word for word in words if word in choices}
     return float(named == {str(payload["answer"]).lower()})
 
 
 def grade_text(response: str, payload: Mapping[str, Any]) -> float:
-    """1.0 when the answer is that of payload["answer"]: part by part between commas, numbers to the decimals that the known one has."""
-    return float(same_text(said(response), str(payload["answer"])))
+    """Returns 1.0 when the answer is the text payload["answer"], else 0.0.
+
+    Parts between commas are compared one by one; numbers are compared to the decimals that the known one has.
+    """
+    return float(same_text(stated_answer(response), str(payload["answer"])))
 
 
 def same_text(answer: str, known: str) -> bool:
+    """Returns whether two answers are the same text, the same number, or the same list of these."""
     if _plain(answer) == _plain(known):
         return True
     numbers = _number(answer), _number(known)
@@ -53,7 +57,7 @@ def same_text(answer: str, known: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Lower case, without quotes, articles, trailing full stops and doubled spaces."""
+    """Returns the text in lower case, without quotes, articles, trailing full stops and doubled spaces."""
     text = re.sub(r"[\"'`“”‘’*]", "", text.lower()).strip().rstrip(".")
     return " ".join(word for word in text.split() if word not in ("the", "a", "an"))
 
@@ -64,7 +68,10 @@ def _number(text: str) -> Decimal | None:
 
 
 def _agree(answer: Decimal, known: Decimal) -> bool:
-    """Equal, or equal once a longer answer is rounded to the known one's decimals (at least one)."""
+    """Returns whether two numbers are equal.
+
+    An answer with more decimals is rounded to those of the known number, if that has any.
+    """
     if answer == known:
         return True
     exponent = known.as_tuple().exponent

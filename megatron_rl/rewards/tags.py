@@ -1,10 +1,13 @@
-"""Reads the generator's output: steps, answer, format (grammar of arXiv 2505.15034: think > step*, answer > boxed)."""
+"""Parses the generator's output: reasoning steps, answer and format.
+
+The grammar is that of arXiv 2505.15034: think > step*, then answer > boxed.
+"""
 
 from __future__ import annotations
 
 import re
 
-MIN_STEPS = 3  # fewer cost 0.4 of the format score
+MIN_STEPS = 3  # fewer steps cost 0.4 of the format score
 
 _OPEN, _CLOSE = "<step>", "</step>"
 _TAGS, _TAGS_IN_BYTES = re.compile("</?step>"), re.compile(b"</?step>")
@@ -12,11 +15,11 @@ _BRACES = re.compile(r"\\boxed\{|\\[\\{}]|[{}]")  # an escaped brace groups noth
 
 
 def step_spans(text: str | bytes) -> list[tuple[int, int]]:
-    """Finds the step blocks, tags included, in order: spans [start, end) in characters of a str, in bytes of UTF-8. Any
-    text is allowed.
+    """Returns the spans [start, end) of the step blocks, tags included, in order: in characters of a str, in bytes of
+    UTF-8. Any text is allowed.
 
-    A block reaches from an opening tag to the next closing one: an opening tag inside a block is part of its text, and
-    a tag without its partner makes no block (the released code's lazy match).
+    A block reaches from an opening tag to the next closing one. An opening tag inside a block is part of its text, and
+    a tag without its partner makes no block, as in the released code.
     """
     spans: list[tuple[int, int]] = []
     start: int | None = None  # of the block that is open
@@ -31,22 +34,22 @@ def step_spans(text: str | bytes) -> list[tuple[int, int]]:
 
 
 def step_texts(text: str) -> list[str]:
-    """Returns what stands inside each step block."""
+    """Returns the text inside each step block."""
     return [text[start + len(_OPEN) : end - len(_CLOSE)].strip() for start, end in step_spans(text)]
 
 
 def boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} with balanced braces (the innermost of nested ones); None when there
-    is none."""
+    r"""Returns the content of the last \boxed{...} with balanced braces, the innermost of nested ones; None without
+    one."""
     start, end = max(_boxes(text), default=(0, 0))
     return text[start + len("\\boxed{") : end - 1].strip() if end else None
 
 
 def generator_format(text: str) -> float:
-    r"""Scores how well the grammar is kept, in [0, 1]: for logging, and for the verifier's count gate (0.6).
+    r"""Returns how well the grammar is kept, in [0, 1], for logging and for the verifier's count gate.
 
-    0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus 0.8 without
-    steps or 0.4 with fewer than three.
+    The score is 0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus
+    0.8 without steps or 0.4 with fewer than three.
     """
     _, opened, rest = text.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
@@ -62,8 +65,8 @@ def generator_format(text: str) -> float:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    r"""Finds the spans of the balanced \boxed{...}, in one pass over the braces."""
-    opened: list[int | None] = []  # where each open brace's box starts; None: a plain brace
+    r"""Returns the spans of the balanced \boxed{...}, in one pass over the braces."""
+    opened: list[int | None] = []  # start of each open brace's box; None: a plain brace
     boxes: list[tuple[int, int]] = []
     for match in _BRACES.finditer(text):
         token = match.group()

@@ -1,4 +1,7 @@
-"""Reads the verifier's output: verdicts, format and reward (arXiv 2505.15034, eq. 8 and its released rules)."""
+"""Parses the verifier's output: step verdicts, final verdict, format and reward.
+
+The rules are eq. 8 of arXiv 2505.15034 and those of its released code.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 from megatron_rl.rewards.tags import step_spans, step_texts
 
 GAMMA = 0.8  # weight of the format score
-COUNT_GATE = 0.6  # generator format from which on the number of verdicts must match
+COUNT_GATE = 0.6  # from this format score of the solution on, the number of verdicts must match
 
 _STEPS, _END_STEPS = "<step_verification>", "</step_verification>"
 _FINAL, _END_FINAL = "<final_verification>", "</final_verification>"
@@ -19,23 +22,25 @@ _VERDICT = re.compile(r"\\box(?:ed)?\{\s*(CORRECT|INCORRECT)\s*\}\s*\.?$", re.IG
 class Review:
     """The content of one verification, and what it earns."""
 
-    verdicts: tuple[bool, ...]  # of the step blocks that end in one
-    num_blocks: int
-    final: bool | None  # None: cannot be parsed
-    agrees: bool
-    format: float
+    verdicts: tuple[bool, ...]  # verdicts of the step blocks that end in one
+    num_blocks: int  # step blocks
+    final: bool | None  # final verdict; None: it cannot be parsed
+    agrees: bool  # the final verdict is the solution's outcome
+    format: float  # format score, 0 to 1
     reward: float
 
 
 def step_verdicts(text: str) -> tuple[bool, ...]:
-    """Returns the verdicts of the step blocks, in order; a block without a verdict at its end gives none. Blocks behind
-    the step section are not looked at."""
+    """Returns the verdicts of the step blocks, in order. A block without a verdict at its end gives none.
+
+    Blocks behind the step section do not count.
+    """
     found = (_verdict(block) for block in step_texts(_step_section(text)))
     return tuple(verdict for verdict in found if verdict is not None)
 
 
 def final_verdict(text: str) -> bool | None:
-    """Returns the boxed verdict that ends the final section, which must end the text; None when it cannot be parsed."""
+    """Returns the boxed verdict that ends the final section, which must end the text; None if there is none."""
     text = text.strip()
     start = text.rfind(_FINAL)
     if start < 0 or not text.endswith(_END_FINAL):
@@ -45,11 +50,11 @@ def final_verdict(text: str) -> bool | None:
 
 
 def verifier_format(text: str, num_steps: int, generator_format: float) -> float:
-    """Scores the format in [0, 1]; `num_steps` K of the solution, `generator_format` as tags.generator_format gives it.
+    """Returns the format score in [0, 1]. `num_steps`: steps of the solution; `generator_format`: its format score.
 
-    0 unless the text is exactly a step section and a final section; then 1.0, minus 0.8 without a verdict at the end of
-    the final section, minus 0.8 without step blocks or (given a well-formed solution) when the verdicts are not K,
-    minus 0.4 for text between step blocks.
+    The score is 0 unless the text is exactly a step section and a final section. Otherwise it is 1.0, minus 0.8 without
+    a verdict at the end of the final section, minus 0.8 without step blocks or (given a well-formed solution) when the
+    number of verdicts is not num_steps, minus 0.4 for text between step blocks.
     """
     sections = _sections(text)
     if sections is None:
@@ -69,9 +74,9 @@ def verifier_format(text: str, num_steps: int, generator_format: float) -> float
 
 
 def review(text: str, *, num_steps: int, correct: bool, generator_format: float, gamma: float = GAMMA) -> Review:
-    """Reads one verification of a solution with K steps whose graded outcome is `correct`. Any text is allowed.
+    """Reads one verification of a solution whose graded outcome is `correct`. Any text is allowed.
 
-    Reward 1[final verdict = outcome] + gamma * format; both parts are 0 when the final verdict cannot be parsed.
+    The reward is 1[final verdict = outcome] + gamma * format; both parts are 0 when the final verdict cannot be parsed.
     """
     final = final_verdict(text)
     verdicts, blocks = step_verdicts(text), len(step_spans(_step_section(text)))

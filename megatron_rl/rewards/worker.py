@@ -1,4 +1,4 @@
-"""The process that runs a reward function: answers (serial, response, payload) frames, one by one. Started by pool.py as a script."""
+"""Runs a reward function in a process of its own, on (serial, response, payload) frames. A script for pool.py."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("<I")
-PR_SET_PDEATHSIG = 1
+HEADER = struct.Struct("<I")  # a frame's length
+PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What went wrong is in `detail` when there is no score."""
+    """The answer to one item. Without a score, `detail` says what went wrong."""
 
     score: float | None
     detail: str
     seconds: float
-    exhausted: bool = False  # out of memory: this process is no longer fit for use
+    exhausted: bool = False  # the process ran out of memory and must not be used again
 
 
 def frame(data: bytes) -> bytes:
-    """`data` behind its length."""
+    """Returns a frame: `data` behind its length."""
     return HEADER.pack(len(data)) + data
 
 
 def main() -> None:
-    """Frames in, pickled: (target, args, memory_mib, sys.path), then items. Frames out, JSON: null or why the target cannot be used,
-    then [serial, score or null, detail, seconds, exhausted] of each item."""
+    """Reads pickled frames from standard input and writes JSON frames to standard output.
+
+    In: (target, args, memory_mib, sys.path), then items. Out: null or why the target cannot be used, then [serial,
+    score or null, detail, seconds, exhausted] for each item.
+    """
     requests, answers = _take_pipes()
     _die_with_parent()
-    for name in (
-        "SIGINT",
-        "SIGTERM",
-        "SIGUSR1",
-        "SIGUSR2",
-    ):  # what asks the run to leave is for the run, which ends its workers itself
-        signal.signal(getattr(signal, name), _stay)
+    # Signals that ask the run to leave are for the run itself, which ends its workers.
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), _ignore_signal)
     target, args, memory_mib, sys.path[:] = pickle.loads(_read(requests))
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found = _find(target, args)
@@ -62,7 +61,7 @@ def main() -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The pool's pipes, moved away from where a reward function reads and prints."""
+    """Returns the pool's pipes, moved away from standard input and output, which a reward function may use."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -75,8 +74,8 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _stay(signum: int, stack: Any) -> None:
-    """A handler, so that programs a reward starts do not inherit a deaf ear."""
+def _ignore_signal(signum: int, stack: Any) -> None:
+    """Ignores a signal, as a handler: programs that a reward starts would inherit SIG_IGN, but not this."""
 
 
 def _limit_memory(memory_mib: int) -> None:
@@ -88,7 +87,7 @@ def _limit_memory(memory_mib: int) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes:
-    """The next frame's data; empty at the end of the stream."""
+    """Returns the next frame's data; empty at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return b""
@@ -103,7 +102,10 @@ def _write(stream: BinaryIO, value: Any) -> None:
 
 
 def _find(target: str, args: dict[str, Any]) -> Callable[..., Any] | str:
-    """The function, or why there is none. A border to user code: whatever its import raises is reported."""
+    """Returns the function, or why there is none.
+
+    This is a border to user code: whatever its import raises is reported.
+    """
     module, _, name = target.partition(":")
     try:
         found = vars(importlib.import_module(module))[name]
@@ -115,7 +117,7 @@ def _find(target: str, args: dict[str, Any]) -> Callable[..., Any] | str:
 
 
 def _grade(function: Callable[..., Any], response: str, payload: Any, memory_mib: int) -> Answer:
-    """The named border to user rewards: whatever one raises is reported."""
+    """Grades one response. This is the border to user rewards: whatever one raises is reported."""
     start = time.perf_counter()
     try:
         score = function(response, payload)

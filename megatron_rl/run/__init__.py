@@ -1,1 +1,1 @@
-"""What a run leaves on disk and on the screen: its directory, checkpoints, metrics, console and report."""
+"""Writes what a run leaves on disk and on the screen: its directory, checkpoints, metrics, console and report."""

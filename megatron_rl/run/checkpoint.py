@@ -1,4 +1,4 @@
-"""Atomic checkpoint directories: one per saved turn, complete or not there; what lies inside is the caller's business."""
+"""Writes and finds atomic checkpoint directories, each complete or not there. The caller decides what lies inside."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One complete checkpoint: `number` turns were done when it was made."""
+    """One complete checkpoint, made when `number` turns were done."""
 
     number: int
     path: Path
 
     def read_state(self) -> Any:
-        """What the caller wrote to `state.json`."""
+        """Returns what the caller wrote to `state.json`."""
         return read_json(self.path / STATE)
 
 
 class Checkpoints:
-    """The directories `step_000012` under one directory; the newest `keep` complete ones stay.
+    """The checkpoints `step_000012`, ... under one directory. The newest `keep` complete ones stay.
 
     All ranks save into one temporary directory on a file system that they share:
         rank 0:     begin(number)                 then a barrier
         all ranks:  save into pending(number)     then a barrier
         rank 0:     commit(number)                then a barrier before anybody reads it
-    A run that is killed anywhere in between finds the checkpoint before. `newest` only reads; call it on one rank and
+    A run that is killed anywhere in between finds the checkpoint before. `newest` only reads. Call it on one rank and
     broadcast the number, so that all ranks agree.
     """
 
@@ -52,14 +52,15 @@ class Checkpoints:
         self.keep = keep
 
     def path(self, number: int) -> Path:
+        """Returns the directory of the finished checkpoint `number`."""
         return self.directory / f"step_{number:06d}"
 
     def pending(self, number: int) -> Path:
-        """Where `number` is written before it is committed. Any rank."""
+        """Returns the directory in which `number` is written before it is committed. Any rank may call it."""
         return self.directory / f".step_{number:06d}.tmp"
 
     def begin(self, number: int) -> Path:
-        """Remove what interrupted writes left and make the empty `pending(number)`. Rank 0 alone."""
+        """Removes what interrupted writes left and makes the empty `pending(number)`. Only rank 0 calls it."""
         if number < 0:
             raise CheckpointError(f"checkpoint number {number}: give the number of turns done, 0 or more")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -73,9 +74,10 @@ class Checkpoints:
         return pending
 
     def commit(self, number: int) -> Checkpoint:
-        """Make `pending(number)` the checkpoint `number`, in one rename, and remove the oldest beyond `keep`. Rank 0, after a barrier.
+        """Makes `pending(number)` the checkpoint `number`, in one rename, and removes the oldest beyond `keep`.
 
-        The manifest lists every file with its size. Raises CheckpointError when nothing was begun or nothing was saved.
+        Only rank 0 calls it, after a barrier. The manifest lists every file with its size. Raises CheckpointError when
+        nothing was begun or nothing was saved.
         """
         pending = self.pending(number)
         if not pending.is_dir():
@@ -88,12 +90,15 @@ class Checkpoints:
         return Checkpoint(number, self.path(number))
 
     def write(self, number: int, save: Callable[[Path], None]) -> Checkpoint:
-        """Begin, save and commit in one process."""
+        """Begins, saves and commits a checkpoint in one process."""
         save(self.begin(number))
         return self.commit(number)
 
     def newest(self) -> Checkpoint | None:
-        """The complete checkpoint with the highest number. Each damaged one above it is passed over with a warning."""
+        """Returns the complete checkpoint with the highest number; None without one.
+
+        A warning names each damaged one above.
+        """
         for number, path in self._candidates():
             wrong = damage(path)
             if wrong is None:
@@ -102,7 +107,7 @@ class Checkpoints:
         return None
 
     def _candidates(self) -> list[tuple[int, Path]]:
-        """Highest number first; of one number the plain name before the one it was about to replace."""
+        """Lists (number, directory), highest number first. For one number the plain name comes before `.step_N.old`."""
         if not self.directory.is_dir():
             return []
         found = [(match, path) for path in self.directory.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -110,7 +115,10 @@ class Checkpoints:
         return sorted(numbered, key=lambda item: (-item[0], item[1].name.startswith(".")))
 
     def _publish(self, number: int) -> None:
-        """An older checkpoint of the same number steps aside first; it counts until the new one has its name."""
+        """Gives the pending directory its name.
+
+        An older checkpoint of this number is renamed first, and then removed.
+        """
         final, aside = self.path(number), self.directory / f".step_{number:06d}.old"
         if final.exists():
             if aside.exists():
@@ -125,7 +133,9 @@ class Checkpoints:
         complete = 0
         for number, path in self._candidates():
             if complete >= self.keep and number != just_written:
-                doomed = self.pending(number)  # a removal cut short leaves something that is plainly a leftover
+                doomed = self.pending(
+                    number
+                )  # a removal that is cut short leaves a directory that counts as a leftover
                 os.rename(path, doomed)
                 shutil.rmtree(doomed)
             elif damage(path) is None:
@@ -141,7 +151,7 @@ def seal(directory: Path, number: int) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint directory, or None when its manifest and all file sizes agree."""
+    """Returns what is wrong with a checkpoint directory, or None when its manifest and all file sizes agree."""
     if not (path / MANIFEST).is_file():
         return f"it has no {MANIFEST}, so it was never finished"
     try:
@@ -158,16 +168,17 @@ def damage(path: Path) -> str | None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a reader sees the old file or the new one, never a part."""
+    """Writes JSON so that a reader sees the old file or the new one, never a part."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
+    """Reads a JSON file."""
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file through a temporary neighbour and a rename."""
+    """Writes a text file through a temporary neighbour and a rename, so that it is whole or not there."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -182,7 +193,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _sync(paths: Iterable[Path]) -> None:
-    """Push files or directories to the disk, so that the rename after it does not overtake their contents."""
+    """Pushes files or directories to the disk, so that a later rename is never on disk before their contents."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere and always in logs/driver.log."""
+"""Shows a run to a person: a live table in a terminal, plain lines elsewhere and always in logs/driver.log."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megatron_rl.run.metrics import Row
+from megatron_rl.run.metrics import MetricsRow
 
-# One column may be fed by several names: the first that a role logs is shown.
+# The metrics that a column shows: the first of these names that a role logs.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward", "reward/total", "reward/outcome", "reward/*"),
     "loss": ("loss", "train_loss"),
@@ -29,8 +29,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "length": ("length", "tokens_per_sample"),
     "gap": ("engine_gap",),
 }
-NOTES = ("eval", "gate")  # scopes that are no turns
-QUIET_S = 0.25  # between two plain lines: short steps would flood a log; the log file has them all
+NOTES = ("eval", "gate")  # scopes whose rows are not turns
+QUIET_S = 0.25  # least seconds between two plain lines on the screen; the log file has all lines
 SMOOTHING = 0.9  # weight of the past in the running mean
 
 
@@ -44,10 +44,11 @@ class _Scope:
 
 
 class RunConsole:
-    """A metric sink (see metrics.Sink) for people, on the driver rank alone; also a context manager that closes itself.
+    """A metric sink (see metrics.Sink) for people, on the driver rank alone.
 
-    With `first_turn` turns done before (resume) of `total_turns` (None: not known). Warnings of the package's loggers go the
-    same ways as the lines. `stream` is where output goes; it is a live table when that is a terminal.
+    It is a context manager that closes itself. `first_turn`: turns that were done before a resume; `total_turns`: turns
+    of the whole run, None when not known. Warnings of the package's loggers are shown like the lines. `stream` receives
+    the output, as a live table when it is a terminal.
     """
 
     name = "console"
@@ -59,7 +60,7 @@ class RunConsole:
         self._total = total_turns
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
-        self._printed = 0.0  # when the last plain line was
+        self._printed = 0.0  # time (time.monotonic) of the last plain line
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
@@ -74,7 +75,7 @@ class RunConsole:
         self._bar = self._progress.add_task("turns", total=total_turns, completed=first_turn)
 
     def open(self) -> None:
-        """Start the log file and, in a terminal, the live table. Further calls do nothing."""
+        """Starts the log file and, in a terminal, the live table. Further calls do nothing."""
         if self._handler is not None:
             return
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,10 +87,10 @@ class RunConsole:
         self._handler = _Forward(self)
         logger = logging.getLogger("megatron_rl")
         logger.addHandler(self._handler)
-        logger.propagate = False  # the root's handler would print it a second time
+        logger.propagate = False  # else the root's handler would print every line a second time
 
-    def log(self, row: Row) -> None:
-        """Show one metrics line."""
+    def log(self, row: MetricsRow) -> None:
+        """Shows one metrics line."""
         scope = self._scopes.setdefault(row.scope, _Scope())
         shown = headline(row.metrics)
         scope.seconds = sum(row.time.values())
@@ -109,11 +110,12 @@ class RunConsole:
             self._live.update(self._render())
 
     def message(self, text: str) -> None:
-        """Print plain text above the table and into the log file."""
+        """Prints plain text above the table and into the log file."""
         self._to_file(text)
         self._rich.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
+        """Closes the log file and stops the live table. Further calls do nothing."""
         if self._handler is None:
             return
         logger = logging.getLogger("megatron_rl")
@@ -166,9 +168,9 @@ class RunConsole:
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The figures worth a line: the console's columns when there are any, otherwise (an evaluation) everything.
+    """Returns the figures for a line: the console's columns when there are any, otherwise (an evaluation) everything.
 
-    A name that ends in `/*` stands for the first metric, by name, below it.
+    In COLUMNS, a name that ends in `/*` stands for the first metric, by name, below it.
     """
     shown: dict[str, float] = {}
     for column, names in COLUMNS.items():
@@ -184,8 +186,11 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
     return shown or {name: value for name, value in metrics.items() if not name.rpartition("/")[2].startswith("num_")}
 
 
-def line(row: Row, total_turns: int | None) -> str:
-    """One metrics line as plain text: `turn 12/440  generator  reward 0.512  loss -1.2e-03  12.3 s`; turns count from 1."""
+def line(row: MetricsRow, total_turns: int | None) -> str:
+    """Returns one metrics line as plain text: `turn 12/440  generator  reward 0.512  loss -1.2e-03  12.3 s`.
+
+    Turns count from 1.
+    """
     of = f"/{total_turns}" if total_turns is not None else ""
     values = "  ".join(f"{name} {_cell(value)}" for name, value in headline(row.metrics).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
@@ -196,7 +201,7 @@ def line(row: Row, total_turns: int | None) -> str:
 
 
 def _notes(scope: str, values: Mapping[str, float]) -> list[str]:
-    """One line per role: `eval generator  accuracy_sampled 0.512`, without counts; it fits in a terminal."""
+    """Returns one line for each role, such as `eval generator  accuracy_sampled 0.512`."""
     lines: dict[str, list[str]] = {}
     for name, value in values.items():
         role, _, figure = name.rpartition("/")
@@ -213,7 +218,7 @@ def _cell(value: float | None) -> str:
 
 
 class _Forward(logging.Handler):
-    """Warnings and errors of the package, as lines."""
+    """A log handler that shows the package's warnings and errors as lines of the console."""
 
     def __init__(self, console: RunConsole) -> None:
         super().__init__(logging.WARNING)

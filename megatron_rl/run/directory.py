@@ -1,63 +1,34 @@
-"""The run directory: what is in it, who may start in it, the rollouts and the summary written to it, and leaving on a signal."""
+"""The directory of a run: its places, who may start in it, its summary; and leaving a run on a signal."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
 from megatron_rl.run.metrics import FILE_NAME
 
-if TYPE_CHECKING:
-    from megatron_rl.types import Trajectory
-
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
 FREE_KEYS = (
-    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every", "run.hang_after_s",
-    "sinks", "job",
+    "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
+    "run.hang_after_s", "sinks", "job",
 )  # fmt: skip
 SWEEP = "sweep.json"  # in a sweep's directory: [{"run": name of its directory, "changes": {setting: value}}]
-_SCHEMA = pa.schema(
-    [
-        ("turn", pa.int64()),
-        ("role", pa.string()),
-        ("group", pa.string()),
-        ("question", pa.string()),
-        ("answer", pa.string()),
-        ("prompt", pa.string()),
-        ("text", pa.string()),
-        ("stop", pa.string()),
-        ("version", pa.int64()),
-        ("num_tokens", pa.int64()),
-        ("correct", pa.bool_()),
-        ("rewards", pa.map_(pa.string(), pa.float64())),
-        ("steps", pa.list_(pa.string())),
-        ("verdicts", pa.list_(pa.int8())),
-        ("step_rewards", pa.list_(pa.float64())),
-        ("step_advantages", pa.list_(pa.float64())),
-        ("advantage", pa.float64()),
-        ("review", pa.string()),
-    ]
-)
-Decode = Callable[[Sequence[Sequence[int]]], Sequence[str]]  # token sequences -> their texts
-_END = b"\0"  # no signal has number 0
+_END = b"\0"  # ends the thread that reads signals' numbers: no signal has number 0
 _log = logging.getLogger(__name__)
 
 
@@ -100,56 +71,32 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def has_begun(self) -> bool:
-        """Whether the run logged or saved anything."""
+        """Returns whether the run logged or saved anything."""
         return (self.metrics.exists() and self.metrics.stat().st_size > 0) or Checkpoints(
             self.checkpoints
         ).newest() is not None
 
     def read_summary(self) -> dict[str, Any]:
-        """The figures written so far; empty before the first."""
+        """Returns the figures written so far; none before the first."""
         return read_json(self.summary) if self.summary.exists() else {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge `values` into summary.json (mappings key by key, anything else replaced) and return the whole."""
+        """Merges `values` into summary.json, mappings key by key, and returns the whole."""
         merged = _merged(self.read_summary(), values)
         write_json(self.summary, merged)
         return merged
 
-    def write_rollouts(self, turn: int, role: str, trajectories: Sequence[Trajectory], decode: Decode) -> Path:
-        """Write rollouts/turn_000012_generator.parquet, whole or not at all.
-
-        Each row is one trajectory with its text as `decode` gives it. From its payload, where present: `question`, `answer`,
-        `correct` (bool), `verdicts` (per step: true or positive for correct, false or not positive for wrong, None for unreadable)
-        and `review` (the verifier's text). `advantage` is that of the first trainable token, `step_advantages` those of each
-        step's last token; both are empty before credit is assigned.
-        """
-        texts = iter(decode([part for t in trajectories for part in _parts(t)]))
-        rows = [_rollout_row(turn, role, t, [next(texts) for _ in _parts(t)]) for t in trajectories]
-        self.rollouts.mkdir(parents=True, exist_ok=True)
-        path = self.rollouts / f"turn_{turn:06d}_{role}.parquet"
-        temporary = path.with_name(f".{path.name}.tmp")
-        pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), temporary, compression="zstd")
-        os.replace(temporary, path)
-        return path
-
-    def drop_rollouts(self, turn: int) -> int:
-        """Remove the rollouts of `turn` and later (resume plays them again); returns the number of files."""
-        late = [path for path in rollout_files(self.path) if rollout_turn(path) >= turn]
-        for path in late:
-            path.unlink()
-        return len(late)
-
 
 def open_run(run: Run, config_text: str) -> RunDirectory:
-    """Make or re-enter run.dir/run.name for the resolved config. Driver only, before anything else touches the directory.
+    """Makes or re-enters run.dir/run.name for the resolved config. The driver calls it before it touches the directory.
 
     `run.resume`:
-      auto   start in an empty directory; continue in one that holds the same config (from its newest complete checkpoint, or
-             from the beginning when it has none)
-      never  start in an empty directory only
-      must   continue, also under a changed config; there has to be a complete checkpoint. The old config is kept as
+      auto   starts in an empty directory; continues in one that holds the same config (from its newest complete
+             checkpoint, or from the beginning when it has none)
+      never  starts in an empty directory only
+      must   continues, also under a changed config; there has to be a complete checkpoint. The old config is kept as
              config.1.yaml, config.2.yaml, ...
-    A few keys (FREE_KEYS) never count as a change. Raises RunError otherwise, naming the keys that differ and the cure.
+    Some settings (FREE_KEYS) never count as a change. Raises RunError otherwise; it names the settings that differ.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
     old_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else None
@@ -160,7 +107,8 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
             )
     elif run.resume == "never" and (old_text is not None or directory.metrics.exists()):
         raise RunError(
-            f"run.resume=never, but {directory.path} holds a run: give another run.name, or continue it with run.resume=auto"
+            f"run.resume=never, but {directory.path} holds a run: "
+            "give another run.name, or continue it with run.resume=auto"
         )
     elif old_text is None and directory.metrics.exists():
         raise RunError(f"{directory.path} has metrics of a run but no config.yaml: give another run.name")
@@ -185,8 +133,11 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Holds the run directory for this process, until it ends in whatever way. Raises RunError when another one has it: two trainers would
-    write the same files and bring the same engines to different weights."""
+    """Holds the run directory for this process, until it ends in whatever way.
+
+    Raises RunError when another process has it: two trainers would write the same files and bring the same engines to
+    different weights.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("a+") as file:
         try:
@@ -203,7 +154,7 @@ def only_one(directory: Path) -> Iterator[None]:
 
 
 def config_changes(old_text: str, new_text: str) -> list[str]:
-    """`key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
+    """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
     old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
     absent = "(not set)"
     return [
@@ -214,32 +165,14 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
     ]
 
 
-def rollout_files(run_dir: Path) -> list[Path]:
-    """The rollout files of a run, by turn."""
-    return sorted((Path(run_dir) / "rollouts").glob("turn_*.parquet"))
-
-
-def rollout_turn(path: Path) -> int:
-    return int(path.stem.split("_")[1])
-
-
-def rollout_role(path: Path) -> str:
-    return path.stem.split("_", 2)[2]
-
-
-def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """The rows of one rollout file; `rewards` as a dict."""
-    rows = pq.read_table(path).to_pylist()
-    return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows]
-
-
 class Interrupts:
-    """`with Interrupts() as stop: ... if stop.requested: save and leave`. Main thread only; handlers are restored at the end.
+    """A block in which signals ask to leave: `with Interrupts() as stop: ... if stop.requested: save and leave`.
 
-    The first SIGINT, SIGTERM or SIGUSR1 (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with
-    status 130, if it comes more than SAME_PRESS_S after the first (a terminal and a launcher may both deliver one Ctrl-C); also while
-    the main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that the
-    interpreter writes to.
+    It is for the main thread; the handlers from before are back at the end. The first SIGINT, SIGTERM or SIGUSR1
+    (Slurm's early warning) sets `requested`. A second SIGINT ends the process at once with status 130, if it comes more
+    than SAME_PRESS_S after the first: a terminal and a launcher may both deliver one Ctrl-C. That works also while the
+    main thread waits inside a collective, where Python runs no handlers: a thread reads the signals from a pipe that
+    the interpreter writes to.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -276,7 +209,7 @@ class Interrupts:
         signal.set_wakeup_fd(self._old_wakeup)
 
     def _forget(self) -> None:
-        """In a forked child: its signals are its own, and must not be counted as ours."""
+        """Restores the handlers in a forked child, whose signals are its own and must not count as the parent's."""
         if self._active:
             self._restore()
 
@@ -295,54 +228,6 @@ class Interrupts:
                 first = now if first is None else first
                 if now - first > self.SAME_PRESS_S:
                     os._exit(130)
-
-
-def _parts(trajectory: Trajectory) -> list[list[int]]:
-    """The tokens of its prompt, its response and each of its steps."""
-    start = trajectory.prompt_length
-    return [
-        trajectory.tokens[:start],
-        trajectory.tokens[start:],
-        *(trajectory.tokens[first:end] for first, end in trajectory.steps),
-    ]
-
-
-def _rollout_row(turn: int, role: str, trajectory: Trajectory, texts: Sequence[str]) -> dict[str, Any]:
-    """`texts` of _parts."""
-    t, payload = trajectory, trajectory.payload
-    verdicts = payload.get("verdicts")
-    correct = payload.get("correct")
-    return {
-        "turn": turn,
-        "role": role,
-        "group": t.group,
-        "question": _text(payload.get("question")),
-        "answer": _text(payload.get("answer")),
-        "prompt": texts[0],
-        "text": texts[1],
-        "stop": t.stop.value,
-        "version": t.version,
-        "num_tokens": len(t.response),
-        "correct": None if correct is None else bool(correct),
-        "rewards": [(name, float(value)) for name, value in t.rewards.items()],
-        "steps": texts[2:],
-        "verdicts": None if verdicts is None else [None if v is None else 1 if v > 0 else -1 for v in verdicts],
-        "step_rewards": [float(reward) for reward in t.step_rewards],
-        "step_advantages": [_last_advantage(t, first, end) or 0.0 for first, end in t.steps] if t.advantages else [],
-        "advantage": float(t.advantages[t.trainable.index(True)]) if t.advantages and True in t.trainable else None,
-        "review": _text(payload.get("review")),
-    }
-
-
-def _last_advantage(t: Trajectory, first: int, end: int) -> float | None:
-    """Of the last trained token in [first, end)."""
-    return next((float(t.advantages[i]) for i in range(end - 1, first - 1, -1) if t.trainable[i]), None)
-
-
-def _text(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, default=str)
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What a run measures: metrics.jsonl, which can be reproduced bit for bit but for its times, and the optional sinks beside it."""
+"""Records what a run measures: in metrics.jsonl and in optional further sinks.
+
+Everything in metrics.jsonl but the times is reproducible bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +19,43 @@ from typing import Any, Protocol
 
 from megatron_rl.config.schema import Sinks
 
-SECONDS = "seconds/"  # metrics under this prefix are times, held apart
+SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 FILE_NAME = "metrics.jsonl"
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MetricsRow:
     """One line of metrics.jsonl."""
 
-    turn: int  # updates of any role since the start of the run
-    step: int  # loop steps (SFT: optimizer steps)
-    scope: str  # a role, "eval", "sft", ...
+    turn: int  # number of the turn, over all roles, from 0 (SFT: optimizer steps)
+    step: int  # steps of the recipe (SFT: optimizer steps)
+    scope: str  # origin of the figures: a role, "eval", "sft", ...
     time: Mapping[str, float]  # seconds by phase
     metrics: Mapping[str, float]
 
 
 class Sink(Protocol):
-    """One more place that receives every line. `open` is called before the first `log`; any of the three may raise."""
+    """A further place that receives every line.
+
+    `open` is called before the first `log`. Each of the three may raise.
+    """
 
     name: str
 
     def open(self) -> None: ...
 
-    def log(self, row: Row) -> None: ...
+    def log(self, row: MetricsRow) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Tracker:
-    """Writes metrics.jsonl and feeds the sinks. Lives on the driver rank alone.
+    """The writer of metrics.jsonl, which also feeds the sinks. It exists on the driver rank alone.
 
-    `failures` counts the lines each sink lost; the first loss of each sink is logged as a warning, and none stops the run.
-    Everything that belongs to a turn is logged before that turn's checkpoint is committed: every line is on disk when `log` returns.
+    `failures` counts the lines that each sink lost. The first loss of each sink is logged as a warning, and none stops
+    the run. Every line is on disk when `log` returns. All that belongs to a turn is logged before that turn's
+    checkpoint is committed.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
@@ -57,13 +64,16 @@ class Tracker:
         self._sinks = list(sinks)
         self._opened: set[str] = set()
         self._broken: set[str] = set()  # sinks that could not be opened
-        self._warned: set[str] = set()  # metrics that were not finite
+        self._warned: set[str] = set()  # metrics of which a warning said that they were not finite
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
-        """Append one line. Keys that start with `seconds/` become its times. Raises TypeError for a value that is no number."""
+        """Appends one line. Keys that start with `seconds/` become its times.
+
+        Raises TypeError for a value that is no number.
+        """
         values = {name: _number(name, value) for name, value in sorted(metrics.items())}
-        row = Row(
+        row = MetricsRow(
             turn=turn,
             step=step,
             scope=scope,
@@ -79,7 +89,10 @@ class Tracker:
             self._send(sink, row)
 
     def truncate(self, turn: int) -> int:
-        """Drop the lines of `turn` and later ones, and a half-written last line; returns how many went. For resuming at `turn`."""
+        """Drops the lines of `turn` and later ones, and a half-written last line, to resume at `turn`.
+
+        Returns how many lines it dropped.
+        """
         if not self.path.exists():
             return 0
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -94,6 +107,7 @@ class Tracker:
         return len(lines) - len(kept)
 
     def close(self) -> None:
+        """Closes the sinks that were opened."""
         for sink in self._sinks:
             if sink.name in self._opened:
                 self._guarded(sink, sink.close)
@@ -105,7 +119,7 @@ class Tracker:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _send(self, sink: Sink, row: Row) -> None:
+    def _send(self, sink: Sink, row: MetricsRow) -> None:
         if sink.name in self._broken:
             self.failures[sink.name] += 1
             return
@@ -117,7 +131,10 @@ class Tracker:
         self._guarded(sink, lambda: sink.log(row))
 
     def _guarded(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """The named border to metric sinks: whatever a sink raises is counted and told once."""
+        """Calls a sink and returns whether it worked.
+
+        This is the border to sinks: all that they raise is counted, told once.
+        """
         try:
             call()
         except Exception as error:
@@ -129,7 +146,7 @@ class Tracker:
             return False
         return True
 
-    def _warn_not_finite(self, row: Row) -> None:
+    def _warn_not_finite(self, row: MetricsRow) -> None:
         for name, value in (*row.metrics.items(), *row.time.items()):
             if not math.isfinite(value) and f"{row.scope}/{name}" not in self._warned:
                 self._warned.add(f"{row.scope}/{name}")
@@ -137,10 +154,13 @@ class Tracker:
 
 
 class Stopwatch:
-    """Wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest and repeat; repeats add up."""
+    """A stopwatch of wall-clock seconds by name: `with watch("rollout"): ...`. Names may nest; repeats add up."""
 
     def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
-        """`beat` is to be called whenever something moves; the watch does so when a measured part ends."""
+        """Takes `beat`, a function to call whenever the run makes progress.
+
+        The watch calls it when a measured part ends.
+        """
         self.beat = beat
         self._seconds: dict[str, float] = {}
 
@@ -153,18 +173,22 @@ class Stopwatch:
             self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
+        """Adds seconds to a name."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         self.beat()
 
     def take(self) -> dict[str, float]:
-        """What has been measured since the last call, as {"seconds/rollout": ...}, and start again from zero."""
+        """Returns the seconds since the last call, as {"seconds/rollout": ...}, and starts again from zero."""
         taken = {f"{SECONDS}{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return taken
 
 
 class TensorBoard:
-    """Scalars `scope/metric` over turns. `first_turn` hides what an interrupted run wrote beyond its checkpoint."""
+    """A sink that writes scalars `scope/metric` over turns as TensorBoard files.
+
+    `first_turn` hides what an interrupted run wrote beyond its checkpoint.
+    """
 
     name = "tensorboard"
 
@@ -177,7 +201,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(self._directory), purge_step=self._first_turn)
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         for name, value in _flat(row).items():
             self._writer.add_scalar(name, value, row.turn)
         self._writer.flush()
@@ -187,7 +211,10 @@ class TensorBoard:
 
 
 class WandB:
-    """The same scalars in Weights & Biases, over their own `turn` axis, so that a resumed run may go back in turns."""
+    """A sink that sends the same scalars to Weights & Biases.
+
+    They have a `turn` axis of their own, so that a resumed run may go back in turns.
+    """
 
     name = "wandb"
 
@@ -200,7 +227,7 @@ class WandB:
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
-        kept = self._directory / "wandb_id"  # one run there, over all restarts
+        kept = self._directory / "wandb_id"  # the id keeps all restarts in one W&B run
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:12])
         self._run = wandb.init(
@@ -213,7 +240,7 @@ class WandB:
         self._run.define_metric("turn")
         self._run.define_metric("*", step_metric="turn")
 
-    def log(self, row: Row) -> None:
+    def log(self, row: MetricsRow) -> None:
         self._run.log({**_flat(row), "turn": row.turn, "step": row.step})
 
     def close(self) -> None:
@@ -221,7 +248,10 @@ class WandB:
 
 
 def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int = 0) -> list[Sink]:
-    """The sinks that the config asks for, with their files under `logs`. `first_turn`: where a resumed run goes on."""
+    """Returns the sinks that the config asks for, with their files under `logs`.
+
+    `first_turn`: the turn at which a resumed run goes on.
+    """
     chosen: list[Sink] = []
     if sinks.tensorboard:
         chosen.append(TensorBoard(logs / "tensorboard", first_turn=first_turn))
@@ -230,10 +260,10 @@ def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int
     return chosen
 
 
-def read_metrics(run_dir: Path) -> list[Row]:
-    """Every whole line of RUN/metrics.jsonl in order; none when there is no such file. A half-written last line is left out.
+def read_metrics(run_dir: Path) -> list[MetricsRow]:
+    """Reads every whole line of RUN/metrics.jsonl in order; none when there is no such file.
 
-    Raises ValueError for a damaged line before the last.
+    A half-written last line is left out. Raises ValueError for a damaged line before the last.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.exists():
@@ -253,8 +283,11 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"metric {name!r} is {value!r}: log a number") from error
 
 
-def _encode(row: Row) -> bytes:
-    """Floats as repr writes them (shortest text that reads back to the same bits); NaN and infinities, which JSON has not, as strings."""
+def _encode(row: MetricsRow) -> bytes:
+    """Returns a row as JSON. Floats are written as the shortest text that reads back to the same bits.
+
+    NaN and infinities, which JSON does not have, become strings.
+    """
     line = {
         "turn": row.turn,
         "step": row.step,
@@ -269,13 +302,13 @@ def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else repr(value)
 
 
-def _decode(line: bytes) -> Row | None:
-    """None for a line that is not whole."""
+def _decode(line: bytes) -> MetricsRow | None:
+    """Returns the row of a line; None for a line that is not whole."""
     if not line.endswith(b"\n"):
         return None
     try:
         raw = json.loads(line)
-        return Row(
+        return MetricsRow(
             turn=raw["turn"],
             step=raw["step"],
             scope=raw["scope"],
@@ -286,6 +319,6 @@ def _decode(line: bytes) -> Row | None:
         return None
 
 
-def _flat(row: Row) -> dict[str, float]:
+def _flat(row: MetricsRow) -> dict[str, float]:
     times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
     return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times}

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a run: what it gained, its curves, where its time went, and what the models wrote."""
+"""Writes one self-contained HTML page about a run: its gains, its curves, its times, and what the models wrote."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import Any
 import yaml
 
 from megatron_rl.run import report_figures as figures
-from megatron_rl.run.directory import RunDirectory, read_rollouts, rollout_files, rollout_role
-from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metrics import MetricsRow, read_metrics
+from megatron_rl.training.store import read_rows, readable_files
 
+# Settings that the head of the page shows, as patterns of their names.
 FACTS = (
     r"recipe\.target",
     r"(roles\.\w+\.)?model\.(path|init)",
@@ -30,32 +32,32 @@ FACTS = (
     r"launch\.nproc",
     r"recipe\.args\.\w+",
 )
-MAX_SAMPLES = 2  # rollouts shown per role, time and outcome
-MAX_CHARACTERS = 20000  # of one shown text
-WINDOW = 0.2  # share of the turns that "first" and "last" mean
-MAX_FILES = 5  # rollout files read at each end per role
+MAX_SAMPLES = 2  # rollouts shown for each role, end of the run and outcome
+MAX_CHARACTERS = 20000  # longer texts are cut
+WINDOW = 0.2  # the first turns are this share of all, and so are the last turns
+MAX_FILES = 5  # most rollout files read for each role and end of the run
 _MARKS = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect"), None: ("unread", "no verdict")}
 
 
 @dataclass(slots=True)
 class _Rollouts:
-    """The rollouts of one role at both ends of a run; `late` is empty when there is one turn."""
+    """The rollouts of one role from both ends of a run. `late` is empty when there is only one turn."""
 
     early: list[dict[str, Any]] = field(default_factory=list)
     late: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Draw RUN/report.html from what the run directory holds so far and return its path. Touches no network.
+    """Writes RUN/report.html from what the run directory holds so far and returns its path. Uses no network.
 
-    Any part that was not logged (rollouts, a verifier, evaluations) is left out. Raises FileNotFoundError for a directory with
-    neither metrics nor a config.
+    Any part that was not logged (rollouts, a verifier, evaluations) is left out. Raises FileNotFoundError for a
+    directory with neither metrics nor a config.
     """
     rows = _rows(run_dir)
     directory = RunDirectory(Path(run_dir))
     summary = directory.read_summary()
     config_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
-    rollouts = _read_ends(directory.path)
+    rollouts = _read_ends(directory.rollouts)
     title = directory.path.resolve().name
     sections = [
         ("Before and after", _gains(summary, rows)),
@@ -75,7 +77,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, head: str = "") -> str:
-    """(heading, HTML) -> a page that loads nothing from anywhere; empty sections are left out."""
+    """Returns an HTML page of (heading, HTML) sections, which loads nothing else. Empty sections are left out."""
     shown = [(heading, body) for heading, body in sections if body]
     links = "".join(f'<a href="#{_anchor(heading)}">{escape(heading)}</a>' for heading, _ in shown)
     body = "\n".join(
@@ -83,20 +85,24 @@ def page(title: str, subtitle: str, sections: Sequence[tuple[str, str]], *, head
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>\n<style>{_CSS}</style>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_CSS}</style>\n"
         f"</head>\n<body>\n<header><h1>{escape(title)}</h1>\n<p>{subtitle}</p>\n{head}\n<nav>{links}</nav>\n</header>\n"
         f"<main>\n{body or '<p>Nothing has been logged yet.</p>'}\n</main>\n</body>\n</html>\n"
     )
 
 
 def write_figure(run_dir: Path, png_path: Path) -> Path:
-    """Draw the main curves of a run as one PNG. Raises FileNotFoundError as `write_report` does."""
+    """Draws the main curves of a run as one PNG and returns its path.
+
+    Raises FileNotFoundError as `write_report` does.
+    """
     figures.draw_overview(_rows(run_dir), Path(run_dir).resolve().name, Path(png_path))
     return Path(png_path)
 
 
 def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Every figure that a summary gives as NAME_start and NAME_end: {NAME: (start, end)}."""
+    """Returns {NAME: (start, end)} for every figure that a summary gives as NAME_start and NAME_end."""
     flat = _flatten(summary)
     names = [
         key.removesuffix("_start")
@@ -111,16 +117,19 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     }
 
 
-def confusion(rows: Sequence[Row]) -> dict[str, float]:
-    """Sums of tp, fp, tn, fn over metrics lines; empty when none has them."""
+def confusion(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    """Returns the sums of tp, fp, tn, fn over metrics lines; empty when none has them."""
     cells = ("tp", "fp", "tn", "fn")
     having = [row.metrics for row in rows if all(f"confusion/{cell}" in row.metrics for cell in cells)]
     return {cell: sum(metrics[f"confusion/{cell}"] for metrics in having) for cell in cells} if having else {}
 
 
 def split_steps(text: str, steps: Sequence[str]) -> list[tuple[int | None, str]]:
-    """Cut `text` at its steps: (step number, its text) or (None, what stands between), in order; joined they give `text`
-    unless a step is not found in it (a tokenizer that decodes parts differently): that step is inserted where it was due."""
+    """Cuts `text` at its reasoning steps into (step number, its text) and (None, text between steps), in order.
+
+    Joined, the parts give `text`, unless a step is not found in it, as a tokenizer may decode parts differently. Such a
+    step is inserted where it was due.
+    """
     parts: list[tuple[int | None, str]] = []
     place = 0
     for number, step in enumerate(steps):
@@ -134,29 +143,27 @@ def split_steps(text: str, steps: Sequence[str]) -> list[tuple[int | None, str]]
     return parts
 
 
-def _rows(run_dir: Path) -> list[Row]:
+def _rows(run_dir: Path) -> list[MetricsRow]:
     directory = RunDirectory(Path(run_dir))
     if not directory.metrics.exists() and not directory.config.exists():
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
     return read_metrics(directory.path)
 
 
-def _read_ends(run_dir: Path) -> dict[str, _Rollouts]:
-    by_role: dict[str, list[Path]] = {}
-    for path in rollout_files(run_dir):
-        by_role.setdefault(rollout_role(path), []).append(path)
+def _read_ends(rollouts: Path) -> dict[str, _Rollouts]:
+    """Returns the rollouts of a run's first and last turns, by role."""
     ends = {}
-    for role, paths in sorted(by_role.items()):
+    for role, paths in sorted(readable_files(rollouts).items()):
         count = min(MAX_FILES, max(1, int(WINDOW * len(paths))))
         late = paths[-count:] if len(paths) > 1 else []
         ends[role] = _Rollouts(
-            early=[row for path in paths[:count] for row in read_rollouts(path)],
-            late=[row for path in reversed(late) for row in read_rollouts(path)],
+            early=[row for path in paths[:count] for row in read_rows(path, role)],
+            late=[row for path in reversed(late) for row in read_rows(path, role)],
         )
     return ends
 
 
-def _subtitle(rows: Sequence[Row]) -> str:
+def _subtitle(rows: Sequence[MetricsRow]) -> str:
     updates: dict[str, int] = {}
     for row in rows:
         if row.scope not in ("eval", "gate"):
@@ -175,7 +182,7 @@ def _facts(config_text: str) -> str:
     return f'<dl class="facts">{items}</dl>' if items else ""
 
 
-def _gains(summary: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def _gains(summary: Mapping[str, Any], rows: Sequence[MetricsRow]) -> str:
     gains = pairs(summary)
     if not gains:
         evaluations = [row.metrics for row in rows if row.scope == "eval"]
@@ -197,7 +204,7 @@ def _gains(summary: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return table(("", "before", "after", "change"), "".join(lines))
 
 
-def _confusions(rows: Sequence[Row]) -> str:
+def _confusions(rows: Sequence[MetricsRow]) -> str:
     blocks = []
     for scope in sorted({row.scope for row in rows}):
         having = [row for row in rows if row.scope == scope and "confusion/tp" in row.metrics]
@@ -230,10 +237,11 @@ def _confusion_table(title: str, cells: Mapping[str, float]) -> str:
         f'<tr><th scope="row">wrong</th>{cell("fp", negative)}{cell("tn", negative)}</tr>'
     )
     note = f"harmonic mean of the two class accuracies: {f1:.3f}"
-    return f'<figure class="confusion"><h3>{escape(title)}</h3>{table(("truth", "says right", "says wrong"), body)}<p>{note}</p></figure>'
+    cells_html = table(("truth", "says right", "says wrong"), body)
+    return f'<figure class="confusion"><h3>{escape(title)}</h3>{cells_html}<p>{note}</p></figure>'
 
 
-def _time(rows: Sequence[Row]) -> str:
+def _time(rows: Sequence[MetricsRow]) -> str:
     seconds: dict[str, dict[str, float]] = {}
     for row in rows:
         for phase, value in row.time.items():
@@ -243,7 +251,8 @@ def _time(rows: Sequence[Row]) -> str:
     if not total:
         return ""
     lines = "".join(
-        f'<tr><th scope="row">{escape(scope)}</th><th>{escape(phase)}</th><td>{value:,.1f}</td><td>{value / total:.1%}</td></tr>'
+        f'<tr><th scope="row">{escape(scope)}</th><th>{escape(phase)}</th>'
+        f"<td>{value:,.1f}</td><td>{value / total:.1%}</td></tr>"
         for scope, by_phase in seconds.items()
         for phase, value in sorted(by_phase.items(), key=lambda item: -item[1])
     )
@@ -251,7 +260,10 @@ def _time(rows: Sequence[Row]) -> str:
 
 
 def _refits(path: Path) -> str:
-    """A row per role: how many, and the median of their figures. A last line that was cut short is not read."""
+    """Returns a table with a row for each role: its number of refits and the medians of their figures.
+
+    A last line that was cut short is not read.
+    """
     by_role: dict[str, list[dict[str, Any]]] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         if line.endswith("}"):
@@ -301,7 +313,7 @@ def _samples(rollouts: Mapping[str, _Rollouts]) -> str:
         for when, rows in (("early", ends.early), ("late", ends.late)):
             for outcome in (True, False, None):
                 chosen = [row for row in rows if _is_right(row) is outcome]
-                several = sorted(chosen, key=lambda row: not row["steps"])[:MAX_SAMPLES]  # those with steps first
+                several = sorted(chosen, key=lambda row: not row["steps"])[:MAX_SAMPLES]  # rollouts with steps first
                 shown = when == "late" or not ends.late
                 blocks += [_sample(role, when, row, is_open=shown and place == 0) for place, row in enumerate(several)]
     return "\n".join(blocks)
@@ -337,7 +349,7 @@ def _sample(role: str, when: str, row: Mapping[str, Any], *, is_open: bool) -> s
 
 
 def _coloured(row: Mapping[str, Any]) -> str:
-    """The text with each step in the colour of its verdict, and its advantage behind it."""
+    """Returns the text as HTML, with each step in the colour of its verdict and its advantage behind it."""
     steps, verdicts, advantages = row["steps"] or [], row["verdicts"] or [], row["step_advantages"] or []
     matching = len(verdicts) == len(steps)
     parts = []
@@ -354,7 +366,7 @@ def _coloured(row: Mapping[str, Any]) -> str:
 
 
 def _is_right(row: Mapping[str, Any]) -> bool | None:
-    """The `correct` column; where it is empty, whether the reward named outcome (or the only one) is above one half."""
+    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above 0.5."""
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]
@@ -382,14 +394,14 @@ def _key_values(flat: Mapping[str, Any]) -> str:
 
 
 def table(head: Sequence[str], lines: str) -> str:
-    """`lines`: rows as HTML."""
+    """Returns an HTML table. `head`: names of the columns; `lines`: its rows as HTML."""
     cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     row = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
     return f'<div class="scroll"><table>{row}<tbody>{lines}</tbody></table></div>'
 
 
 def grid(blocks: Iterable[str]) -> str:
-    """Cards beside each other."""
+    """Returns HTML that shows the blocks as cards beside each other."""
     inner = "\n".join(f'<div class="card">{block}</div>' for block in blocks)
     return f'<div class="grid">{inner}</div>' if inner else ""
 
@@ -409,7 +421,7 @@ def _is_number(value: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """As text, with four digits."""
+    """Returns a value as text; floats get four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -426,35 +438,45 @@ def _anchor(heading: str) -> str:
 _CSS = """
 :root { color-scheme: light dark; --ink: #1d2329; --paper: #f6f7f8; --card: #ffffff; --line: #d9dde1; --dim: #67707a;
   --good: #2ca25f; --bad: #d64550; --accent: #2f7ed8; }
-@media (prefers-color-scheme: dark) { :root { --ink: #dde2e7; --paper: #14181c; --card: #1d2329; --line: #343c44; --dim: #98a2ac; } }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #dde2e7; --paper: #14181c; --card: #1d2329; --line: #343c44; --dim: #98a2ac; }
+}
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 header, main { max-width: 1280px; margin: 0 auto; padding: 1rem 1.25rem; }
-h1 { margin: .5rem 0 0; font-size: 1.7rem; } h2 { margin: 2rem 0 .75rem; font-size: 1.2rem; } h3 { margin: 0 0 .5rem; font-size: .95rem; }
+h1 { margin: .5rem 0 0; font-size: 1.7rem; } h2 { margin: 2rem 0 .75rem; font-size: 1.2rem; }
+h3 { margin: 0 0 .5rem; font-size: .95rem; }
 header p, .meta { color: var(--dim); margin: .25rem 0 .75rem; }
-nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin-top: 1rem; padding: .6rem 0; border-block: 1px solid var(--line); }
+nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; margin-top: 1rem; padding: .6rem 0;
+  border-block: 1px solid var(--line); }
 a { color: var(--accent); text-decoration: none; } a:hover { text-decoration: underline; }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .4rem 1.25rem; margin: 0; }
 .facts dt { color: var(--dim); font-size: .78rem; } .facts dd { margin: 0; overflow-wrap: anywhere; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 24rem), 1fr)); gap: 1rem; }
-.card, .sample, section > .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
+.card, .sample, section > .scroll { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: .75rem; }
 .card { min-width: 0; } .card svg { width: 100%; height: auto; display: block; }
 figure { margin: 0; } figure p { color: var(--dim); font-size: .85rem; margin: .5rem 0 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem 1.4rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); } tr:last-child > * { border-bottom: 0; }
+th, td { padding: .3rem 1.4rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); }
+tr:last-child > * { border-bottom: 0; }
 tbody th { text-align: left; font-weight: 500; } thead th { color: var(--dim); font-weight: 500; font-size: .85rem; }
 thead th:first-child { text-align: left; } td.up { color: var(--good); } td.down { color: var(--bad); }
-.confusion td { padding: .6rem .9rem; text-align: center; font-size: 1.1rem; } .confusion small { display: block; color: var(--dim); }
+.confusion td { padding: .6rem .9rem; text-align: center; font-size: 1.1rem; }
+.confusion small { display: block; color: var(--dim); }
 .confusion thead th { text-align: center; padding-left: .9rem; }
 .sample { margin-bottom: .6rem; } summary { cursor: pointer; overflow-wrap: anywhere; }
-pre, .text { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre, .text { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px solid var(--line); border-radius: 6px; }
 .step { border-radius: 4px; padding: 1px 3px; box-decoration-break: clone; -webkit-box-decoration-break: clone; }
 .step.right { background: color-mix(in srgb, var(--good) 20%, transparent); border-left: 3px solid var(--good); }
 .step.wrong { background: color-mix(in srgb, var(--bad) 20%, transparent); border-left: 3px solid var(--bad); }
 .step.unread { background: color-mix(in srgb, var(--dim) 15%, transparent); border-left: 3px solid var(--dim); }
 .badge { color: var(--dim); font-size: .72rem; margin-left: .6em; white-space: pre; }
-.tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff; background: var(--dim); }
+.tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff;
+  background: var(--dim); }
 .tag.right { background: var(--good); } .tag.wrong { background: var(--bad); }
 """

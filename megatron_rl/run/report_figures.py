@@ -1,4 +1,4 @@
-"""The drawings of the report: what metrics.jsonl and the rollouts hold, as SVG text that takes the page's colours, or one PNG."""
+"""Draws metrics and rollouts for the report, as SVG text that takes the page's colours, or as one PNG."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megatron_rl.run.metrics import Row
+from megatron_rl.run.metrics import MetricsRow
 
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
-INK = "#010203"  # stands for the page's text colour, and becomes `currentColor` in SVG
-LEADING = ("accuracy", "reward", "loss", "kl_ref", "entropy", "length", "engine_gap")  # drawn first, in this order
-MAX_BARS = 60
-FEW = 20  # points that are drawn as they are
+INK = "#010203"  # a mark for the page's text colour; it becomes `currentColor` in SVG
+LEADING = ("accuracy", "reward", "loss", "kl_ref", "entropy", "length", "engine_gap")  # metrics that are drawn first
+MAX_BARS = 60  # most bars in the chart of times by turn
+FEW = 20  # a line with fewer points is not smoothed
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megatron_rl",
@@ -47,17 +47,18 @@ Points = tuple[list[int], list[float]]  # x, y
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines over one axis, to be drawn together."""
+    """A chart: lines to be drawn together over one axis."""
 
     title: str
     lines: Mapping[str, Points]  # name -> points over turns
-    dots: bool = False  # few points that are measurements of their own (evaluations): no smoothing
+    dots: bool = False  # every point is a measurement of its own (an evaluation), so that nothing is smoothed
 
 
-def charts(rows: Sequence[Row]) -> list[Chart]:
-    """One chart per metric with a line per role, but the `a/b` families (reward/outcome, reward/format) together per role.
+def charts(rows: Sequence[MetricsRow]) -> list[Chart]:
+    """Returns one chart for each metric, with a line for each role.
 
-    Evaluations are not among them (see `evaluation_charts`), nor confusion counts, nor what is not finite or never changes from 0.
+    The families `a/b` (reward/outcome, reward/format) get one chart for each role. Evaluations (see
+    `evaluation_charts`), confusion counts, values that are not finite and metrics that are always 0 are left out.
     """
     families: dict[tuple[str, str], dict[str, Points]] = {}
     for row in rows:
@@ -77,10 +78,10 @@ def charts(rows: Sequence[Row]) -> list[Chart]:
     return [Chart(title=title, lines=drawn[family, title]) for family, title in keys]
 
 
-def evaluation_charts(rows: Sequence[Row]) -> list[Chart]:
-    """One chart per role with its held-out figures, over turns; a role's `accuracy_sampled` is logged as `role/accuracy_sampled`.
+def evaluation_charts(rows: Sequence[MetricsRow]) -> list[Chart]:
+    """Returns one chart for each role with its held-out figures over turns.
 
-    Counts (`role/num_problems`) are not drawn.
+    A role's `accuracy_sampled` is logged as `role/accuracy_sampled`. Counts (`role/num_problems`) are not drawn.
     """
     found: dict[str, dict[str, Points]] = {}
     for row in rows:
@@ -96,9 +97,9 @@ def evaluation_charts(rows: Sequence[Row]) -> list[Chart]:
 
 
 def draw_lines(axes: Axes, chart: Chart) -> None:
-    """Each line thin and pale as measured, and its running mean on top when there are enough points.
+    """Draws each line thin and pale as measured, with its running mean on top when there are enough points.
 
-    `NAME_greedy` is the dashed line in the colour of NAME or NAME_sampled.
+    `NAME_greedy` is a dashed line in the colour of NAME or NAME_sampled.
     """
     bases = list(dict.fromkeys(map(_base, chart.lines)))
     colors = dict(zip(bases, _colors(len(bases)), strict=True))
@@ -119,8 +120,11 @@ def draw_lines(axes: Axes, chart: Chart) -> None:
         axes.legend(loc="best")
 
 
-def draw_time(axes: Axes, rows: Sequence[Row]) -> None:
-    """Stacked bars: seconds per turn by phase; neighbouring turns share a bar (their mean) when there are more than `MAX_BARS`."""
+def draw_time(axes: Axes, rows: Sequence[MetricsRow]) -> None:
+    """Draws the seconds of each turn by phase, as stacked bars.
+
+    When there are more than `MAX_BARS` turns, neighbouring ones share a bar, which shows their mean.
+    """
     turns = sorted({row.turn for row in rows if row.time})
     phases = sorted({phase for row in rows for phase in row.time})
     if not turns:
@@ -143,7 +147,7 @@ def draw_time(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def draw_time_by_role(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) -> None:
-    """One horizontal bar per role, cut by phase. `seconds[role][phase]`."""
+    """Draws one horizontal bar for each role, divided by phase. `seconds[role][phase]`."""
     phases = sorted({phase for by_phase in seconds.values() for phase in by_phase})
     roles = list(seconds)
     left = [0.0] * len(roles)
@@ -158,7 +162,7 @@ def draw_time_by_role(axes: Axes, seconds: Mapping[str, Mapping[str, float]]) ->
 
 
 def draw_histograms(axes: Axes, title: str, early: Sequence[float], late: Sequence[float]) -> None:
-    """Two distributions over the same bins, each as shares of its own rollouts."""
+    """Draws two distributions over the same bins, each as shares of its own rollouts."""
     values = [*early, *late]
     low, high = min(values), max(values)
     if low == high:
@@ -182,7 +186,7 @@ def draw_histograms(axes: Axes, title: str, early: Sequence[float], late: Sequen
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element for an HTML page: text stays text, ink follows the page's colour."""
+    """Returns the figure as an `<svg>` element for an HTML page. Text stays text and takes the page's colour."""
     buffer = io.StringIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(
@@ -193,13 +197,15 @@ def svg(figure: Figure) -> str:
 
 
 def line_svg(chart: Chart) -> str:
+    """Returns a chart as SVG."""
     figure, axes = _figure(4.6, 2.5)
     with matplotlib.rc_context(_STYLE):
         draw_lines(axes, chart)
     return svg(figure)
 
 
-def time_svgs(rows: Sequence[Row], seconds: Mapping[str, Mapping[str, float]]) -> list[str]:
+def time_svgs(rows: Sequence[MetricsRow], seconds: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Returns two SVGs of measured times: by role, and by turn."""
     by_role, role_axes = _figure(5.2, 0.9 + 0.45 * len(seconds))
     by_turn, turn_axes = _figure(5.2, 2.5)
     with matplotlib.rc_context(_STYLE):
@@ -209,14 +215,15 @@ def time_svgs(rows: Sequence[Row], seconds: Mapping[str, Mapping[str, float]]) -
 
 
 def histogram_svg(title: str, early: Sequence[float], late: Sequence[float]) -> str:
+    """Returns the distributions in the first and the last turns as SVG."""
     figure, axes = _figure(4.6, 2.3)
     with matplotlib.rc_context(_STYLE):
         draw_histograms(axes, title, early, late)
     return svg(figure)
 
 
-def draw_overview(rows: Sequence[Row], title: str, path: Path) -> None:
-    """The main curves on one white sheet: held-out figures first, then up to six training curves, then the time split."""
+def draw_overview(rows: Sequence[MetricsRow], title: str, path: Path) -> None:
+    """Draws the main curves on one white sheet: held-out figures, training curves (at most eight), and the times."""
     style = {**_STYLE, **{key: "#222222" for key, value in _STYLE.items() if value == INK}}
     chosen = evaluation_charts(rows)[:3]
     chosen += [chart for chart in charts(rows) if chart not in chosen][: 8 - len(chosen)]
@@ -234,7 +241,10 @@ def draw_overview(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a centred window of about a tenth of the line, narrower toward its ends, so that nothing is shifted."""
+    """Returns running means over a centred window of about a tenth of the line.
+
+    The window is narrower toward the ends, so that nothing is shifted.
+    """
     half = max(1, len(values) // 20)
     means = []
     for i in range(len(values)):

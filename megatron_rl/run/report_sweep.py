@@ -1,4 +1,4 @@
-"""One HTML page about a sweep: what each of its runs came to, the mean over seeds, and the curves of all of them together."""
+"""Writes one HTML page about a sweep: the last figures of each run, means over seeds, and the curves of all runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from megatron_rl.run import report_figures as figures
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import SWEEP, RunDirectory
-from megatron_rl.run.metrics import Row, read_metrics
+from megatron_rl.run.metrics import MetricsRow, read_metrics
 from megatron_rl.run.report import grid, page, show, table
 
-SEED = "run.seed"
+SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_CHARTS = 24
 
 
@@ -24,17 +24,18 @@ MAX_CHARTS = 24
 class Point:
     """One run of a sweep."""
 
-    run: str
-    changes: Mapping[str, Any]
-    rows: Sequence[Row]
+    run: str  # name of the run's directory inside the sweep's
+    changes: Mapping[str, Any]  # its settings that differ from the sweep's config
+    rows: Sequence[MetricsRow]
     finished: bool
 
     @property
     def label(self) -> str:
+        """Returns the run's changed settings as a short text."""
         return ", ".join(f"{name.rpartition('.')[2]}={show(value)}" for name, value in self.changes.items()) or self.run
 
     def ends(self) -> dict[str, float]:
-        """The last finite value of every evaluated figure, or of the training's where nothing was evaluated."""
+        """Returns the last finite value of every evaluated figure; of training metrics if nothing was evaluated."""
         evaluated = any(row.scope == "eval" for row in self.rows)
         found: dict[str, float] = {}
         for row in self.rows:
@@ -47,7 +48,7 @@ class Point:
 
 
 def read_points(directory: Path) -> list[Point]:
-    """In the order of the sweep file. A run that has not begun has no rows."""
+    """Reads the runs of a sweep, in the order of the sweep file. A run that has not begun has no rows."""
     out = []
     for entry in read_json(directory / SWEEP):
         own = directory / entry["run"]
@@ -57,7 +58,7 @@ def read_points(directory: Path) -> list[Point]:
 
 
 def write_sweep_report(directory: Path) -> Path:
-    """Draws DIRECTORY/report.html and returns its path. Raises FileNotFoundError where there is no sweep.json."""
+    """Writes DIRECTORY/report.html and returns its path. Raises FileNotFoundError where there is no sweep.json."""
     points = read_points(directory)
     sections = [
         ("Runs", _runs(points)),
@@ -89,7 +90,7 @@ def _runs(points: Sequence[Point]) -> str:
 
 
 def _means(points: Sequence[Point]) -> str:
-    """Of runs that differ in their seed alone."""
+    """Returns a table of means over runs that differ in their seed alone; nothing when no run changes the seed."""
     if not any(SEED in point.changes for point in points):
         return ""
     groups: dict[str, list[Point]] = {}
@@ -108,7 +109,7 @@ def _means(points: Sequence[Point]) -> str:
 
 
 def _charts(points: Sequence[Point]) -> list[figures.Chart]:
-    """One for each figure, with a line for each run."""
+    """Returns one chart for each figure, with a line for each run."""
     found: dict[str, dict[str, figures.Points]] = {}
     for point in points:
         for row in point.rows:

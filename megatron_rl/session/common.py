@@ -29,8 +29,8 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.data.problems import Problem, read_problems
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.run.checkpoint import STATE, Checkpoints, read_json, write_json
 from megatron_rl.run.console import RunConsole
@@ -179,7 +179,6 @@ def _opened(
                 yield driver
                 return
             tracker.truncate(done)
-            directory.drop_rollouts(done)
             if newest is not None:
                 console.message(f"going on from {driver.resumed} ({done} turns done)")
             yield driver
@@ -272,7 +271,8 @@ def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> l
         if kept.exists():
             return read_json(kept)
         sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
-        drawn = spread.generate([tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]], sampling)
+        asked = [tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]]
+        drawn = complete(spread, asked, sampling)
         rows = [
             [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), len(c.tokens), c.stop.finished) for c in group]
             for group in drawn

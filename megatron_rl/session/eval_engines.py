@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config.schema import Embedded, EvalConfig, Model
 from megatron_rl.engines.base import Engine
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.evaluation.text_scores import DRIFT, LEGIBILITY
 from megatron_rl.text import load_tokenizer

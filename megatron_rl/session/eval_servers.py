@@ -10,8 +10,9 @@ from typing import Any
 
 from megatron_rl.cluster.address import own_address
 from megatron_rl.config.schema import ConfigError, EvalConfig, Model, Servers
-from megatron_rl.engines.direct import DirectEngine
 from megatron_rl.engines.launch import ServerProcess, free_port, interpreter, make_token
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
 from megatron_rl.session.launch import run_directory
@@ -25,8 +26,11 @@ CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that 
 def start(
     config: EvalConfig, settings: Servers, models: Sequence[Model], tokenizers: Mapping[Model, Any], stack: contextlib.ExitStack,
     environment: Mapping[str, str],
-) -> dict[Model, DirectEngine]:  # fmt: skip
-    """On the driver. Servers that are started here end with `stack`. Raises ConfigError, and StartError for a server that does not come."""
+) -> dict[Model, ServerEngine]:  # fmt: skip
+    """Returns the engines of an evaluation's models, on the driver. Servers that are started here end with `stack`.
+
+    Raises ConfigError, and StartError for a server that does not come.
+    """
     settings = replace(settings, host=own_address(settings.host))
     directory = run_directory(config).resolve() / ENGINES
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
@@ -48,13 +52,14 @@ def start(
             starter = _Starter(settings, directory, environment, stack)
             places = range(number * settings.replicas, (number + 1) * settings.replicas)
             servers = [starter.start(names[model], place, client, local, model.dtype) for place in places]
-        engines[model] = DirectEngine(servers, settings)
+        limits = replace(Limits.of(settings), servers=len(servers))
+        engines[model] = given(names[model], servers, limits)
         stack.callback(engines[model].close)
     return engines
 
 
 def _names(config: EvalConfig) -> dict[Model, str]:
-    """As engine.urls has them: the settings that name the models; of a model with two parts the first."""
+    """Returns the names that engine.urls has for the models: those of their settings; the first of a model with two parts."""
     judging = None if config.verifier is None else config.verifier.model
     parts = {"model": config.model, "junior": config.junior, "verifier": judging}
     return {model: name for name, model in reversed(parts.items()) if model is not None}

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_rl.cluster.address import address_among_ranks
-from megatron_rl.cluster.job import Job, job_from
+from megatron_rl.cluster.job import SlurmJob, job_from
 
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
 
@@ -29,7 +29,7 @@ class Place:
     local_rank: int
     address: str  # of rank 0; of this host where `port` is None
     port: int | None  # None: rank 0 takes a free one, and writes it to a file that all see
-    job: Job | None = None
+    job: SlurmJob | None = None
 
     @property
     def session(self) -> str:

@@ -1,4 +1,4 @@
-"""The parts of a reinforcement-learning run as its config describes them: what `train` and `drift` are put together from."""
+"""Builds the parts of a reinforcement-learning run from its config: readers, policies, the table, trainees."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import RoleConfig, TrainConfig
 from megatron_rl.data.problems import PromptReader, read_problems
-from megatron_rl.engines.base import Engine, Tandem
+from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import Driver, sampling_of
-from megatron_rl.training import loop
 from megatron_rl.training.rollouts import tokenize
-from megatron_rl.training.turns import Grade, Players, Recipe
+from megatron_rl.training.turns import Grade, Recipe, Table
+from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
 
 
@@ -24,11 +24,11 @@ def prompts(
     config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]
 ) -> tuple[dict[str, PromptReader], list[Prompt]]:
     """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out prompts."""
-    role = recipe.prompt_role
+    role = next(iter(recipe.roles()))
     limit = config.roles[role].max_prompt_tokens
 
     def encode(values: Mapping[str, Any]) -> list[int]:
-        return tokenize(tokenizers[role], recipe.generator_prompt(values))
+        return tokenize(tokenizers[role], recipe.prompt(values))
 
     def reader(source: Any) -> PromptReader:
         return PromptReader(
@@ -37,37 +37,57 @@ def prompts(
 
     held_out: list[Prompt] = []
     if config.evaluation.prompts is not None and not config.debug.replay:  # a replay has no engine to evaluate with
-        held = config.evaluation.prompts
-        held_out = reader(held).once(config.evaluation.num_prompts)
+        held_out = reader(config.evaluation.prompts).once(config.evaluation.num_prompts)
     common = reader(config.data)
     own = {name: reader(settings.data) for name, settings in config.roles.items() if settings.data is not None}
     return {name: own.get(name, common) for name in config.roles}, held_out
 
 
 def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
-    """Every role's model, those that sleep asleep. Collective."""
+    """The model of every role that has a policy of its own; those that sleep are asleep. Collective."""
+    trained = trained_policies(config, recipe)
     out = {}
     for name, role in config.roles.items():
+        if not role.has_policy:
+            continue
         groups = parallel.create(role.layout, seed=config.run.seed)
         out[name] = MegatronPolicy(
-            role, groups, trainable=name in recipe.trained, seed=config.run.seed, deterministic=config.run.deterministic
+            role, groups, trainable=name in trained, seed=config.run.seed, deterministic=config.run.deterministic
         )
         if role.sleep:  # before the next role is built: both may not fit awake
             out[name].sleep()
     return out
 
 
-def players(
+def policy_of(config: TrainConfig, recipe: Recipe) -> dict[str, str]:
+    """The name of the policy that each trained role's rollouts train: its own, or that of the role it is the same as."""
+    return {name: config.roles[name].same_as or name for name, part in recipe.roles().items() if part.trained}
+
+
+def trained_policies(config: TrainConfig, recipe: Recipe) -> list[str]:
+    """The names of the policies that are updated, each once."""
+    return list(dict.fromkeys(policy_of(config, recipe).values()))
+
+
+def uncredited(config: TrainConfig, recipe: Recipe) -> frozenset[str]:
+    """The trained roles whose loss reads no advantages."""
+    found = policy_of(config, recipe).items()
+    return frozenset(role for role, name in found if not PolicyLoss(config.roles[name].loss).uses_advantages)
+
+
+def table(
     config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
-) -> Players:  # fmt: skip
-    return Players(
-        engines=engines,
+) -> Table:  # fmt: skip
+    """What the recipe plays with. Roles that share a policy share its engine."""
+    return Table(
+        engines={name: engines[role.same_as or name] for name, role in config.roles.items()} if engines else {},
         tokenizers=tokenizers,
         samplings={
             name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))
             for name, role in config.roles.items()
         },
         max_prompt_tokens={name: role.max_prompt_tokens for name, role in config.roles.items()},
+        partner_weights={n: r.tandem.junior_weight for n, r in config.roles.items() if r.tandem is not None},
         grade=grade,
         watch=driver.watch,
         seed=config.run.seed,
@@ -75,7 +95,7 @@ def players(
     )
 
 
-def tandem_of(role: RoleConfig) -> Tandem | None:
+def tandem_of(role: RoleConfig) -> TandemSampling | None:
     """The engine's terms for a role's tandem."""
     if role.tandem is None:
         return None
@@ -84,18 +104,18 @@ def tandem_of(role: RoleConfig) -> Tandem | None:
         for name, value in dataclasses.asdict(role.tandem).items()
         if name not in ("junior", "junior_weight")
     }
-    return Tandem(rule=Rule(**rule), junior_weight=role.tandem.junior_weight)
+    return TandemSampling(rule=Rule(**rule))
 
 
-def role(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> loop.Role:
+def trainee(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
+    """A policy with what it is trained with. Rollouts made ahead of training get importance weights against their engine."""
     settings = config.roles[name]
     late = config.rollouts.max_staleness > 0 and settings.loss.tis_cap is None
     loss = dataclasses.replace(settings.loss, tis_cap=config.rollouts.tis_cap) if late else settings.loss
-    return loop.Role(
+    return Trainee(
         policy=policy,
         loss=PolicyLoss(loss),
         refit=refit,
-        needs_reference=settings.loss.kl_coef > 0,
         samples_per_optimizer_step=settings.samples_per_optimizer_step,
         sleeps=settings.sleep,
     )

@@ -34,8 +34,8 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
         raise ConfigError(
             "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or sglang"
         )
-    if role not in config.roles:
-        raise ConfigError(f"--role {role}: the config has {', '.join(config.roles)}")
+    if role not in config.engine_roles:
+        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(config.engine_roles)}")
     if not 0 <= replica < settings.replicas:
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
@@ -154,10 +154,10 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
-    first = (list(config.roles).index(role) * settings.replicas + replica) * settings.tp
+    first = (config.engine_roles.index(role) * settings.replicas + replica) * settings.tp
     own = settings.gpus[first : first + settings.tp]
     if len(own) < settings.tp:
-        wanted = len(config.roles) * settings.replicas * settings.tp
+        wanted = len(config.engine_roles) * settings.replicas * settings.tp
         raise ConfigError(
             f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)"
         )

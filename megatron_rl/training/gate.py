@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Protocol
 
-from torch import Tensor
+import numpy as np
 
 from megatron_rl.config.schema import Gate
 from megatron_rl.engines.base import Sampling
 from megatron_rl.text import fill
 from megatron_rl.training.rollouts import sample, tokenize
-from megatron_rl.training.turns import Grade, Players, Recipe
-from megatron_rl.types import Batch, Prompt, Trajectory, pack
+from megatron_rl.training.turns import Grade, Recipe, Table
+from megatron_rl.training.update import Policy, Trainee, policy_logprobs
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
@@ -36,10 +36,6 @@ class GatePlan:
     prompts: Sequence[Prompt]
     wrong_answer: str = "-123456.789"
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
-
-
-class Scorer(Protocol):
-    def logprobs(self, batch: Batch) -> Tensor: ...
 
 
 def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str) -> dict[str, float]:
@@ -66,62 +62,82 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
 
 
 def check_logprobs(
-    world: World, players: Players, policies: Mapping[str, Scorer], *, texts: Sequence[str], limit: float
+    world: World, table: Table, trainees: Mapping[str, Trainee], *, texts: Sequence[str], limit: float
 ) -> dict[str, float]:  # fmt: skip
-    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per role. Collective; engines hold the policies' weights.
+    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy. Collective; engines hold the policies' weights.
 
-    Raises GateFailure on every rank for the first role whose gap is above `limit`.
+    Raises GateFailure for the first role whose gap is above `limit`, DriverError on the other ranks.
     """
     gaps = {}
-    for role, policy in policies.items():
-        batch = pack(world.from_driver(_short_probe, players, role, texts))
-        engine, trainer = both_logprobs(policy, batch)
-        gap = float((engine - trainer).abs().mean())
-        if not gap <= limit:
-            worst = int((engine - trainer).abs().argmax())
-            raise GateFailure(
-                f"{role}: the engine's log-probs differ from the trainer's by {gap:.4f} on average "
-                f"(engine {float(engine.mean()):.4f}, trainer {float(trainer.mean()):.4f}; "
-                f"worst token: engine {float(engine[worst]):.4f}, trainer {float(trainer[worst]):.4f}), "
-                f"more than gate.max_logprob_gap = {limit}: the weights, the temperature or the precision of the two differ"
-            )
-        gaps[f"gate/logprob_gap_{role}"] = gap
+    for role, trainee in trainees.items():
+        if trainee.refit is not None:  # else it has no engine: a replay
+            pair = engine_and_trainer(world, table, trainee.policy, role, texts)
+            gaps[f"gate/logprob_gap_{role}"] = world.from_driver(_judge_gap, role, pair, limit)
     return gaps
 
 
+def engine_and_trainer(
+    world: World, table: Table, policy: Policy, role: str, texts: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of short samples after `texts`, by the role's engine and by its policy. -> [N] float32 each, empty but on the driver."""
+    drawn: list[Rollout] = []
+    world.from_driver(lambda: drawn.extend(_short_probe(table, role, texts)))
+    return both_logprobs(world, policy, drawn)
+
+
+def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
+    """The engine's and the trainer's log-probs of the sampled tokens of `drawn`, which counts on the driver. Collective.
+    -> [number of sampled tokens] float32 each; empty on the other ranks."""
+    found = policy_logprobs(world, policy, list(drawn) if world.rank == 0 else None)
+    if found is None:
+        return np.empty(0, np.float32), np.empty(0, np.float32)
+    engine = np.concatenate([r.logprobs[r.trainable] for r in drawn])
+    return engine, np.concatenate([values[r.trainable] for r, values in zip(drawn, found, strict=True)])
+
+
 def check(
-    world: World, players: Players, recipe: Recipe, policies: Mapping[str, Scorer], plan: GatePlan
+    world: World, table: Table, recipe: Recipe, trainees: Mapping[str, Trainee], plan: GatePlan
 ) -> dict[str, float]:
-    """Both checks, of every policy given. Collective; raises GateFailure on rank 0 and that or DriverError on the others."""
+    """Both checks, of every policy given. Collective; raises GateFailure on rank 0 and DriverError on the others."""
     if not plan.settings.enabled:
         return {}
     chosen = world.broadcast(list(plan.prompts[: plan.settings.num_prompts]))
     if not chosen:
         raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
-    scores = world.from_driver(check_reward, players.grade, chosen, plan.wrong_answer, plan.answer_format)
-    texts = [recipe.generator_prompt(p.payload) for p in chosen]
-    return scores | check_logprobs(world, players, policies, texts=texts, limit=plan.settings.max_logprob_gap)
+    scores = world.from_driver(check_reward, table.grade, chosen, plan.wrong_answer, plan.answer_format)
+    texts = [recipe.prompt(p.payload) for p in chosen]
+    return scores | check_logprobs(world, table, trainees, texts=texts, limit=plan.settings.max_logprob_gap)
 
 
-def probe(players: Players, role: str, texts: Sequence[str], sampling: Sampling) -> list[Trajectory]:
+def probe(table: Table, role: str, texts: Sequence[str], sampling: Sampling) -> list[Rollout]:
     """Completions of `texts` by the role's engine, with advantages of 0. On the driver."""
-    limit = players.max_prompt_tokens[role]
-    prompts = [
-        Prompt(id=str(i), tokens=tokenize(players.tokenizers[role], text)[:limit]) for i, text in enumerate(texts)
-    ]
-    return [replace(t, advantages=[0.0] * len(t.tokens)) for t in sample(players.engines[role], prompts, sampling)]
+    limit = table.max_prompt_tokens[role]
+    tokenizer = table.tokenizers[role]
+    prompts = [Prompt(id=str(i), tokens=tokenize(tokenizer, text)[:limit]) for i, text in enumerate(texts)]
+    return [replace(r, advantages=0.0) for r in sample(table, role, prompts, sampling)]
 
 
-def both_logprobs(policy: Scorer, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The engine's and the trainer's log-probs of the sampled tokens, [number of True in `batch.mask`] each. Collective."""
-    return batch.engine_logprobs[batch.mask], policy.logprobs(batch)[batch.mask]
+def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
+    """On the driver: the mean gap. Raises GateFailure when it is above `limit`."""
+    engine, trainer = pair
+    gaps = np.abs(engine - trainer)
+    gap = float(gaps.mean()) if len(gaps) else 0.0
+    if gap <= limit:
+        return gap
+    worst = int(gaps.argmax())
+    raise GateFailure(
+        f"{role}: the engine's log-probs differ from the trainer's by {gap:.4f} on average "
+        f"(engine {float(engine.mean()):.4f}, trainer {float(trainer.mean()):.4f}; "
+        f"worst token: engine {float(engine[worst]):.4f}, trainer {float(trainer[worst]):.4f}), "
+        f"more than gate.max_logprob_gap = {limit}: the weights, the temperature or the precision of the two differ"
+    )
 
 
-def _short_probe(players: Players, role: str, texts: Sequence[str]) -> list[Trajectory]:
+def _short_probe(table: Table, role: str, texts: Sequence[str]) -> list[Rollout]:
     """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other log-probs)."""
-    own = players.samplings[role]
+    own = table.samplings[role]
     sampling = replace(
         own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0, min_p=0.0,
-        n=1, seed=players.seed_for("gate", role),
+        n=1, seed=table.seed_for("gate", role),
     )  # fmt: skip
-    return probe(players, role, texts, sampling)
+    return probe(table, role, texts, sampling)

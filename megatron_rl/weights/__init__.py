@@ -1,1 +1,1 @@
-"""Names and layouts of Hugging Face tensors against Megatron parameters (pure)."""
+"""Maps between Hugging Face tensors, Megatron parameters and engine parameters; reads and writes their files."""

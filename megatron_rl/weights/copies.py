@@ -1,4 +1,4 @@
-"""Copies along rectangles: Hugging Face tensors into a rank's parameters, and parameters into Hugging Face tensors."""
+"""Copies along rectangles: from Hugging Face tensors into a rank's parameters, and back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 from megatron_rl.weights.rectangles import Rect, padding
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
-Read = Callable[[Rect], Tensor]  # the rectangle of its Hugging Face tensor, [rows, columns] or, of a 1-D tensor, [rows]
+# Returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
+Read = Callable[[Rect], Tensor]
 
 
 def from_tensor(tensor: Tensor, rect: Rect) -> Tensor:
-    """The view of a whole Hugging Face tensor that `rect` names."""
+    """Returns the view of a whole Hugging Face tensor that `rect` names."""
     return _view(tensor, rect.row, rect.column, rect)
 
 
 def local(parameter: Tensor, rect: Rect) -> Tensor:
-    """The view of a rank's parameter (1-D or 2-D) where `rect` lies."""
+    """Returns the view of a rank's parameter (1-D or 2-D) where `rect` lies."""
     return _view(parameter, rect.at_row, rect.at_column, rect)
 
 
@@ -39,7 +40,10 @@ def fill(parameter: Tensor, rects: Sequence[Rect], read: Read) -> None:
 
 
 def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tensor]:
-    """The ranks' parts of one parameter -> the whole Hugging Face tensors that it is made of, by name, on the parts' device."""
+    """Joins the ranks' parts of one parameter. Returns the whole Hugging Face tensors that it is made of, by name.
+
+    The tensors are on the device of the parts.
+    """
     parts = [(part, rect) for part, rects in shards for rect in rects]
     sizes: dict[str, tuple[int, int]] = {}
     for _, rect in parts:
@@ -54,10 +58,11 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
 
 
 def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-    """A transformers model's tensors in memory -> views of them under the names of its files.
+    """Returns views of a transformers model's tensors in memory, under the names that its files have.
 
-    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every family; files hold one
-    tensor per expert. Tensors that already have their file's name, as in transformers 4, pass through.
+    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every
+    family. Files hold one tensor per expert. Tensors that already have their file's name, as in transformers 4, pass
+    through.
     """
     family, out = FAMILIES[sizes.family], {}
     for name, tensor in tensors.items():
@@ -74,21 +79,26 @@ def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
 
 
 def _view(tensor: Tensor, row: int, column: int, rect: Rect) -> Tensor:
+    """Returns the rows and columns of the size of `rect` that begin at (row, column)."""
     rows = tensor[row : row + rect.rows]
     return rows if tensor.dim() == 1 else rows[:, column : column + rect.columns]
 
 
 def blocks(tensor: Tensor, elements: int = 1 << 24) -> Iterator[Tensor]:
-    """The tensor cut into runs of rows of about that many elements: what is computed on it takes no second tensor's memory."""
+    """Yields the tensor as runs of rows of about `elements` elements.
+
+    A computation on them needs no memory of a second tensor.
+    """
     step = max(1, elements // max(1, tensor[0].numel())) if len(tensor) else 1
     for row in range(0, len(tensor), step):
         yield tensor[row : row + step]
 
 
 def all_finite(tensor: Tensor) -> bool:
+    """Says whether every element is a finite number."""
     return all(bool(torch.isfinite(block).all()) for block in blocks(tensor))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in shape, dtype and every element."""
+    """Says whether two tensors are equal in shape, dtype and every element."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)

@@ -1,7 +1,8 @@
-"""Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors, one parameter at a time.
+"""Reads the model out of a Megatron distributed checkpoint (torch_dist format) as Hugging Face tensors.
 
-Needs neither Megatron nor ranks: a checkpoint holds whole tensors in pieces, whatever the layout that wrote it, and a piece is read where
-it lies. Layers of one kind are stacked in one tensor [layers, ...], experts in one [layers, experts, ...].
+One parameter is read at a time. Neither Megatron nor ranks are needed: a checkpoint holds whole tensors in pieces,
+whatever layout wrote it, and each piece is read straight to its place. Layers of one kind are stacked in one tensor
+[layers, ...], experts in one [layers, experts, ...].
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights.copies import assemble, local
-from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Place, places
+from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
 from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
 from megatron_rl.weights.sizes import Sizes
 
 
 class DistCheckpoint:
-    """One role's directory in a checkpoint. Raises ConfigError when it is none, or when files that it lists are missing or short."""
+    """One role's directory in a checkpoint.
+
+    Raises ConfigError when it is not a checkpoint, or when files that it lists are missing or short.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
@@ -34,27 +38,30 @@ class DistCheckpoint:
         except (OSError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
             raise ConfigError(
                 f"{directory} is not a distributed checkpoint that can be read here: {error} in its .metadata "
-                f"(torch is {torch.__version__}; what a newer one wrote may need that)"
+                f"(torch here is {torch.__version__}; a checkpoint of a newer torch may need that one)"
             ) from error
         self._check_files()
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every stored tensor, optimizer included -> (shape, dtype), under Megatron's names with layers stacked."""
+        """Returns {name:
+
+        (shape, dtype)} of every stored tensor, optimizer included, under Megatron's names with layers stacked.
+        """
         found = self._metadata.state_dict_metadata.items()
         return {name: (tuple(m.size), m.properties.dtype) for name, m in found if isinstance(m, TensorStorageMetadata)}
 
     @property
     def optimizer_states(self) -> list[str]:
-        """The prefixes of what the optimizer keeps for every parameter, e.g. optimizer.state.exp_avg."""
+        """Returns the prefixes of the optimizer's states of every parameter, e.g. optimizer.state.exp_avg."""
         return sorted(
             {name[: name.index(".", len(OPTIMIZER)) + 1] for name in self.shapes if name.startswith(OPTIMIZER)}
         )
 
     def tensors(self, sizes: Sizes) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the whole model, in the order of its layers.
+        """Yields (Hugging Face name, tensor) of the whole model, in the order of its layers.
 
-        Raises ConfigError for a parameter that the checkpoint has not, or has in another shape than `sizes` says.
+        Raises ConfigError for a parameter that the checkpoint does not have, or has in another shape than `sizes` says.
         """
         for name in whole_names(sizes):
             whole, rects = self.checked(sizes, name), megatron(sizes, name, WHOLE)[1]
@@ -65,26 +72,30 @@ class DistCheckpoint:
                 yield tensor, local(whole, own[0]) if len(own) == 1 else assemble([(whole, own)])[tensor]
 
     def checked(self, sizes: Sizes, name: str, prefix: str = "") -> Tensor:
-        """A whole parameter, or with a `prefix` an optimizer's state of it, of the shape that `sizes` says; vocabulary may be padded."""
+        """Returns a whole parameter, or with a `prefix` an optimizer's state of it. The vocabulary may be padded.
+
+        Raises ConfigError when it is missing, or its shape is not the one that `sizes` says.
+        """
         rows, columns = megatron(sizes, name, WHOLE)[0]
         whole = self.parameter(name, prefix)
         found = (whole.shape[0], whole.shape[1] if whole.dim() > 1 else 1)
         if found[1] != columns or found[0] < rows or (found[0] > rows and name not in VOCABULARY):
             raise ConfigError(
-                f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: is it another model's?"
+                f"{self.directory}: {prefix}{name} is {found}, the model's config says {(rows, columns)}: "
+                "is the checkpoint another model's?"
             )
         return whole
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a parameter as it is stored."""
+        """Returns the dtype in which a parameter is stored."""
         return self._find(name, "")[1].properties.dtype
 
-    def place(self, name: str, prefix: str = "") -> Place:
-        """Where a parameter lies. Raises ConfigError when the checkpoint has it not."""
+    def place(self, name: str, prefix: str = "") -> StackedKey:
+        """Returns where a parameter lies. Raises ConfigError when the checkpoint does not have it."""
         return self._find(name, prefix)[0]
 
     def parameter(self, name: str, prefix: str = "") -> Tensor:
-        """A whole parameter, its name with a global layer number, joined from its pieces."""
+        """Returns a whole parameter, joined from its pieces. Its name has a global layer number."""
         (key, index), stored = self._find(name, prefix)
         drop = len(index)
         shape, out = tuple(stored.size)[drop:], None
@@ -98,18 +109,22 @@ class DistCheckpoint:
             out = torch.empty(shape, dtype=stored.properties.dtype) if out is None else out
             out[tuple(slice(o, o + n) for o, n in zip(offsets[drop:], lengths[drop:], strict=True))] = piece
         if out is None:
-            raise ConfigError(f"{self.directory} holds no piece of {prefix}{name}: the checkpoint is not whole")
+            raise ConfigError(f"{self.directory} holds no piece of {prefix}{name}: the checkpoint is not complete")
         return out
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
-        """Everything stored that is no tensor, pickled as it is."""
+        """Yields (key, bytes) of everything stored that is not a tensor.
+
+        The bytes are pickled, as they are in the file.
+        """
         for index, place in self._metadata.storage_data.items():
             if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with (self.directory / place.relative_path).open("rb") as file:
                     file.seek(place.offset)
                     yield index.fqn, file.read(place.length)
 
-    def _find(self, name: str, prefix: str) -> tuple[Place, TensorStorageMetadata]:
+    def _find(self, name: str, prefix: str) -> tuple[StackedKey, TensorStorageMetadata]:
+        """Returns (where a parameter lies, the metadata of the tensor that holds it)."""
         for place in places(name):
             stored = self._metadata.state_dict_metadata.get(prefix + place.key)
             if isinstance(stored, TensorStorageMetadata) and all(
@@ -119,11 +134,14 @@ class DistCheckpoint:
         raise ConfigError(f"{self.directory} holds no parameter {prefix}{name}: the checkpoint is of another model")
 
     def _piece(self, key: str, offsets: torch.Size) -> Tensor:
+        """Reads one piece of a stored tensor."""
         place = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.directory / place.relative_path).open("rb") as file:
-            return torch.load(_Part(file, place.offset, place.length), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
+            stretch: Any = _FileStretch(file, place.offset, place.length)
+            return torch.load(stretch, map_location="cpu", weights_only=True)
 
     def _check_files(self) -> None:
+        """Raises ConfigError unless every listed file is there and long enough."""
         ends: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
@@ -131,19 +149,19 @@ class DistCheckpoint:
             file = self.directory / name
             if not file.is_file():
                 raise ConfigError(
-                    f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not whole"
+                    f"{self.directory}: {name} is missing, which its .metadata lists: the checkpoint is not complete"
                 )
             if file.stat().st_size < end:
-                raise ConfigError(f"{file} has {file.stat().st_size} bytes of at least {end}: it was cut")
+                raise ConfigError(f"{file} has {file.stat().st_size} bytes of at least {end}: it was cut short")
 
 
 def whole_names(sizes: Sizes) -> list[str]:
-    """Every parameter of the model, as one rank alone would name them."""
+    """Returns the names of all parameters of the model, as a single rank would name them."""
     return megatron_names(sizes, range(sizes.num_layers), range(sizes.experts), first=True, last=True, fused=True)
 
 
-class _Part(io.RawIOBase):
-    """A stretch of a file as a file of its own, so that what lies in it is read straight to where it belongs."""
+class _FileStretch(io.RawIOBase):
+    """A stretch of a file, as a file of its own. torch reads what lies in it straight to its place."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length

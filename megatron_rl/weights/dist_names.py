@@ -1,4 +1,7 @@
-"""Under which name, and where in it, a Megatron parameter lies in a distributed checkpoint: layers and experts are stacked there."""
+"""Says under which name, and at which indices, a distributed checkpoint holds a Megatron parameter.
+
+A checkpoint stacks layers, and experts, in one tensor.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,15 @@ from typing import NamedTuple
 from megatron_rl.weights.rectangles import WHOLE, Shape, Shard, megatron, padded_vocab
 from megatron_rl.weights.sizes import Sizes
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # padded rows, as many as the layout wants
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are padded as the layout needs
 OPTIMIZER = "optimizer.state."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
-_ALIASES = {
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"
-}  # core's torch layer spec says so of experts too
+# Core's torch layer spec gives this norm the second name in models with experts too.
+_ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
 
 
-class Place(NamedTuple):
+class StackedKey(NamedTuple):
     """A stacked tensor and the leading indices (layer, expert) of one parameter in it."""
 
     key: str
@@ -26,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Rows and columns of a whole parameter that one rank holds end to end."""
+    """A rectangle of a whole parameter that one rank holds."""
 
     row: int
     column: int
@@ -34,43 +36,46 @@ class Piece(NamedTuple):
     columns: int
 
 
-def places(name: str) -> Iterator[Place]:
-    """Where core keeps the parameter of this name with global layer and expert numbers, likeliest first."""
+def places(name: str) -> Iterator[StackedKey]:
+    """Yields where core may keep a parameter of this name (with global layer and expert numbers), likeliest first."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        yield Place(name, ())
+        yield StackedKey(name, ())
         return
     part, index = layer[2], (int(layer[1]),)
     if expert := _EXPERT.fullmatch(part):
         linear, number = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
-        yield Place(f"decoder.layers.mlp.experts.experts.{linear}.weight", (*index, int(number)))
+        yield StackedKey(f"decoder.layers.mlp.experts.experts.{linear}.weight", (*index, int(number)))
         return
-    yield Place(f"decoder.layers.{part}", index)
-    yield Place(name, ())  # one tensor per layer, as core writes models whose layers differ
+    yield StackedKey(f"decoder.layers.{part}", index)
+    yield StackedKey(name, ())  # core writes one tensor per layer for models whose layers differ
     if part in _ALIASES:
-        yield Place(f"decoder.layers.{_ALIASES[part]}", index)
+        yield StackedKey(f"decoder.layers.{_ALIASES[part]}", index)
 
 
-def spellings(name: str) -> list[Place]:
-    """Every place where a parameter is written: the layer specs of core disagree on the norm before experts, so that lies in two."""
+def spellings(name: str) -> list[StackedKey]:
+    """Returns every place where a parameter is written.
+
+    The norm before experts is written in two places, because core's layer specs disagree on its name.
+    """
     layer = _LAYER.fullmatch(name)
     alias = _ALIASES.get(layer[2]) if layer else None
-    return [next(places(name)), *([Place(f"decoder.layers.{alias}", (int(layer[1]),))] if layer and alias else [])]
+    return [next(places(name)), *([StackedKey(f"decoder.layers.{alias}", (int(layer[1]),))] if layer and alias else [])]
 
 
-def counts(sizes: Sizes, place: Place) -> tuple[int, ...]:
-    """How many layers (and experts) are stacked where `place` is."""
+def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
+    """Returns how many layers (and experts) are stacked where `place` is."""
     return (sizes.num_layers, sizes.experts)[: len(place.at)]
 
 
 def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
-    """(rows, columns) of a whole parameter as ranks of this `tp` store it, vocabulary padded."""
+    """Returns (rows, columns) of a whole parameter as ranks of this `tp` store it, with padded vocabulary."""
     rows, columns = megatron(sizes, name, WHOLE)[0]
     return (padded_vocab(sizes.vocab, tp), columns) if name in VOCABULARY else (rows, columns)
 
 
 def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
-    """The parts of the whole parameter that a rank holds, as few as can be: fc1 is two (gate and up)."""
+    """Returns the parts of the whole parameter that a rank holds, as few as possible. fc1 has two: gate and up."""
     (rows, columns), rects = megatron(sizes, name, shard)
     if name in VOCABULARY:
         return [Piece(shard.rank * rows, 0, rows, columns)]
@@ -87,7 +92,7 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:
-    """The keys under which core and Transformer Engine look for a module's extra state (of FP8), which is empty here."""
+    """Yields the keys under which core and Transformer Engine look for FP8 states, which are empty here."""
     dense = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
     dense += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if sizes.qk_norm else []
     dense += ["mlp.linear_fc1", "mlp.linear_fc2"] if not sizes.experts else ["pre_mlp_layernorm"]

@@ -1,4 +1,4 @@
-"""Writes Megatron distributed checkpoints (torch_dist format), piece by piece, without ranks: what megatron-core's own save would leave."""
+"""Writes Megatron distributed checkpoints (torch_dist format) as core does, but piece by piece and without ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-FILE_BYTES = 4 * 10**9
+FILE_BYTES = 4 * 10**9  # the largest file, unless one piece is larger
 
 
 class DistWriter:
-    """Pieces go to the file of the rank that will read them; `finish` writes what makes a checkpoint of the files."""
+    """A checkpoint that is being written.
+
+    Each piece goes to a file of the rank that will read it. `finish` makes the files a checkpoint.
+    """
 
     def __init__(self, folder: Path, *, file_bytes: int = FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
         self._files: dict[int, BinaryIO] = {}
-        self._numbers: dict[int, int] = {}  # of the next file of each rank
+        self._numbers: dict[int, int] = {}  # the number of the next file, by rank
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, Any] = {}
@@ -47,7 +50,10 @@ class DistWriter:
             file.close()
 
     def add(self, key: str, size: tuple[int, ...], offsets: tuple[int, ...], piece: Tensor, *, rank: int = 0) -> None:
-        """One piece [same number of dimensions as `size`] of the tensor `key` [size], which lies at `offsets`."""
+        """Writes one piece of the tensor `key` [size], which lies at `offsets` and has as many dimensions.
+
+        Raises ValueError when the size or dtype is not that of the tensor's earlier pieces.
+        """
         known = self._tensors.get(key)
         if known is None:
             known = TensorStorageMetadata(
@@ -56,7 +62,8 @@ class DistWriter:
             self._tensors[key] = known
         if known.size != torch.Size(size) or known.properties.dtype != piece.dtype:
             raise ValueError(
-                f"{key}: a piece of a {size} {piece.dtype} tensor, after pieces of {known.size} {known.properties.dtype}"
+                f"{key}: a piece of a {size} {piece.dtype} tensor, "
+                f"after pieces of a {known.size} {known.properties.dtype} tensor"
             )
         place = torch.Size(offsets)
         own = piece.detach().contiguous()
@@ -69,14 +76,17 @@ class DistWriter:
         self._storage[MetadataIndex(key, place)] = _StorageInfo(Path(file.name).name, start, file.tell() - start)
 
     def add_bytes(self, key: str, data: bytes, *, rank: int = 0) -> None:
-        """An object as it was pickled by torch.save."""
+        """Writes an object that torch.save has pickled to `data`."""
         file = self._file(rank, len(data))
         self._storage[MetadataIndex(key)] = _StorageInfo(Path(file.name).name, file.tell(), len(data))
         file.write(data)
         self._objects[key] = BytesStorageMetadata()
 
     def finish(self, common: Any) -> None:
-        """Closes the files and writes common.pt (`common`: settings of the optimizer and the like), .metadata and metadata.json."""
+        """Closes the files and writes common.pt, .metadata and metadata.json.
+
+        `common`: settings of the optimizer and the like.
+        """
         for file in self._files.values():
             file.close()
         torch.save(common, self._folder / "common.pt")
@@ -85,7 +95,7 @@ class DistWriter:
         (self._folder / "metadata.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
 
     def _file(self, rank: int, size: int) -> BinaryIO:
-        """The open file of a rank, or its next one when this would grow beyond the limit."""
+        """Returns the open file of a rank, or its next one when `size` more bytes would make this one too large."""
         file = self._files.get(rank)
         if file is not None and (file.tell() == 0 or file.tell() + size <= self._file_bytes):
             return file
@@ -98,7 +108,7 @@ class DistWriter:
 
 
 def _save(tensor: Tensor, file: BinaryIO) -> None:
-    """torch.save, of which a full disk comes out as the OSError that it is."""
+    """Calls torch.save. Raises OSError when the disk is full, where torch would raise RuntimeError."""
     try:
         torch.save(tensor, file)
     except RuntimeError as error:

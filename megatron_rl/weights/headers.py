@@ -1,4 +1,4 @@
-"""What the safetensors files of a model directory say they hold, read from their headers alone: no tensor data, no torch."""
+"""Reads what the safetensors files of a model directory hold, from their headers alone: no tensor data, no torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from megatron_rl.config.schema import ConfigError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-LFS = (
-    b"version https://git-lfs.github.com/"  # how a pointer begins that stands for a file which git-lfs has not fetched
-)
+LFS = b"version https://git-lfs.github.com/"  # begins a pointer, which stands for a file that git-lfs has not fetched
 
 
 class Stored(NamedTuple):
-    """One tensor as a header names it."""
+    """A tensor as a file's header describes it."""
 
     file: Path
-    dtype: str  # as safetensors spells it: F32, BF16, F16, ...
+    dtype: str  # in safetensors' spelling: F32, BF16, F16, ...
     shape: tuple[int, ...]
 
 
 def read_directory(directory: Path) -> dict[str, Stored]:
-    """Every tensor of a model directory, by name.
+    """Returns every tensor of a model directory, by name.
 
-    Raises FileNotFoundError when there are no weights at all, ConfigError for a file that is missing, cut or damaged, and for an
-    index that names a tensor which its file does not hold.
+    Raises FileNotFoundError when there are no weights at all. Raises ConfigError for a file that is missing, cut short
+    or damaged, and for an index that names a tensor which its file does not hold.
     """
     index, single = directory / INDEX, directory / SINGLE
     if not index.exists():
@@ -52,13 +50,16 @@ def read_directory(directory: Path) -> dict[str, Stored]:
             files[file] = read_file(directory / file)
         if name not in files[file]:
             raise ConfigError(
-                f"{directory / file} holds no tensor {name}, which {INDEX} says it does: they are of different models"
+                f"{directory / file} holds no tensor {name}, which {INDEX} lists there: they are of different models"
             )
     return {name: files[file][name] for name, file in places.items()}
 
 
 def read_file(file: Path) -> dict[str, Stored]:
-    """Every tensor of one safetensors file. Raises ConfigError, with the tensor that it hits, for a file that was cut or is none."""
+    """Returns every tensor of one safetensors file, by name.
+
+    Raises ConfigError, with the tensor concerned, for a file that was cut short or is not a safetensors file.
+    """
     size = file.stat().st_size
     with file.open("rb") as source:
         first = source.read(len(LFS))
@@ -69,7 +70,8 @@ def read_file(file: Path) -> dict[str, Stored]:
         start = 8 + length
         if size < 8 or start > size:
             raise ConfigError(
-                f"{file} has {size} bytes, its header alone wants {start}: it was cut or is no safetensors file; fetch it again"
+                f"{file} has {size} bytes, its header alone needs {start}: it was cut short or is no safetensors file; "
+                "fetch it again"
             )
         text = source.read(length)
     try:
@@ -83,10 +85,11 @@ def read_file(file: Path) -> dict[str, Stored]:
     for name, end in sorted(ends.items(), key=lambda item: item[1]):
         if end > size:
             raise ConfigError(
-                f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut; fetch it again"
+                f"{file} has {size} bytes, but its tensor {name} ends at {end}: it was cut short; fetch it again"
             )
     if ends and max(ends.values()) < size:
         raise ConfigError(
-            f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; fetch it again"
+            f"{file} has {size} bytes, {size - max(ends.values())} more than its header says: it is damaged; "
+            "fetch it again"
         )
     return found

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face model directory: the few facts the trainer and the engines need, and its tensors."""
+"""Reads a Hugging Face model directory: the facts that trainer and engines need, and its tensors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megatron_rl.weights.copies import from_tensor
 from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
 from megatron_rl.weights.sizes import Sizes
 
+# tests/multi/test_layouts.py compares each of these with transformers.
 ACTOR_FAMILIES = (
     "llama",
     "mistral",
@@ -30,22 +31,22 @@ ACTOR_FAMILIES = (
     "qwen3_moe",
     "qwen2_moe",
     "mixtral",
-)  # proved by tests/multi/test_layouts.py
+)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-BLOCK = 1 << 24  # elements compared at a time
+BLOCK = 1 << 24  # the most elements that are compared at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(Sizes):
-    """A model directory's sizes, and what its arithmetic needs besides."""
+    """The sizes of a model directory, and the further settings of its arithmetic."""
 
     norm_eps: float
     rope_theta: float
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, head_dim] (float32) of integer positions [N], with the scaling the config asks for."""
+        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
         rotary = LlamaRotaryEmbedding(self.config)
         angles = positions.float()[:, None] * rotary.inv_freq.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
@@ -53,9 +54,9 @@ class Architecture(Sizes):
 
 
 def local_directory(path: str | Path) -> Path:
-    """The model directory itself, or that of a Hugging Face Hub name, downloaded once to the hub's cache.
+    """Returns the model directory. A Hugging Face Hub name is downloaded, once, to the hub's cache.
 
-    Raises FileNotFoundError for a path that looks local and is not there.
+    Raises FileNotFoundError for a path that looks local and is not there, and for a name that cannot be downloaded.
     """
     directory = Path(path)
     if directory.is_dir():
@@ -70,16 +71,16 @@ def local_directory(path: str | Path) -> Path:
         )
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors
         raise FileNotFoundError(
-            f"there is no directory {path} here, and no such model could be had from the hub: {error}"
+            f"there is no directory {path} here, and it could not be downloaded from the hub: {error}"
         ) from error
 
 
 def read_architecture(directory: str | Path) -> Architecture:
-    """Reads config.json. Raises ConfigError for a model that the actor cannot run, with the value it stumbles over."""
+    """Reads config.json. Raises ConfigError, with the value, for a model that the actor cannot run."""
     config = AutoConfig.from_pretrained(local_directory(directory))
     if config.model_type not in ACTOR_FAMILIES:
         raise ConfigError(
-            f"{directory}: model_type {config.model_type!r} is not supported; {', '.join(ACTOR_FAMILIES)} are"
+            f"{directory}: model_type {config.model_type!r} is not supported; supported are {', '.join(ACTOR_FAMILIES)}"
         )
     sizes = Sizes.read(config.to_dict(), str(directory))
     theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
@@ -87,15 +88,19 @@ def read_architecture(directory: str | Path) -> Architecture:
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file. Raises as `headers.read_directory` does for files that are missing or damaged."""
+    """Returns {tensor name: safetensors file}.
+
+    Raises as `headers.read_directory` does for files that are missing or damaged.
+    """
     return {name: stored.file for name, stored in headers.read_directory(local_directory(directory)).items()}
 
 
 def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
-    """Raises ConfigError, naming file and tensor, unless the directory holds exactly the model that its config.json describes.
+    """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
-    Only headers are read: whole files, known names, all of them, their shapes, one dtype (or any, where the reader is going to
-    `cast`); and, of a tied model whose files hold an output layer too, whether that is the embedding.
+    Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
+    (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
+    too: that is compared with the embedding.
     """
     directory = local_directory(directory)
     found, wanted = headers.read_directory(directory), hf_shapes(sizes)
@@ -110,18 +115,25 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
                 f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
             )
     _check_dtypes({name: found[name] for name in wanted}, cast)
-    if sizes.tied and HEAD in found and not _same(Tensors(directory), wanted[EMBEDDING], found[HEAD].shape):
+    if (
+        sizes.tied
+        and HEAD in found
+        and not _same_rows(DirectoryTensors(directory), wanted[EMBEDDING], found[HEAD].shape)
+    ):
         raise ConfigError(
-            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: set it to false"
+            f"{found[HEAD].file}: {HEAD} is not the embedding, but config.json says tie_word_embeddings: "
+            "set it to false"
         )
 
 
 def _check_dtypes(found: dict[str, headers.Stored], cast: bool) -> None:
+    """Raises ConfigError for a dtype that is not known, and for several dtypes unless they are going to be cast."""
     by_dtype: dict[str, str] = {}
     for name, stored in found.items():
         if stored.dtype not in DTYPES:
             raise ConfigError(
-                f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: take a model that is not quantised"
+                f"{stored.file}: {name} is {stored.dtype}, not one of {', '.join(DTYPES)}: "
+                "take a model that is not quantised"
             )
         by_dtype.setdefault(stored.dtype, name)
     if len(by_dtype) > 1 and not cast:
@@ -129,8 +141,8 @@ def _check_dtypes(found: dict[str, headers.Stored], cast: bool) -> None:
         raise ConfigError(f"tensors of several dtypes: {examples}: name the dtype to cast all of them to")
 
 
-def _same(tensors: Tensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
-    """Whether embedding and output layer are equal, compared block by block."""
+def _same_rows(tensors: DirectoryTensors, shape: tuple[int, int], head: tuple[int, ...]) -> bool:
+    """Says whether embedding and output layer are equal. Compares them block by block."""
     if tuple(head) != shape:
         return False
     rows, columns = shape
@@ -143,8 +155,11 @@ def _same(tensors: Tensors, shape: tuple[int, int], head: tuple[int, ...]) -> bo
     return True
 
 
-class Tensors:
-    """The tensors of a directory, of which only what is asked for is read: views of memory-mapped files, never to be written to."""
+class DirectoryTensors:
+    """The tensors of a model directory, each read when it is asked for.
+
+    They are views of memory-mapped files, and must never be written to.
+    """
 
     def __init__(self, directory: str | Path) -> None:
         self._stored = headers.read_directory(local_directory(directory))
@@ -153,16 +168,16 @@ class Tensors:
 
     @property
     def stored(self) -> dict[str, headers.Stored]:
+        """Returns every tensor of the directory as its header describes it."""
         return self._stored
 
     def whole(self, name: str) -> Tensor:
-        """All of one tensor. Raises ConfigError when it is not there."""
+        """Returns one whole tensor. Raises ConfigError when it is not there."""
         if name in self._views:
             return self._views[name]
         if name not in self._stored:
-            raise ConfigError(
-                f"{next(iter(self._stored.values())).file.parent} holds no tensor {name!r}: the directory is not complete"
-            )
+            folder = next(iter(self._stored.values())).file.parent
+            raise ConfigError(f"{folder} holds no tensor {name!r}: the directory is not complete")
         path = self._stored[name].file
         if path not in self._open:
             self._open[path] = _open(path)
@@ -170,7 +185,10 @@ class Tensors:
         return self._views[name]
 
     def read(self, rect: Rect) -> Tensor:
-        """One rectangle of one tensor, [rows, columns], or [rows] of a 1-D tensor. Raises ConfigError when it is not there."""
+        """Returns a rectangle of a tensor: [rows, columns], or [rows] of a 1-D tensor.
+
+        Raises ConfigError when it is not there.
+        """
         tensor = self.whole(rect.tensor)
         shape = tensor.shape
         if rect.row + rect.rows > shape[0] or (len(shape) > 1 and rect.column + rect.columns > shape[1]):
@@ -180,6 +198,7 @@ class Tensors:
 
 
 def _open(path: Path) -> Any:
+    """Opens a safetensors file. Raises ConfigError when it is not one."""
     try:
         return safe_open(path, "pt").__enter__()
     except SafetensorError as error:
@@ -187,8 +206,8 @@ def _open(path: Path) -> Any:
 
 
 def read_tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the directory under its name, one at a time, file by file."""
-    tensors = Tensors(directory)
+    """Yields (name, tensor) of every tensor of the directory, file by file."""
+    tensors = DirectoryTensors(directory)
     for name in sorted(tensors.stored, key=lambda name: str(tensors.stored[name].file)):
         yield name, tensors.whole(name)
 
@@ -203,7 +222,7 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
 
 
 def eos_tokens(directory: str | Path, arch: Architecture) -> frozenset[int]:
-    """Every token id that ends a sequence: the config's and the generation config's."""
+    """Returns every token id that ends a sequence, from the config and the generation config."""
     ids: set[int] = set()
     generation = Path(directory) / "generation_config.json"
     sources = [arch.config.eos_token_id]

@@ -1,4 +1,4 @@
-"""Writes the safetensors files of a model directory tensor by tensor, each straight to its place: no file is ever held in memory."""
+"""Writes the safetensors files of a model directory tensor by tensor. No file is ever held in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from megatron_rl.weights.headers import INDEX, SINGLE
 from megatron_rl.weights.hf import DTYPES
 
-SHARD_BYTES = 4 * 10**9
+SHARD_BYTES = 4 * 10**9  # the largest file, unless one tensor is larger
 _SPELLED = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Planned(NamedTuple):
-    """A tensor that is to come."""
+    """A tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,10 @@ class Planned(NamedTuple):
 
 
 class HfWriter:
-    """Shards of at most `shard_bytes` (a larger tensor goes alone) for `planned` tensors, and their index when there are several."""
+    """The files for `planned` tensors, in shards of at most `shard_bytes`, with an index when there are several.
+
+    A tensor that is larger has a shard of its own.
+    """
 
     def __init__(self, folder: Path, planned: Iterable[Planned], *, shard_bytes: int = SHARD_BYTES) -> None:
         shards: list[list[Planned]] = [[]]
@@ -56,28 +59,32 @@ class HfWriter:
             (folder / INDEX).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one of the planned tensors, once. Raises ValueError when it is of another shape or dtype, KeyError when it is unknown."""
+        """Writes one of the planned tensors, once.
+
+        Raises ValueError when its shape or dtype is not the planned one, KeyError when it was not planned or was
+        written before.
+        """
         file, start, planned = self._places.pop(name)
         if (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, {planned.shape} {planned.dtype} was announced"
+                f"{name} is {tuple(tensor.shape)} {tensor.dtype}, but {planned.shape} {planned.dtype} was planned"
             )
         with file.open("r+b") as out:
             out.seek(start)
             out.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
 
     def expects(self, name: str) -> bool:
-        """Whether this tensor was planned and has not come yet."""
+        """Says whether this tensor was planned and has not been written yet."""
         return name in self._places
 
     @property
     def missing(self) -> list[str]:
-        """Planned tensors that have not come yet."""
+        """Returns the planned tensors that have not been written yet."""
         return [*self._places]
 
 
 def _begin(file: Path, tensors: list[Planned]) -> int:
-    """Writes the header -> where the data begin."""
+    """Writes the header of a file. Returns the offset where its data begin."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

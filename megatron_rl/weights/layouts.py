@@ -1,4 +1,4 @@
-"""Who holds which rectangles: the ranks of a trainer and of an engine, from their layouts alone."""
+"""Says which rank holds which rectangles, for the ranks of a trainer and of an engine, from their layouts alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
 class Holding(NamedTuple):
-    """Parameters that all of `ranks` hold alike, with their rectangles."""
+    """Parameters, with their rectangles, that all of `ranks` hold alike."""
 
     ranks: tuple[int, ...]
     parameters: list[tuple[str, Rect]]
@@ -21,20 +21,21 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLayout:
-    """Megatron's order of ranks: tensor fastest, then data, then pipeline. Experts share the ranks of a stage out again:
-    expert-tensor fastest, then expert-parallel, then copies."""
+    """The layout of a trainer in Megatron's order of ranks: tensor fastest, then data, then pipeline.
+
+    Experts divide the ranks of a stage in an order of their own: expert-tensor fastest, then expert-parallel, then
+    copies.
+    """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th stretch of layers
-    stages: tuple[
-        int, ...
-    ] = ()  # layers of each stretch, in order; empty: as even as they come, the first taking what is left
+    vpp: int = 1  # chunks of each stage, interleaved: chunk c of stage s is the (c * pp + s)th run of layers
+    stages: tuple[int, ...] = ()  # layers of each run, in order; empty: as even as possible, the first runs one more
     vocab_multiple: int = 1
-    fused: bool = True  # parameters have Transformer Engine's names, not those of the local layer spec
+    fused: bool = True  # whether parameters have Transformer Engine's names, not those of the local layer spec
 
     def __post_init__(self) -> None:
         if self.tp * self.dp % (self.ep * self.etp):
@@ -46,25 +47,30 @@ class TrainerLayout:
 
     @property
     def world(self) -> int:
+        """Returns the number of ranks."""
         return self.tp * self.pp * self.dp
 
     def layers(self, sizes: Sizes) -> list[list[int]]:
-        """Global layer numbers by stage. Raises ConfigError when `stages` do not add up to the model's layers."""
-        stretches = self.pp * self.vpp
-        even, left = divmod(sizes.num_layers, stretches)
-        counts = self.stages or tuple(even + (i < left) for i in range(stretches))
+        """Returns the global layer numbers of each stage.
+
+        Raises ConfigError when `stages` do not add up to the model's layers.
+        """
+        runs = self.pp * self.vpp
+        even, left = divmod(sizes.num_layers, runs)
+        counts = self.stages or tuple(even + (i < left) for i in range(runs))
         if sum(counts) != sizes.num_layers:
             raise ConfigError(f"stages {counts} hold {sum(counts)} layers, the model has {sizes.num_layers}")
-        ends = [sum(counts[: i + 1]) for i in range(stretches)]
+        ends = [sum(counts[: i + 1]) for i in range(runs)]
         own = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
         return [[layer for chunk in own[stage :: self.pp] for layer in chunk] for stage in range(self.pp)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """`replicas` engines of `tp` ranks each, numbered engine by engine.
+    """The layout of `replicas` engines of `tp` ranks each, numbered engine by engine.
 
     `whole`: every rank holds the whole model under Hugging Face's names (the embedded engine; tp is 1).
+    `expert_parallel`: a rank holds whole experts.
     """
 
     tp: int = 1
@@ -74,14 +80,15 @@ class EngineLayout:
 
     @property
     def world(self) -> int:
+        """Returns the number of ranks of all replicas."""
         return self.tp * self.replicas
 
 
 def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
-    """Raises ConfigError when `tp` ranks cannot share heads or feed-forward, or `expert_tp` ranks an expert."""
+    """Raises ConfigError when heads or feed-forward do not divide by `tp`, or experts by `expert_tp`."""
     family = FAMILIES[sizes.family]
     parts = [("num_attention_heads", sizes.heads, tp)]
-    if sizes.experts:  # in every layer: the dense width that config.json may hold is no layer's
+    if sizes.experts:  # every layer has experts: the dense width in config.json belongs to no layer
         parts += [
             (family.expert_ffn, sizes.expert_ffn, expert_tp),
             ("shared_expert_intermediate_size", sizes.shared_ffn, tp),
@@ -96,11 +103,17 @@ def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
 
 
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
-    """What every rank of a trainer holds. Dense parameters and experts apart: their copies lie on different ranks."""
+    """Yields what the ranks of a trainer hold.
+
+    Dense parameters and experts come apart: their copies lie on different ranks.
+
+    Raises ConfigError for a layout that does not divide the model.
+    """
     check(sizes, tp=layout.tp, expert_tp=layout.etp, what="trainer")
     if not sizes.experts and layout.ep * layout.etp > 1:
         raise ConfigError(
-            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: leave them out"
+            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: "
+            "leave them out"
         )
     if sizes.experts % layout.ep:
         raise ConfigError(f"trainer: {sizes.experts} experts do not divide by ep {layout.ep}")
@@ -123,10 +136,13 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
-    """What every rank of the engines holds; of `ranks` alone when given (those that live)."""
+    """Yields what the ranks of the engines hold; if `ranks` is given, only those.
+
+    Raises ConfigError for a layout that does not divide the model.
+    """
     check(sizes, tp=layout.tp, expert_tp=1 if layout.expert_parallel else layout.tp, what="engine")
     if layout.expert_parallel and not sizes.experts:
-        raise ConfigError(f"engine: expert parallel, and the {sizes.family} model has no experts: leave it out")
+        raise ConfigError(f"engine: expert_parallel for a {sizes.family} model, which has no experts: leave it out")
     if layout.expert_parallel and sizes.experts % layout.tp:
         raise ConfigError(f"engine: {sizes.experts} experts do not divide by {layout.tp} ranks")
     for rank in range(layout.tp):
@@ -137,18 +153,22 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
 
 def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
-    """The parameters of an engine rank (of any replica) -> {name: (shape, rectangles)}."""
+    """Returns {name: (shape, rectangles)} of an engine rank (of any replica)."""
     if layout.whole:
         return {name: (shape, [Rect(name, 0, 0, *shape, 0, 0)]) for name, shape in hf_shapes(sizes).items()}
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
 
 
 def _rects(sizes: Sizes, names: Sequence[str], shard: Shard, vocab_multiple: int) -> list[tuple[str, Rect]]:
+    """Returns (name, rectangle) of these Megatron parameters."""
     return [(name, rect) for name in names for rect in megatron(sizes, name, shard, vocab_multiple=vocab_multiple)[1]]
 
 
 def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """How the shapes of an engine's parameters differ from those that a layout wants; as many elements is enough."""
+    """Yields a text for each parameter of an engine that differs from what a layout wants.
+
+    An equal number of elements is enough: shapes may differ.
+    """
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found:
             yield f"{name} is not in the engine"

@@ -1,8 +1,8 @@
-"""One table between Hugging Face tensors, Megatron parameters and engine parameters: lists of rectangles.
+"""Maps Hugging Face tensors, Megatron parameters and engine parameters to each other, as lists of rectangles.
 
-A parameter as one rank holds it is a list of `Rect`s, each saying which rectangle of which Hugging Face tensor lies where in it.
-Import copies along them one way and export the other; a reshard intersects the rectangles of two layouts. 1-D tensors are [n, 1].
-Everything here is arithmetic on names and numbers.
+A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where
+in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the
+rectangles of two layouts. 1-D tensors count as [n, 1]. Everything here is arithmetic on names and numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ Shape = tuple[int, int]  # rows, columns
 
 
 class Rect(NamedTuple):
-    """tensor[row : row + rows, column : column + columns] of Hugging Face is parameter[at_row :, at_column :] here, of the same size."""
+    """A rectangle of a Hugging Face tensor, and the place of the same size that it has in a parameter.
+
+    tensor[row : row + rows, column : column + columns] lies at parameter[at_row :, at_column :].
+    """
 
     tensor: str
     row: int
@@ -30,11 +33,12 @@ class Rect(NamedTuple):
 
     @property
     def elements(self) -> int:
+        """Returns the number of elements."""
         return self.rows * self.columns
 
 
 class Shard(NamedTuple):
-    """Which part of every parameter a rank holds: `rank` of `tp` tensor-parallel ranks, for experts `expert_rank` of `expert_tp`."""
+    """The part of every parameter that a rank holds: `rank` of `tp`, or of experts `expert_rank` of `expert_tp`."""
 
     tp: int = 1
     rank: int = 0
@@ -43,7 +47,7 @@ class Shard(NamedTuple):
 
 
 WHOLE = Shard()
-_NORMS = {  # the local layer spec's names, and Transformer Engine's fused ones
+_NORMS = {  # names of the local layer spec, and Transformer Engine's fused names
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -59,13 +63,13 @@ _EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.weight|local_expe
 
 
 def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Rows of the embedding rounded up to a multiple of `multiple` * tp, so that every tensor-parallel rank holds as many."""
+    """Returns the rows of the embedding, rounded up to a multiple of `multiple` * tp: ranks hold equal parts."""
     step = multiple * tp
     return -(-vocab // step) * step
 
 
 def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
-    """Every tensor of the model's Hugging Face directory -> (rows, columns)."""
+    """Returns {tensor: (rows, columns)} of all tensors in the model's Hugging Face directory."""
     family, d, h = FAMILIES[sizes.family], sizes.head_dim, sizes.hidden
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, h), "model.norm.weight": (h, 1)}
     if not sizes.tied:
@@ -100,19 +104,25 @@ def _mlp_shapes(prefix: str, parts: Sequence[str], ffn: int, hidden: int) -> dic
 
 
 def is_sharded(name: str) -> bool:
-    """Whether tensor-parallel ranks hold different parts of this Megatron parameter (otherwise each holds the whole)."""
+    """Says whether tensor-parallel ranks hold different parts of this Megatron parameter.
+
+    Otherwise each holds the whole.
+    """
     return not (
         "layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight"))
     )
 
 
 def is_expert(name: str) -> bool:
-    """Whether this Megatron parameter belongs to one expert of a router, so that expert-parallel ranks hold different ones."""
+    """Says whether this Megatron parameter belongs to one expert of a router.
+
+    Expert-parallel ranks hold different parameters of this kind.
+    """
     return ".mlp.experts." in name
 
 
 def expert_number(name: str) -> int:
-    """The number of the expert that this Megatron parameter belongs to. `is_expert` says whether it has one."""
+    """Returns the number of the expert that this Megatron parameter belongs to. Raises KeyError where there is none."""
     found = _EXPERT_NUMBER.search(name)
     if found is None:
         raise KeyError(f"the Megatron parameter {name!r} names no expert")
@@ -120,14 +130,18 @@ def expert_number(name: str) -> int:
 
 
 def renumber_expert(name: str, *, by: int) -> str:
-    """The name of an expert's parameter, its expert number raised by `by`: a rank's own number -> the global one."""
+    """Returns the name of an expert's parameter with `by` added to its expert number.
+
+    This turns a rank's own number into the global one.
+    """
     return _EXPERT_NUMBER.sub(lambda found: found[1] + str(int(found[2]) + by), name)
 
 
 def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: int = 1) -> tuple[Shape, list[Rect]]:
-    """A Megatron parameter by its name with global layer and expert numbers -> (shape on this rank, its rectangles).
+    """Returns (shape on this rank, rectangles) of a Megatron parameter, named with global layer and expert numbers.
 
-    Elements that no rectangle covers are padding (of the vocabulary). Raises KeyError for a name that has no Hugging Face tensor.
+    Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face
+    tensor.
     """
     h, tp, rank = sizes.hidden, shard.tp, shard.rank
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
@@ -155,6 +169,7 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
 
 
 def _mlp(sizes: Sizes, prefix: str, part: str, shard: Shard) -> tuple[Shape, list[Rect]] | None:
+    """Returns (shape, rectangles) of a feed-forward parameter, or None for a name that this family does not have."""
     family, h, tp, rank = FAMILIES[sizes.family], sizes.hidden, shard.tp, shard.rank
     dense = [f"{prefix}mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     if family.experts is None:
@@ -174,7 +189,10 @@ def _mlp(sizes: Sizes, prefix: str, part: str, shard: Shard) -> tuple[Shape, lis
 
 
 def _fc(part: str, names: Sequence[str], ffn: int, hidden: int, tp: int, rank: int) -> tuple[Shape, list[Rect]] | None:
-    """fc1 is [gate of this rank; up of this rank], never a cut of their concatenation; fc2 is cut by columns."""
+    """Returns (shape, rectangles) of a fully connected layer.
+
+    fc1 is [gate of this rank; up of this rank], not a cut of their concatenation. fc2 is cut by columns.
+    """
     own = ffn // tp
     if part == "fc1.weight":
         return (2 * own, hidden), [Rect(names[i], rank * own, 0, own, hidden, i * own, 0) for i in (0, 1)]
@@ -182,8 +200,11 @@ def _fc(part: str, names: Sequence[str], ffn: int, hidden: int, tp: int, rank: i
 
 
 def _qkv(sizes: Sizes, prefix: str, kind: str, shard: Shard) -> tuple[Shape, list[Rect]]:
-    """For every key/value head its query heads, its key, its value, end to end; a rank holds one stretch of the rows, which may
-    cut through a group when there are fewer key/value heads than ranks."""
+    """Returns (shape, rectangles) of the fused query, key and value.
+
+    For each key/value head there stand its query heads, its key and its value, end to end. A rank holds one run of
+    these rows, which may cut through such a group when there are fewer key/value heads than ranks.
+    """
     d, per_group = sizes.head_dim, sizes.heads // sizes.kv_heads * sizes.head_dim
     rows, columns = (sizes.heads + 2 * sizes.kv_heads) * d // shard.tp, sizes.hidden if kind == "weight" else 1
     segments = []
@@ -194,7 +215,10 @@ def _qkv(sizes: Sizes, prefix: str, kind: str, shard: Shard) -> tuple[Shape, lis
 
 
 def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Rows [first, first + rows) of (tensor, its first row, its number of rows) segments laid end to end; beyond the end is padding."""
+    """Returns the rectangles of rows [first, first + rows) of segments that are laid end to end.
+
+    A segment is (tensor, its first row, its number of rows). Rows beyond the last segment are padding.
+    """
     out, place = [], 0
     for tensor, row, count in segments:
         low, high = max(first, place), min(first + rows, place + count)
@@ -205,10 +229,12 @@ def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, col
 
 
 def _whole(tensor: str, rows: int, columns: int) -> tuple[Shape, list[Rect]]:
+    """Returns (shape, rectangles) of a parameter that is one whole tensor."""
     return (rows, columns), [Rect(tensor, 0, 0, rows, columns, 0, 0)]
 
 
 def _columns(tensor: str, rows: int, columns: int, tp: int, rank: int) -> tuple[Shape, list[Rect]]:
+    """Returns (shape, rectangles) of a parameter that is cut by columns."""
     own = columns // tp
     return (rows, own), [Rect(tensor, 0, rank * own, rows, own, 0, 0)]
 
@@ -216,10 +242,10 @@ def _columns(tensor: str, rows: int, columns: int, tp: int, rank: int) -> tuple[
 def megatron_names(
     sizes: Sizes, layers: Iterable[int], experts: Iterable[int], *, first: bool, last: bool, fused: bool
 ) -> list[str]:
-    """Names of the parameters that a rank holds with these global `layers` and `experts`; `fused`: Transformer Engine's spelling.
+    """Returns the names of the parameters that a rank holds with these global `layers` and `experts`.
 
-    `first` and `last` say whether it is the first or last pipeline stage. A tied model has its own copy of the embedding as
-    output layer on a last stage that is not the first.
+    `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as
+    output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
     """
     family, names = FAMILIES[sizes.family], []
     if first:
@@ -250,12 +276,14 @@ def megatron_names(
 
 
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
-    """The parameters of rank `rank` of a vLLM or SGLang engine -> {name: (shape, rectangles)}.
+    """Returns {name: (shape, rectangles)} of rank `rank` of a vLLM or SGLang engine.
 
-    q, k and v of the rank's heads in one parameter (key/value heads repeated when there are fewer than ranks), gate and up in one,
-    experts stacked in [E_local, ...] parameters whose leading two dimensions are joined here, vocabulary padded to 64, and to 64 per
-    rank only where that does not divide among them (SGLang's rule; vLLM then does not start).
-    With `expert_parallel` a rank holds whole experts, a stretch of them; otherwise a slice of every one.
+    q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and
+    so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here.
+    With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
+
+    The vocabulary is padded to 64; and to 64 per rank where the ranks do not divide that (SGLang's rule; vLLM does not
+    start then).
     """
     family, h, d = FAMILIES[sizes.family], sizes.hidden, sizes.head_dim
     even = padded_vocab(sizes.vocab, 1, 64)
@@ -298,6 +326,7 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
 
 
 def _engine_mlp(prefix: str, ffn: int, hidden: int, tp: int, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
+    """Returns {name: (shape, rectangles)} of a feed-forward without experts on an engine rank."""
     own = ffn // tp
     halves = [
         Rect(f"{prefix}{part}_proj.weight", rank * own, 0, own, hidden, i * own, 0)
@@ -312,6 +341,7 @@ def _engine_mlp(prefix: str, ffn: int, hidden: int, tp: int, rank: int) -> dict[
 def _engine_experts(
     sizes: Sizes, prefix: str, tp: int, rank: int, expert_parallel: bool
 ) -> dict[str, tuple[Shape, list[Rect]]]:
+    """Returns {name: (shape, rectangles)} of the experts of a layer on an engine rank."""
     gate, up, down = FAMILIES[sizes.family].parts
     h, cut, cut_rank = sizes.hidden, (1, tp)[not expert_parallel], (0, rank)[not expert_parallel]
     own = sizes.expert_ffn // cut
@@ -327,25 +357,28 @@ def _engine_experts(
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
-    """Raises ConfigError for tensors of a model directory that the model has no place for: without them it would be another model."""
+    """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
     left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
     if left:
         raise ConfigError(
-            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: is it another one?"
+            f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "
+            "is it another model?"
         )
 
 
 def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
-    """Raises ValueError unless the rectangles of all ranks together hold every element of every tensor, and no two of them overlap
-    without being the same rectangle (replicas are)."""
+    """Raises ValueError unless the rectangles of all ranks together hold every element of every tensor once.
+
+    Equal rectangles are replicas and count as one. Others may not overlap.
+    """
     by_tensor: dict[str, set[tuple[int, int, int, int]]] = {}
     for rect in rects:
         by_tensor.setdefault(rect.tensor, set()).add((rect.row, rect.column, rect.rows, rect.columns))
     shapes = hf_shapes(sizes)
     unknown, missing = sorted(by_tensor.keys() - shapes.keys()), sorted(shapes.keys() - by_tensor.keys())
     if unknown or missing:
-        raise ValueError(f"tensors that the model has not: {unknown[:5]}; tensors that nobody holds: {missing[:5]}")
+        raise ValueError(f"the model has no tensors {unknown[:5]}; nobody holds the tensors {missing[:5]}")
     for tensor, boxes in by_tensor.items():
         rows, columns = shapes[tensor]
         if any(r < 0 or c < 0 or r + n > rows or c + m > columns for r, c, n, m in boxes):
@@ -353,11 +386,12 @@ def check_coverage(sizes: Sizes, rects: Iterable[Rect]) -> None:
         held = sum(n * m for _, _, n, m in boxes)
         if held != rows * columns or _any_overlap(boxes):
             raise ValueError(
-                f"{tensor} [{rows}, {columns}]: its ranks hold {held} elements of {rows * columns}, or overlap"
+                f"{tensor} [{rows}, {columns}]: its ranks hold {held} of {rows * columns} elements, or overlap"
             )
 
 
 def _any_overlap(boxes: Iterable[tuple[int, int, int, int]]) -> bool:
+    """Says whether two of the (row, column, rows, columns) boxes overlap."""
     ordered = sorted(boxes)
     for i, (row, column, rows, columns) in enumerate(ordered):
         for other_row, other_column, _, other_columns in ordered[i + 1 :]:
@@ -369,12 +403,12 @@ def _any_overlap(boxes: Iterable[tuple[int, int, int, int]]) -> bool:
 
 
 def padding(shape: Shape, rects: Sequence[Rect]) -> int:
-    """Elements of a parameter that no rectangle covers."""
+    """Returns the number of elements of a parameter that no rectangle covers."""
     return shape[0] * shape[1] - sum(rect.elements for rect in rects)
 
 
 def by_tensor(parameters: Mapping[str, tuple[Shape, Sequence[Rect]]]) -> dict[str, list[tuple[str, Rect]]]:
-    """{parameter: (shape, rectangles)} -> {tensor: [(parameter, rectangle)]}."""
+    """Returns {tensor: [(parameter, rectangle)]} from {parameter: (shape, rectangles)}."""
     out: dict[str, list[tuple[str, Rect]]] = {}
     for name, (_, rects) in parameters.items():
         for rect in rects:

@@ -1,7 +1,7 @@
-"""The plan of a refit: for every rectangle that an engine rank needs, which trainer rank sends which part of which parameter.
+"""Plans a refit: which trainer rank sends which part of which parameter to each engine rank.
 
-Computed from the two layouts' rectangles alone, so that every rank comes to the same plan by itself. Every element that an engine
-rank needs is sent to it once, by a rank that holds it: nothing is gathered on the way.
+The plan is computed from the rectangles of two layouts alone, so that every rank comes to the same plan by itself.
+Every element that an engine rank needs is sent to it once, by a rank that holds it. Nothing is gathered on the way.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ Column = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where ranks run. The same device: nothing is sent. The same node: it stays off the network."""
+class RankPlacement:
+    """The node and device of every rank.
 
-    nodes: Sequence[int]  # of each rank
-    devices: Sequence[int]  # of each rank, numbered through over all nodes
+    Nothing is sent within a device, and what is sent within a node stays off the network.
+    """
+
+    nodes: Sequence[int]  # node number by rank
+    devices: Sequence[int]  # device number by rank; no two nodes have a number in common
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Rectangles to copy, one per entry of every column; sorted by source, then destination.
+    """Rectangles to copy, one per entry of every column, sorted by source and then by destination.
 
-    source_parameter[source_row : + rows, source_column : + columns] goes to destination_parameter[row : + rows, column : + columns].
-    Parameters are numbers into `source_names` and `destination_names`.
+    The rectangle of `rows` x `columns` at (source_row, source_column) of source_parameter goes to (row, column) of
+    destination_parameter. Parameters are numbers, indices of `source_names` and `destination_names`.
     """
 
-    source: Column  # trainer rank
-    destination: Column  # engine rank
+    source: Column  # trainer ranks
+    destination: Column  # engine ranks
     source_parameter: Column
     destination_parameter: Column
     source_row: Column
@@ -49,6 +52,7 @@ class Slices:
 
     @property
     def elements(self) -> Column:
+        """Returns the number of elements of each slice."""
         return self.rows * self.columns
 
     def __len__(self) -> int:
@@ -56,10 +60,10 @@ class Slices:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Slices [first, last) of one (source, destination), sent in one message in round `turn`."""
+class RefitBucket:
+    """Slices [first, last) from one source to one destination, sent in one message in round `round_number`."""
 
-    turn: int
+    round_number: int
     source: int
     destination: int
     first: int
@@ -68,21 +72,23 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RefitPlan:
+    """The messages of a refit, in rounds. In a round a rank sends at most one and receives at most one."""
+
     slices: Slices
-    buckets: tuple[Bucket, ...]  # by round; in a round a rank sends at most one and receives at most one
-    local: tuple[Bucket, ...]  # of a source and a destination on the same device, by round of their own
-    needed: Mapping[int, int]  # engine rank -> elements it must have (padding aside)
-    held: Mapping[int, int]  # engine rank -> elements of these that lie on its own device before
+    buckets: tuple[RefitBucket, ...]  # messages between devices, by round
+    local: tuple[RefitBucket, ...]  # messages within a device, in rounds of their own
+    needed: Mapping[int, int]  # engine rank -> elements that it must have, without padding
+    held: Mapping[int, int]  # engine rank -> how many of these lie on its own device before the refit
 
     @property
     def lower_bound(self) -> int:
-        """Elements that no plan can avoid sending."""
+        """Returns the number of elements that every plan must send."""
         return sum(self.needed.values()) - sum(self.held.values())
 
     @property
     def sent(self) -> int:
-        """Elements that this plan sends from device to device."""
+        """Returns the number of elements that this plan sends from device to device."""
         return sum(bucket.elements for bucket in self.buckets)
 
 
@@ -90,35 +96,35 @@ def plan(
     sources: Iterable[Holding],
     destinations: Iterable[Holding],
     *,
-    trainer: Places,
-    engine: Places,
+    trainer: RankPlacement,
+    engine: RankPlacement,
     bucket_elements: int = 64 << 20,
-) -> Plan:
-    """The plan between two sets of holdings.
+) -> RefitPlan:
+    """Returns the plan between two sets of holdings.
 
-    Of the ranks that hold a needed part, one on the same device is taken, else the least loaded of the same node, else the least
-    loaded of all. Raises ValueError when nobody holds something that an engine rank needs.
+    Of the ranks that hold a needed part, it takes one on the same device, else the least loaded of the same node, else
+    the least loaded of all. Raises ValueError when nobody holds something that an engine rank needs.
     """
     tensors: dict[str, int] = {}
     send, sending = _table(sources, tensors)
     receive, receiving = _table(destinations, tensors)
     receive, owners = _one_row_per_rank(receive, receiving)
     wanted = receive.elements
-    pairs = _once(_overlaps(send, receive), send, sending, owners, trainer, engine)
+    pairs = _drop_duplicates(_find_overlaps(send, receive), send, sending, owners, trainer, engine)
     _check_all_found(receive, pairs, wanted, tensors)
-    chosen = _choose(pairs, send, sending, owners, trainer, engine)
+    chosen = _choose_senders(pairs, send, sending, owners, trainer, engine)
     needed = _sum_by(owners, wanted)
     local = np.asarray(trainer.devices)[chosen] == np.asarray(engine.devices)[owners[pairs.receive]]
     held = _sum_by(owners[pairs.receive][local], pairs.elements[local])
-    slices = _cut(_merge(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
+    slices = _cut_long(_join_adjacent(_slices(pairs, send, receive, chosen, owners)), bucket_elements)
     on_device = np.asarray(trainer.devices)[slices.source] == np.asarray(engine.devices)[slices.destination]
     buckets = [tuple(_buckets(slices, chosen, bucket_elements)) for chosen in (~on_device, on_device)]
-    return Plan(slices, buckets[0], buckets[1], needed, held)
+    return RefitPlan(slices, buckets[0], buckets[1], needed, held)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Rectangles as columns."""
+    """Rectangles as columns, one entry of every column per rectangle."""
 
     tensor: Column
     row: Column
@@ -136,42 +142,46 @@ class _Table:
         return self.rows * self.columns
 
     def take(self, index: Column) -> _Table:
+        """Returns the rectangles at these indices."""
         columns = {name: getattr(self, name)[index] for name in self.__dataclass_fields__ if name != "names"}
         return _Table(**columns, names=self.names)
 
 
 def _table(holdings: Iterable[Holding], tensors: dict[str, int]) -> tuple[_Table, list[tuple[int, ...]]]:
-    """-> (all rectangles, ranks of each holding). Numbers `tensors` as they come."""
+    """Returns (all rectangles, the ranks of each holding).
+
+    Gives every tensor a number, in `tensors`, when it first comes.
+    """
     names: dict[str, int] = {}
     rows: list[tuple[int, ...]] = []
-    ranks = []
+    holders = []
     for number, holding in enumerate(holdings):
-        ranks.append(holding.ranks)
+        holders.append(holding.ranks)
         for name, rect in holding.parameters:
             parameter = names.setdefault(name, len(names))
             rows.append((tensors.setdefault(rect.tensor, len(tensors)), *rect[1:], parameter, number))
     if not rows:
         raise ValueError("no parameters: nothing to plan")
-    return _Table(*np.array(rows, dtype=np.int64).T, names=tuple(names)), ranks
+    return _Table(*np.array(rows, dtype=np.int64).T, names=tuple(names)), holders
 
 
-def _one_row_per_rank(table: _Table, ranks: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
-    """Repeats the rectangles of each holding for each of its ranks -> (table, the rank of each row)."""
-    copies = np.array([len(r) for r in ranks], dtype=np.int64)[table.holding]
+def _one_row_per_rank(table: _Table, holders: Sequence[tuple[int, ...]]) -> tuple[_Table, Column]:
+    """Repeats the rectangles of each holding for each of its ranks. Returns (table, the rank of each row)."""
+    copies = np.array([len(r) for r in holders], dtype=np.int64)[table.holding]
     index = np.repeat(np.arange(len(copies)), copies)
     which = np.arange(len(index)) - np.repeat(np.cumsum(copies) - copies, copies)
-    width = max(len(r) for r in ranks)
-    grid = np.array([[*r, *[-1] * (width - len(r))] for r in ranks], dtype=np.int64)
+    width = max(len(r) for r in holders)
+    grid = np.array([[*r, *[-1] * (width - len(r))] for r in holders], dtype=np.int64)
     return table.take(index), grid[table.holding[index], which]
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Overlaps of a sent and a received rectangle."""
+    """Overlaps of a sent and a received rectangle, as columns."""
 
-    send: Column  # row of the sending table
-    receive: Column  # row of the receiving table
-    row: Column  # of the tensor
+    send: Column  # rows of the sending table
+    receive: Column  # rows of the receiving table
+    row: Column  # where the overlap begins in the Hugging Face tensor
     column: Column
     rows: Column
     columns: Column
@@ -181,7 +191,8 @@ class _Pairs:
         return self.rows * self.columns
 
 
-def _overlaps(send: _Table, receive: _Table) -> _Pairs:
+def _find_overlaps(send: _Table, receive: _Table) -> _Pairs:
+    """Returns every overlap of a rectangle of `send` and a rectangle of `receive`."""
     order = np.argsort(send.tensor, kind="stable")
     keys = send.tensor[order]
     low, high = np.searchsorted(keys, receive.tensor, "left"), np.searchsorted(keys, receive.tensor, "right")
@@ -195,56 +206,70 @@ def _overlaps(send: _Table, receive: _Table) -> _Pairs:
     return _Pairs(s[index], r[index], top[index], left[index], (bottom - top)[index], (right - left)[index])
 
 
-def _once(
-    pairs: _Pairs, send: _Table, ranks: Sequence[tuple[int, ...]], owners: Column, trainer: Places, engine: Places
-) -> _Pairs:  # fmt: skip
-    """Of pairs that bring the same part (what all tensor-parallel ranks hold alike, a tied embedding under its second name) the
-    nearest one."""
+def _drop_duplicates(
+    pairs: _Pairs,
+    send: _Table,
+    holders: Sequence[tuple[int, ...]],
+    owners: Column,
+    trainer: RankPlacement,
+    engine: RankPlacement,
+) -> _Pairs:
+    """Returns the nearest of those pairs that bring the same part.
+
+    There are such pairs where all tensor-parallel ranks hold a part alike, and for a tied embedding, which has a second
+    name.
+    """
     holdings, destinations = send.holding[pairs.send], owners[pairs.receive]
     width = len(engine.nodes)
     keys, inverse = np.unique(holdings * width + destinations, return_inverse=True)
-    near = np.array(
-        [_distance(ranks[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64
+    nearest = np.array(
+        [_distance(holders[key // width], key % width, trainer, engine) for key in keys.tolist()], dtype=np.int64
     )[inverse]
-    order = np.lexsort([near, pairs.column, pairs.row, pairs.receive])
+    order = np.lexsort([nearest, pairs.column, pairs.row, pairs.receive])
     same = [np.concatenate([[False], c[order][1:] == c[order][:-1]]) for c in (pairs.column, pairs.row, pairs.receive)]
     index = np.sort(order[~(same[0] & same[1] & same[2])])
     return _Pairs(*(getattr(pairs, name)[index] for name in pairs.__dataclass_fields__))
 
 
-def _distance(ranks: Sequence[int], destination: int, trainer: Places, engine: Places) -> int:
-    """0: one of `ranks` is on the destination's device; 1: on its node; 2: neither."""
-    if any(trainer.devices[r] == engine.devices[destination] for r in ranks):
+def _distance(holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement) -> int:
+    """Returns 0 if one of the holders is on the destination's device, 1 if one is on its node, else 2."""
+    if any(trainer.devices[r] == engine.devices[destination] for r in holders):
         return 0
-    return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in ranks) else 2
+    return 1 if any(trainer.nodes[r] == engine.nodes[destination] for r in holders) else 2
 
 
 def _check_all_found(receive: _Table, pairs: _Pairs, wanted: Column, tensors: Mapping[str, int]) -> None:
+    """Raises ValueError unless every element that engines need is held by the trainer."""
     found = np.bincount(pairs.receive, weights=pairs.elements, minlength=len(wanted)).astype(np.int64)
     bad = np.flatnonzero(found != wanted)
     if len(bad):
         names = list(tensors)
         first = bad[0]
         raise ValueError(
-            f"{len(bad)} rectangles of the engines are not held by the trainer, e.g. {names[receive.tensor[first]]} from row "
-            f"{receive.row[first]}: {found[first]} of {wanted[first]} elements"
+            f"{len(bad)} rectangles of the engines are not held by the trainer, e.g. "
+            f"{names[receive.tensor[first]]} from row {receive.row[first]}: {found[first]} of {wanted[first]} elements"
         )
 
 
-def _choose(
-    pairs: _Pairs, send: _Table, ranks: Sequence[tuple[int, ...]], owners: Column, trainer: Places, engine: Places
-) -> Column:  # fmt: skip
-    """The sending rank of every pair; the largest pairs choose first."""
+def _choose_senders(
+    pairs: _Pairs,
+    send: _Table,
+    holders: Sequence[tuple[int, ...]],
+    owners: Column,
+    trainer: RankPlacement,
+    engine: RankPlacement,
+) -> Column:
+    """Returns the sending rank of every pair. The largest pairs choose first."""
     load = [0] * len(trainer.nodes)
     out = np.empty(len(pairs.send), dtype=np.int64)
     holdings, destinations = send.holding[pairs.send].tolist(), owners[pairs.receive].tolist()
     sizes = pairs.elements.tolist()
-    near: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
+    nearest: dict[tuple[int, int], tuple[bool, tuple[int, ...]]] = {}
     for i in np.argsort(-pairs.elements, kind="stable").tolist():
         key = holdings[i], destinations[i]
-        if key not in near:
-            near[key] = _nearest(ranks[key[0]], key[1], trainer, engine)
-        free, candidates = near[key]
+        if key not in nearest:
+            nearest[key] = _nearest(holders[key[0]], key[1], trainer, engine)
+        free, candidates = nearest[key]
         best = candidates[0] if len(candidates) == 1 else min(candidates, key=load.__getitem__)
         out[i] = best
         if not free:
@@ -252,9 +277,11 @@ def _choose(
     return out
 
 
-def _nearest(ranks: Sequence[int], destination: int, trainer: Places, engine: Places) -> tuple[bool, tuple[int, ...]]:
-    """(whether nothing is sent, the candidates that are equally near), in an order that differs between destinations."""
-    turned = [ranks[(i + destination) % len(ranks)] for i in range(len(ranks))]
+def _nearest(
+    holders: Sequence[int], destination: int, trainer: RankPlacement, engine: RankPlacement
+) -> tuple[bool, tuple[int, ...]]:
+    """Returns (whether nothing is sent, the equally near candidates). Their order differs between destinations."""
+    turned = [holders[(i + destination) % len(holders)] for i in range(len(holders))]
     same_device = [r for r in turned if trainer.devices[r] == engine.devices[destination]]
     if same_device:
         return True, tuple(same_device[:1])
@@ -262,6 +289,7 @@ def _nearest(ranks: Sequence[int], destination: int, trainer: Places, engine: Pl
 
 
 def _sum_by(keys: Column, values: Column) -> dict[int, int]:
+    """Returns {key: sum of its values}."""
     totals: dict[int, int] = {}
     for key in np.unique(keys).tolist():
         totals[key] = int(values[keys == key].sum())
@@ -269,6 +297,7 @@ def _sum_by(keys: Column, values: Column) -> dict[int, int]:
 
 
 def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners: Column) -> Slices:
+    """Returns the pairs as slices of parameters, sorted."""
     s, r = pairs.send, pairs.receive
     columns = dict(
         source=chosen,
@@ -293,7 +322,7 @@ def _slices(pairs: _Pairs, send: _Table, receive: _Table, chosen: Column, owners
     )
 
 
-def _merge(slices: Slices) -> Slices:
+def _join_adjacent(slices: Slices) -> Slices:
     """Joins slices that follow each other in both parameters (q, k and v of one group; gate and up)."""
     n = slices
     same = np.ones(len(n), dtype=bool)
@@ -314,8 +343,8 @@ def _merge(slices: Slices) -> Slices:
     return Slices(**columns, source_names=n.source_names, destination_names=n.destination_names)
 
 
-def _cut(slices: Slices, limit: int) -> Slices:
-    """Cuts slices of more than `limit` elements by rows, into parts of as many rows as fit (at least one)."""
+def _cut_long(slices: Slices, limit: int) -> Slices:
+    """Cuts slices of more than `limit` elements by rows, into parts of as many rows as fit, at least one."""
     fitting = np.maximum(1, limit // slices.columns)
     parts = -(-slices.rows // fitting)
     which = np.repeat(np.arange(len(slices)), parts)
@@ -326,9 +355,11 @@ def _cut(slices: Slices, limit: int) -> Slices:
     return Slices(**columns, source_names=slices.source_names, destination_names=slices.destination_names)
 
 
-def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[Bucket]:
-    """Fills messages of the `sent` slices up to `limit` elements (a longer row goes alone), each in the first round with both ends free,
-    the busiest ends choosing first."""
+def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[RefitBucket]:
+    """Fills messages with the `sent` slices, up to `limit` elements each, and gives each message a round.
+
+    A row that is longer goes alone.
+    """
     messages: list[tuple[int, int, int, int, int]] = []  # source, destination, first, last, elements
     elements, source, destination = slices.elements.tolist(), slices.source.tolist(), slices.destination.tolist()
     for i in np.flatnonzero(sent).tolist():
@@ -338,10 +369,11 @@ def _buckets(slices: Slices, sent: NDArray[np.bool_], limit: int) -> list[Bucket
                 messages[-1] = (s, d, first, i + 1, size + elements[i])
                 continue
         messages.append((source[i], destination[i], i, i + 1, elements[i]))
-    return _rounds(messages)
+    return _assign_rounds(messages)
 
 
-def _rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[Bucket]:
+def _assign_rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[RefitBucket]:
+    """Gives each message the first round in which both its ends are free. The busiest ends choose first."""
     waiting: dict[tuple[int, int], list[tuple[int, int, int, int, int]]] = {}
     for message in messages:
         waiting.setdefault(message[:2], []).append(message)
@@ -350,7 +382,7 @@ def _rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[Bucket]:
     for (s, d), queue in waiting.items():
         left_out[s] = left_out.get(s, 0) + len(queue)
         left_in[d] = left_in.get(d, 0) + len(queue)
-    out, turn = [], 0
+    out, round_number = [], 0
     while waiting:
         order = [(-max(left_out[s], left_in[d]), (d - s) % (len(left_out) + 1), s, d) for s, d in waiting]
         heapq.heapify(order)
@@ -363,10 +395,10 @@ def _rounds(messages: Sequence[tuple[int, int, int, int, int]]) -> list[Bucket]:
             busy_out.add(s)
             busy_in.add(d)
             message = waiting[s, d].pop(0)
-            out.append(Bucket(turn, *message))
+            out.append(RefitBucket(round_number, *message))
             left_out[s] -= 1
             left_in[d] -= 1
             if not waiting[s, d]:
                 del waiting[s, d]
-        turn += 1
+        round_number += 1
     return out

@@ -1,4 +1,4 @@
-"""The numbers of a model that decide the shapes of its tensors, read from a Hugging Face config.json; and the table of families."""
+"""Reads the sizes that decide the shapes of a model's tensors from a config.json. Lists the supported families."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from megatron_rl.config.schema import ConfigError
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes one model_type from the others, in the names of its tensors. See docs/adding_a_model.md."""
+    """The differences of one model_type from the others, in the names of its tensors. See docs/adding_a_model.md."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
-    experts: str | None = None  # module of router and experts within a layer; None for a dense model
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    expert_ffn: str = "moe_intermediate_size"  # key of config.json
-    shared: str | None = None  # module of an expert that sees every token
-    renormalised: bool = False  # the chosen experts' probabilities always sum to 1; otherwise norm_topk_prob says so
-    always_slides: bool = False  # sliding_window takes effect without use_sliding_window
+    experts: str | None = None  # the module of router and experts within a layer; None for a dense model
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # the matrices of an expert
+    expert_ffn: str = "moe_intermediate_size"  # the key of config.json with an expert's width
+    shared: str | None = None  # the module of an expert that sees every token
+    renormalised: bool = (
+        False  # whether the chosen experts' probabilities always sum to 1; otherwise norm_topk_prob says so
+    )
+    always_slides: bool = False  # whether sliding_window takes effect without use_sliding_window
 
 
 FAMILIES = {
@@ -42,7 +44,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """A decoder of one of the FAMILIES, in Hugging Face's terms."""
+    """The sizes of a decoder of one of the FAMILIES, in Hugging Face's terms."""
 
     family: str
     num_layers: int
@@ -50,12 +52,12 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # of a dense layer
+    ffn: int  # width of a dense layer
     vocab: int
-    tied: bool  # output weights are the embedding
-    experts: int = 0  # per layer; 0: dense
-    expert_ffn: int = 0
-    shared_ffn: int = 0  # of the shared expert; 0: none
+    tied: bool  # whether the output weights are the embedding
+    experts: int = 0  # experts per layer; 0 for a dense model
+    expert_ffn: int = 0  # width of an expert
+    shared_ffn: int = 0  # width of the shared expert; 0 where there is none
 
     @property
     def qkv_bias(self) -> bool:
@@ -67,18 +69,17 @@ class Sizes:
 
     @classmethod
     def read(cls, config: Mapping[str, Any], where: str = "config.json") -> Self:
-        """From the contents of a config.json. Raises ConfigError for what is not supported or missing, naming the key."""
+        """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or unsupported."""
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            raise ConfigError(f"{where}: model_type {kind!r} is not supported; {', '.join(FAMILIES)} are")
+            raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(FAMILIES)}")
         family = FAMILIES[kind]
         _refuse(config, where, family)
         try:
             moe: dict[str, int] = {}
             if family.experts is not None:
-                count = (
-                    "num_local_experts" if "num_local_experts" in config else "num_experts"
-                )  # transformers 5 writes either
+                # transformers 5 writes either key.
+                count = "num_local_experts" if "num_local_experts" in config else "num_experts"
                 moe = {"experts": int(config[count]), "expert_ffn": int(config[family.expert_ffn])}
                 moe |= {"shared_ffn": int(config["shared_expert_intermediate_size"])} if family.shared else {}
             heads = int(config["num_attention_heads"])
@@ -99,7 +100,7 @@ class Sizes:
 
 
 def _refuse(config: Mapping[str, Any], where: str, family: Family) -> None:
-    """What would silently be another model."""
+    """Raises ConfigError for a setting that would otherwise be ignored and so make another model."""
     wanted: dict[str, Any] = {"mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
     wanted |= {"qkv_bias": True} if family.qkv_bias else {"attention_bias": False}
     if family.experts is not None:
@@ -110,5 +111,6 @@ def _refuse(config: Mapping[str, Any], where: str, family: Family) -> None:
     window = config.get("sliding_window")
     if family.always_slides and window is not None and window < int(config.get("max_position_embeddings", window)):
         raise ConfigError(
-            f"{where}: sliding_window = {window} is not supported, attention here is full: set it to null if no sequence is longer"
+            f"{where}: sliding_window = {window} is not supported, attention here is full: "
+            "set it to null if no sequence is longer"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from layouts_worker import WeightedLogprobs, make_batch, reference
+from layouts_worker import learn, logprobs_of, make_rollouts, reference
 from tiny_models import make_model
 
 pytestmark = [
@@ -30,10 +30,10 @@ def test_the_actor_matches_transformers_and_learns_on_cuda(one_rank, tmp_path):
 
     path = make_model(tmp_path / "model", "qwen2", vocab_size=97)
     role = RoleConfig(model=Model(path=str(path)), optimizer=Optimizer(lr=1e-3), micro_batch_tokens=60)
-    policy, batch, loss = MegatronPolicy(role, parallel.create(Layout())), make_batch(97), WeightedLogprobs()
-    expected, expected_loss, *_ = reference(str(path), batch)
-    assert (policy.logprobs(batch) - expected).abs().max() < 1e-3
-    losses = [policy.update(batch, loss)["loss"] for _ in range(5)]
+    policy, rollouts = MegatronPolicy(role, parallel.create(Layout())), make_rollouts(97)
+    expected, expected_loss, *_ = reference(str(path), rollouts)
+    assert (logprobs_of(policy, rollouts) - expected).abs().max() < 1e-3
+    losses = [learn(policy)["loss"] for _ in range(5)]
     assert abs(losses[0] - expected_loss) < 1e-3 and losses[-1] < losses[0]
 
 

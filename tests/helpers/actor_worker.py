@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts_worker import WeightedLogprobs, make_batch
+from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
 
+from megatron_rl.batches.batch import STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -37,17 +38,16 @@ def distance(a, b) -> float:
 
 def two_roles(path: str) -> dict[str, float]:
     """Alternating turns give what each role gives alone."""
-    batch, loss = make_batch(97), WeightedLogprobs()
     alone = {}
     for name, layout in (("a", Layout(tp=2)), ("b", Layout(pp=2))):
         policy = make(path, layout)
         for _ in range(3):
-            policy.update(batch, loss)
+            learn(policy)
         alone[name] = weights(policy)
     a, b = make(path, Layout(tp=2)), make(path, Layout(pp=2))
     for _ in range(3):
-        a.update(batch, loss)
-        b.update(batch, loss)
+        learn(a)
+        learn(b)
     return {
         "vpp": interleaved(path),
         "a": distance(weights(a), alone["a"]),
@@ -59,9 +59,9 @@ def two_roles(path: str) -> dict[str, float]:
 def interleaved(path: str) -> float:
     """The interleaved schedule with one sequence, and with a number of micro-batches that the stages need not divide."""
     vpp, plain = make(path, Layout(pp=2, vpp=2, overlap_p2p=True)), make(path, Layout())
-    batch = make_batch(97)
-    parts = [batch.select(range(n)) for n in range(1, batch.num_sequences + 1)]
-    return max((vpp.logprobs(part) - plain.logprobs(part)).abs().max().item() for part in parts)
+    rollouts = make_rollouts(97)
+    parts = [rollouts[:n] for n in range(1, len(rollouts) + 1)]
+    return max((logprobs_of(vpp, part) - logprobs_of(plain, part)).abs().max().item() for part in parts)
 
 
 DENSE = (
@@ -88,18 +88,18 @@ EXPERTS = (
 
 def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
     """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
-    batch, loss, errors = make_batch(97), WeightedLogprobs(), {}
+    errors: dict[str, Any] = {}
     for name, first, second in layouts:
         policy = make(path, first)
         for _ in range(2):
-            policy.update(batch, loss)
+            learn(policy)
         target = directory / name
         if dist.get_rank() == 0:
             target.mkdir(parents=True)
         dist.barrier()
         policy.save(target, background=True)  # what it writes is what stood here: the next update is not in it
         stands = weights(policy)
-        policy.update(batch, loss)
+        learn(policy)
         policy.saved(wait=True)
         errors[f"{name}/background"] = distance(stands, dict(DistCheckpoint(target).tensors(policy.arch)))
         policy.load(target)
@@ -108,12 +108,12 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         stored = dict(DistCheckpoint(target).tensors(policy.arch))
         errors[f"{name}/read"] = float(stored.keys() != weights(policy).keys()) + distance(weights(policy), stored)
         errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
-        metrics = [(policy.update(batch, loss), other.update(batch, loss)) for _ in range(2)][-1]
+        metrics = [(learn(policy), learn(other)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
         errors[f"{name}/after"] = distance(weights(policy), weights(other))
     changed = make(path, layouts[0][1], optimizer=Optimizer(lr=3e-4, weight_decay=0.3, betas=(0.5, 0.6)))
     changed.load(directory / "same")
-    changed.update(batch, loss)
+    learn(changed)
     groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
 
@@ -137,32 +137,47 @@ def refusals(directory: Path) -> dict[str, str]:
 def few_tokens(path: str) -> float:
     """Expert-parallel ranks with one sequence between them, so that ranks and experts get nothing."""
     layouts = (Layout(ep=2), Layout(etp=2), Layout(tp=2, sequence_parallel=True, ep=2, etp=1))
-    plain, batch, loss = make(path, Layout()), make_batch(97), WeightedLogprobs()
-    shortest = int(batch.lengths.argmin())
-    parts = [batch.select([shortest]), batch.select([0])]
-    wanted = [(plain.logprobs(part), plain.update(part, loss)["grad_norm"]) for part in parts]
+    plain, rollouts = make(path, Layout()), make_rollouts(97)
+    parts = [[min(rollouts, key=lambda r: len(r.tokens))], rollouts[:1]]
+    wanted = [(logprobs_of(plain, part), learn(plain, part)["grad_norm"]) for part in parts]
     errors = [0.0]
     for layout in layouts:
         policy = make(path, layout)
         for part, (logprobs, norm) in zip(parts, wanted, strict=True):
-            errors.append((policy.logprobs(part) - logprobs).abs().max().item())
-            errors.append(abs(policy.update(part, loss)["grad_norm"] - norm))
+            errors.append((logprobs_of(policy, part) - logprobs).abs().max().item())
+            errors.append(abs(learn(policy, part)["grad_norm"] - norm))
     return max(errors)
 
 
 def sleep(path: str, layout: Layout = PLAIN) -> dict[str, float]:
-    batch, loss = make_batch(97), WeightedLogprobs()
     awake, sleeper = make(path, layout), make(path, layout)
     held = offload.gradient_bytes(sleeper.chunks)
     for _ in range(3):
-        awake.update(batch, loss)
-        sleeper.update(batch, loss)
+        learn(awake)
+        learn(sleeper)
         sleeper.sleep()
         asleep = offload.gradient_bytes(sleeper.chunks)
         sleeper.wake()
     frozen = make(path, layout, trainable=False)
-    gap = (frozen.logprobs(batch) - make(path, Layout(pp=2)).logprobs(batch)).abs().max().item()
+    rollouts = make_rollouts(97)
+    gap = (logprobs_of(frozen, rollouts) - logprobs_of(make(path, Layout(pp=2)), rollouts)).abs().max().item()
     return {"held": held, "asleep": asleep, "distance": distance(weights(awake), weights(sleeper)), "frozen": gap}
+
+
+def holdings(path: str) -> dict[str, Any]:
+    """Numbers of the rollouts that this rank holds after a hand-out, and its statistics' names, by layout."""
+    out, loss, rollouts = {}, WeightedLogprobs(), make_rollouts(97)
+    for name, layout in (("dp", Layout()), ("tp", Layout(tp=2)), ("pp", Layout(pp=2)), ("cp", Layout(cp=2))):
+        policy = make(path, layout)
+        work, _ = work_of(policy, rollouts, loss)
+        tokens = [t for i in work.flat.numbers.tolist() for t in rollouts[i].tokens.tolist()]
+        found = policy.statistics(work)
+        out[name] = {
+            "numbers": sorted(work.flat.numbers.tolist()),
+            "tokens": work.flat.tokens[:-1].tolist() == tokens,
+            "logprobs": [len(values) == work.num_tokens for values in found.values()],
+        }
+    return out
 
 
 def head() -> dict[str, float]:
@@ -178,19 +193,18 @@ def head() -> dict[str, float]:
         torch.manual_seed(0)
         weight, hidden = torch.randn(2 * rows, 16), torch.randn(150, 16)
         labels, scales = torch.randint(vocab, (150,)), torch.randn(2, 150)
-        for name, entropy_scale in (("logprob", 0.0), ("both", 1.0)):
+        for name, asked in (("logprob", ("logprobs",)), ("both", ("logprobs", "entropy")), ("mean", STATISTICS)):
             a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             log_p = (a @ w[:vocab].T / 0.7).log_softmax(-1)
-            wanted = torch.stack([log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1)])
-            (wanted[0] * scales[0] + entropy_scale * wanted[1] * scales[1]).sum().backward()
+            whole = [log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)]
+            wanted = torch.stack(whole[: len(asked)])
+            (wanted[:2] * scales[: len(asked)]).sum().backward()
             first = dist.get_rank() * rows
             b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
-            found = torch.stack(
-                forward.vocab_parallel_logprobs(
-                    b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD
-                )
+            found = forward.vocab_parallel_statistics(
+                b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=asked
             )
-            (found[0] * scales[0] + entropy_scale * found[1] * scales[1]).sum().backward()
+            (found[:2] * scales[: len(asked)]).sum().backward()
             grad = b.grad.clone()
             dist.all_reduce(grad)
             pairs = {
@@ -207,7 +221,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
-    answer["head"] = head()
+    answer["head"], answer["holdings"] = head(), holdings(path)
     answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {

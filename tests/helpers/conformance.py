@@ -1,4 +1,4 @@
-"""What every rollout engine must do, whatever it is: checks against transformers and against the words of engines/base.py.
+"""Checks that every rollout engine must pass, whatever it is: against transformers and against the words of engines/base.py.
 
 Each check takes (engine, judge): an engine that holds the weights of the judge's model directory. `CHECKS` has them by name.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Engine, Sampling, complete
 from megatron_rl.types import Stop
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -40,18 +42,32 @@ class Judge:
         """[T, V]"""
         return self.model(torch.tensor([tokens])).logits[0].float()
 
-    def logprobs(self, prompt: list[int], completion: Completion, temperature: float = 1.0) -> list[float]:
-        every = (self.logits(prompt + completion.tokens)[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-        return every.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].tolist()
+    def drawn_from(self, prompt: list[int], completion: Completion) -> torch.Tensor:
+        """Returns the logits that each token of the completion was drawn from, [T, V]."""
+        return self.logits([*prompt, *completion.tokens.tolist()])[len(prompt) - 1 : -1]
+
+    def logprobs(self, prompt: list[int], completion: Completion, temperature: float = 1.0) -> np.ndarray:
+        every = (self.drawn_from(prompt, completion) / temperature).log_softmax(-1)
+        return _of(every, completion).numpy()
+
+    def scores(self, tokens: list[int]) -> np.ndarray:
+        """Returns the log-prob of every token given those before it, 0 for the first."""
+        every = self.logits(tokens)[:-1].log_softmax(-1)
+        return np.append(0.0, every.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()).astype(np.float32)
 
     def check_greedy(self, prompt: list[int], completion: Completion) -> None:
         """Every token is the likeliest one, and has the log-prob that transformers gives it."""
-        every = self.logits(prompt + completion.tokens)[len(prompt) - 1 : -1].log_softmax(-1)
-        taken = every.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        every = self.drawn_from(prompt, completion).log_softmax(-1)
+        taken = _of(every, completion)
         assert (every.max(dim=-1).values - taken).max() < CLOSE, (prompt[:5], completion.tokens)
-        assert completion.logprobs == [0.0] * len(completion.tokens), "a greedy draw is from a point mass"
+        assert not completion.logprobs.any(), "a greedy draw is from a point mass"
         if completion.model_logprobs is not None:
-            assert completion.model_logprobs == pytest.approx(taken.tolist(), abs=NEAR)
+            assert completion.model_logprobs == pytest.approx(taken.numpy(), abs=NEAR)
+
+
+def _of(every: torch.Tensor, completion: Completion) -> torch.Tensor:
+    """[T, V] -> [T], the values of the completion's tokens."""
+    return every.gather(1, torch.tensor(completion.tokens, dtype=torch.int64)[:, None])[:, 0]
 
 
 def prompts(judge: Judge, lengths=(3, 50, 1, 17, 17, 8, 30, 200), seed: int = 0) -> list[list[int]]:
@@ -60,22 +76,27 @@ def prompts(judge: Judge, lengths=(3, 50, 1, 17, 17, 8, 30, 200), seed: int = 0)
     return [[rng.choice(usable) for _ in range(n)] for n in lengths]
 
 
-def greedy_equals_transformers(engine: Any, judge: Judge) -> None:
+def texts(groups: list[list[Completion]]) -> list[list[int]]:
+    """Returns the tokens of all completions, one after the other."""
+    return [completion.tokens.tolist() for group in groups for completion in group]
+
+
+def greedy_equals_transformers(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)
-    for prompt, group in zip(some, engine.generate(some, GREEDY), strict=True):
+    for prompt, group in zip(some, complete(engine, some, GREEDY), strict=True):
         [completion] = group
         judge.check_greedy(prompt, completion)
         assert completion.stop is (Stop.EOS if completion.tokens[-1] in judge.eos else Stop.LENGTH)
 
 
-def greedy_with_several_samples_gives_them_all(engine: Any, judge: Judge) -> None:
-    [group] = engine.generate(prompts(judge)[:1], Sampling(max_tokens=5, temperature=0.0, n=3))
-    assert len(group) == 3 and all(c.tokens == group[0].tokens for c in group)
+def greedy_with_several_samples_gives_them_all(engine: Engine, judge: Judge) -> None:
+    [group] = complete(engine, prompts(judge)[:1], Sampling(max_tokens=5, temperature=0.0, n=3))
+    assert len(group) == 3 and all(np.array_equal(c.tokens, group[0].tokens) for c in group)
 
 
-def sampled_logprobs_equal_transformers(engine: Any, judge: Judge) -> None:
+def sampled_logprobs_equal_transformers(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)
-    for prompt, group in zip(some, engine.generate(some, Sampling(max_tokens=16, n=2, seed=4)), strict=True):
+    for prompt, group in zip(some, complete(engine, some, Sampling(max_tokens=16, n=2, seed=4)), strict=True):
         assert len(group) == 2
         for completion in group:
             wanted = judge.logprobs(prompt, completion)
@@ -83,88 +104,87 @@ def sampled_logprobs_equal_transformers(engine: Any, judge: Judge) -> None:
             assert completion.model_logprobs == pytest.approx(wanted, abs=NEAR)
 
 
-def logprobs_are_of_the_distribution_sampled_from(engine: Any, judge: Judge) -> None:
+def logprobs_are_of_the_distribution_sampled_from(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)[:4]
     for prompt, [completion] in zip(
-        some, engine.generate(some, Sampling(max_tokens=12, temperature=0.5, seed=1)), strict=True
+        some, complete(engine, some, Sampling(max_tokens=12, temperature=0.5, seed=1)), strict=True
     ):
         assert completion.logprobs == pytest.approx(judge.logprobs(prompt, completion, 0.5), abs=NEAR)
-    [[one]] = engine.generate(some[:1], Sampling(max_tokens=8, top_k=1, seed=1))
-    assert one.logprobs == pytest.approx([0.0] * len(one.tokens), abs=1e-6), "top_k = 1 leaves one token"
+    [[one]] = complete(engine, some[:1], Sampling(max_tokens=8, top_k=1, seed=1))
+    assert np.abs(one.logprobs).max() < 1e-6, "top_k = 1 leaves one token"
 
 
-def truncation_keeps_what_it_should(engine: Any, judge: Judge) -> None:
+def truncation_keeps_what_it_should(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)[:3]
-    for prompt, group in zip(some, engine.generate(some, Sampling(max_tokens=8, top_k=3, n=4, seed=2)), strict=True):
+    for prompt, group in zip(some, complete(engine, some, Sampling(max_tokens=8, top_k=3, n=4, seed=2)), strict=True):
         for c in group:
-            every = judge.logits(prompt + c.tokens)[len(prompt) - 1 : -1]
+            every = judge.drawn_from(prompt, c)
             third = every.topk(3).values[:, -1]
-            assert (every.gather(1, torch.tensor(c.tokens)[:, None])[:, 0] >= third - CLOSE).all()
+            assert (_of(every, c) >= third - CLOSE).all()
 
 
-def draws_differ_by_sample_prompt_and_seed_and_repeat(engine: Any, judge: Judge) -> None:
+def draws_differ_by_sample_prompt_and_seed_and_repeat(engine: Engine, judge: Judge) -> None:
     same = prompts(judge)[:1] * 2
     sampling = Sampling(max_tokens=12, n=3, seed=8)
-    first = [c.tokens for group in engine.generate(same, sampling) for c in group]
+    first = texts(complete(engine, same, sampling))
     assert len({tuple(t) for t in first}) > 3, "samples of a prompt, and of its copy, are drawn apart"
-    assert [c.tokens for group in engine.generate(same, sampling) for c in group] == first
-    other = [c.tokens for group in engine.generate(same, Sampling(max_tokens=12, n=3, seed=9)) for c in group]
-    assert other != first
+    assert texts(complete(engine, same, sampling)) == first
+    assert texts(complete(engine, same, Sampling(max_tokens=12, n=3, seed=9))) != first
 
 
-def sampling_follows_the_model(engine: Any, judge: Judge) -> None:
+def sampling_follows_the_model(engine: Engine, judge: Judge) -> None:
     """400 first tokens against the model's own probabilities: total variation near what so many draws give."""
     [prompt] = prompts(judge, lengths=(6,))
-    [group] = engine.generate([prompt], Sampling(max_tokens=1, n=200, seed=21))
-    [more] = engine.generate([prompt], Sampling(max_tokens=1, n=200, seed=22))
+    [group] = complete(engine, [prompt], Sampling(max_tokens=1, n=200, seed=21))
+    [more] = complete(engine, [prompt], Sampling(max_tokens=1, n=200, seed=22))
     drawn = torch.bincount(torch.tensor([c.tokens[0] for c in group + more]), minlength=judge.vocab).float() / 400
     true = judge.logits(prompt)[-1].softmax(-1)
     expected = float((2 * true * (1 - true) / (math.pi * 400)).sqrt().sum() / 2)
     assert 0.5 * float((drawn - true).abs().sum()) < 1.5 * expected
 
 
-def many_long_prompts_at_once_are_all_answered(engine: Any, judge: Judge) -> None:
+def many_long_prompts_at_once_are_all_answered(engine: Engine, judge: Judge) -> None:
     """More prompt tokens than an engine takes in one step."""
     some = prompts(judge, lengths=(200,) * 40, seed=3)
-    for prompt, group in zip(some, engine.generate(some, Sampling(max_tokens=3, n=2, seed=7)), strict=True):
+    for prompt, group in zip(some, complete(engine, some, Sampling(max_tokens=3, n=2, seed=7)), strict=True):
         for c in group:
             assert c.logprobs == pytest.approx(judge.logprobs(prompt, c), abs=NEAR)
 
 
-def stop_tokens_end_a_completion_and_stay(engine: Any, judge: Judge) -> None:
+def stop_tokens_end_a_completion_and_stay(engine: Engine, judge: Judge) -> None:
     stops = tuple(t for t in range(3, judge.vocab, 3) if t not in judge.eos)
     ended = 0
-    for group in engine.generate(prompts(judge), Sampling(max_tokens=40, stop_tokens=stops, n=2, seed=6)):
+    for group in complete(engine, prompts(judge), Sampling(max_tokens=40, stop_tokens=stops, n=2, seed=6)):
         for c in group:
-            assert not set(c.tokens[:-1]) & (set(stops) | judge.eos)
+            assert not set(c.tokens[:-1].tolist()) & (set(stops) | judge.eos)
             wanted = Stop.STOP if c.tokens[-1] in stops else Stop.EOS if c.tokens[-1] in judge.eos else Stop.LENGTH
             assert c.stop is wanted
             ended += c.stop is Stop.STOP
     assert ended
 
 
-def stop_strings_end_with_the_token_that_completed_them(engine: Any, judge: Judge) -> None:
+def stop_strings_end_with_the_token_that_completed_them(engine: Engine, judge: Judge) -> None:
     if judge.tokenizer is None:
         return
     some = prompts(judge)
-    free = [c.tokens for [c] in engine.generate(some, Sampling(max_tokens=30, seed=5))]
+    free = texts(complete(engine, some, Sampling(max_tokens=30, seed=5)))
     text = judge.tokenizer.decode(max(free, key=len)[2:4], skip_special_tokens=False)  # of one that did not end there
     for prompt, [c] in zip(
-        some, engine.generate(some, Sampling(max_tokens=30, seed=5, stop_strings=(text,))), strict=True
+        some, complete(engine, some, Sampling(max_tokens=30, seed=5, stop_strings=(text,))), strict=True
     ):
         whole = judge.tokenizer.decode(c.tokens, skip_special_tokens=False)
         before = judge.tokenizer.decode(c.tokens[:-1], skip_special_tokens=False)
         assert (text in whole) == (c.stop is Stop.STOP) and text not in before, (prompt[:4], whole)
 
 
-def the_context_is_an_end(engine: Any, judge: Judge) -> None:
+def the_context_is_an_end(engine: Engine, judge: Judge) -> None:
     nearly, full = prompts(judge, lengths=(judge.context - 4, judge.context))
-    [[a], [b]] = engine.generate([nearly, full], Sampling(max_tokens=40, temperature=0.0))
+    [[a], [b]] = complete(engine, [nearly, full], Sampling(max_tokens=40, temperature=0.0))
     assert a.stop in (Stop.LENGTH, Stop.EOS) and len(a.tokens) <= 4
-    assert b.stop is Stop.LENGTH and b.tokens == []
+    assert b.stop is Stop.LENGTH and len(b.tokens) == len(b.logprobs) == 0
 
 
-def nonsense_is_refused(engine: Any, judge: Judge) -> None:
+def nonsense_is_refused(engine: Engine, judge: Judge) -> None:
     for prompt, sampling in (
         ([judge.vocab + 5], GREEDY),
         ([], GREEDY),
@@ -172,7 +192,90 @@ def nonsense_is_refused(engine: Any, judge: Judge) -> None:
         ([5], Sampling(max_tokens=3, temperature=-1.0)),
     ):
         with pytest.raises(ValueError):
-            engine.generate([prompt], sampling)
+            complete(engine, [prompt], sampling)
+
+
+def arrays_have_their_types(engine: Engine, judge: Judge) -> None:
+    [[c]] = complete(engine, prompts(judge)[:1], Sampling(max_tokens=5))
+    assert (c.tokens.dtype, c.logprobs.dtype) == (np.int32, np.float32) and c.tokens.shape == c.logprobs.shape
+    assert c.model_logprobs is None or c.model_logprobs.dtype == np.float32
+
+
+def every_ask_has_its_own_sampling_and_key(engine: Engine, judge: Judge) -> None:
+    """What is drawn for a key does not depend on what else the session was asked, nor on when."""
+    one, other = prompts(judge)[1], prompts(judge)[3]
+    sampling = Sampling(max_tokens=9, n=2, seed=11)
+    session = engine.session()
+    session.ask(-4, one, GREEDY)
+    session.ask(1 << 40, other, sampling)
+    session.ask(7, other, sampling)
+    found = dict(session.answers())
+    session.close()
+    assert {key: len(group) for key, group in found.items()} == {-4: 1, 1 << 40: 2, 7: 2}
+    judge.check_greedy(one, found[-4][0])
+    assert texts([found[7]]) != texts([found[1 << 40]])
+    alone = engine.session()
+    alone.ask(7, other, sampling)
+    assert texts(dict(alone.answers()).values()) == texts([found[7]])
+
+
+def more_may_be_asked_while_answers_are_read(engine: Engine, judge: Judge) -> None:
+    """A conversation of three turns, each asked when the one before it is answered, and a fourth when all had ended."""
+    session, said = engine.session(), {0: prompts(judge)[0]}
+    session.ask(0, said[0], GREEDY)
+    for key, [completion] in session.answers():
+        if key < 2:
+            said[key + 1] = [*said[key], *completion.tokens.tolist(), 5]
+            session.ask(key + 1, said[key + 1], GREEDY, after=key)
+        judge.check_greedy(said[key], completion)
+    assert len(said) == 3
+    assert list(session.answers()) == []
+    session.ask(3, said[0], GREEDY, after=0)
+    assert [key for key, _ in session.answers()] == [3]
+    with pytest.raises(ValueError):
+        session.ask(0, said[0], GREEDY)
+    session.close()
+
+
+def answers_wait_for_those_who_may_ask(engine: Engine, judge: Judge) -> None:
+    """Another thread asks while this one reads; it begins to when the first answer is in."""
+    session, some, first = engine.session(), prompts(judge), threading.Event()
+
+    block = session.asking()
+    block.__enter__()  # before the reader begins: it must not find the session idle
+    session.ask(0, some[0], GREEDY)
+
+    def asker() -> None:
+        try:
+            assert first.wait(60)
+            session.ask(1, some[1], GREEDY)
+        finally:
+            block.__exit__(None, None, None)
+
+    thread = threading.Thread(target=asker)
+    thread.start()
+    found = []
+    for key, _ in session.answers():
+        found.append(key)
+        first.set()
+    thread.join()
+    assert found == [0, 1]
+
+
+def scores_are_those_of_transformers(engine: Engine, judge: Judge) -> None:
+    some = prompts(judge)
+    found = engine.score(some)
+    assert [len(scores) for scores in found] == [len(tokens) for tokens in some]
+    for tokens, scores in zip(some, found, strict=True):
+        assert scores.dtype == np.float32 and scores[0] == 0.0
+        assert scores == pytest.approx(judge.scores(tokens), abs=NEAR)
+    assert engine.score([]) == []
+
+
+def a_full_context_can_be_scored(engine: Engine, judge: Judge) -> None:
+    [full] = prompts(judge, lengths=(judge.context,))
+    [scores] = engine.score([np.array(full, np.int32)])
+    assert scores == pytest.approx(judge.scores(full), abs=NEAR)
 
 
 CHECKS = {
@@ -190,12 +293,18 @@ CHECKS = {
         stop_strings_end_with_the_token_that_completed_them,
         the_context_is_an_end,
         nonsense_is_refused,
+        arrays_have_their_types,
+        every_ask_has_its_own_sampling_and_key,
+        more_may_be_asked_while_answers_are_read,
+        answers_wait_for_those_who_may_ask,
+        scores_are_those_of_transformers,
+        a_full_context_can_be_scored,
     )
 }
 
 
-def run_all(engine: Any, judge: Judge) -> dict[str, str | None]:
-    """Check -> None, or how it failed."""
+def run_all(engine: Engine, judge: Judge) -> dict[str, str | None]:
+    """Runs all checks -> for each None, or how it failed."""
     out: dict[str, str | None] = {}
     for name, check in CHECKS.items():
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from actor_worker import distance, make, weights
-from layouts_worker import WeightedLogprobs, make_batch
+from layouts_worker import learn
 
 from megatron_rl.config.schema import Layout
 from megatron_rl.conversion.recut import reshard
@@ -37,11 +37,11 @@ def resharded(cases: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, 
     """Two updates, save, cut anew, load under the target layout: the next update is that of the policy that went on."""
     answers = {}
     for case in cases:
-        batch, loss, path = make_batch(case["vocab"]), WeightedLogprobs(), case["model"]
+        path = case["model"]
         first, second = Layout(**case["from"]), Layout(**case["to"])
         policy = make(path, first)
         for _ in range(2):
-            policy.update(batch, loss)
+            learn(policy)
         saved, cut = folder / case["name"] / "saved", folder / case["name"] / "cut"
         if dist.get_rank() == 0:
             saved.mkdir(parents=True)
@@ -53,7 +53,7 @@ def resharded(cases: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, 
         other = make(path, second)
         other.load(cut)
         loaded = distance(weights(policy), weights(other))
-        a, b = policy.update(batch, loss), other.update(batch, loss)
+        a, b = learn(policy), learn(other)
         gaps = {name: abs(a[name] - b[name]) for name in ("loss", "grad_norm", "lr")}
         answers[case["name"]] = {"loaded": loaded, **gaps, "after": distance(weights(policy), weights(other))}
     return answers

@@ -20,10 +20,10 @@ from ranks import ROOT
 
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, complete
 from megatron_rl.engines.guard import TOKEN_FILE
 from megatron_rl.engines.launch import free_port
-from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.servers import connect
 
@@ -111,18 +111,19 @@ class Fleet:
             self.roster.write(listing)
         return listing
 
-    def open(self, *, connector: Any = None, **settings: Any) -> Pool:
+    def open(self, *, connector: Any = None, fixed: bool = False, **settings: Any) -> Pool:
         """A pool that the caller's thread owns."""
         given = Vllm(
             **{"replicas": 2, "wait_s": 60.0, "request_timeout_s": 60.0, "lost_after_s": 30.0, "max_sequences": 32}
             | settings
         )
-        self.pool = Pool(ROLE, given, self.roster, connector or connect(given, TOKEN, 20.0), look_s=LOOK_S)
+        client = connector or connect(given, TOKEN, 20.0)
+        self.pool = Pool(ROLE, given, self.roster, client, fixed=fixed, look_s=LOOK_S)
         self._stack.callback(self.pool.close)
         return self.pool
 
     def living(self, count: int) -> None:
-        until(f"{count} living servers", lambda: len(self.pool._living()) == count)
+        until(f"{count} living servers", lambda: len(self.pool.members.living()) == count)
 
     def serving(self, count: int = 1, version: int = 1, **settings: Any) -> Pool:
         """A pool whose `count` servers have been refitted."""
@@ -152,10 +153,10 @@ class Fleet:
 
 
 class Asked:
-    """`generate` from a thread of its own."""
+    """Answers to prompts, waited for on a thread of its own."""
 
     def __init__(self, pool: Pool, prompts: list[list[int]], sampling: Sampling) -> None:
-        self._ask = functools.partial(pool.generate, prompts, sampling)
+        self._ask = functools.partial(complete, pool, prompts, sampling)
         self._found: list[list[Completion]] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

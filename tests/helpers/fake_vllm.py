@@ -1,12 +1,11 @@
 """A server that speaks the routes of vLLM which engines/vllm.py uses, without a model: tokens are a function of prompt, seed and place.
 
-In a thread for most tests; as a program, for those that kill or stop it. Its standard library alone starts in a moment.
+In a thread for most tests; as a program, for those that kill or stop it. It starts in a moment: it needs numpy alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
 import signal
@@ -20,8 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
+
+from megatron_rl.engines.frames import KIND, pack, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.vllm_route import PATH as GENERATE
+from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
 
 JOIN, PAUSE, UPDATE = "/init_weight_transfer_engine", "/pause", "/update_weights"
 
@@ -34,11 +37,9 @@ def logprob_of(token: int) -> float:
     return -token / 128
 
 
-def experts_of(tokens: Sequence[int]) -> str:
-    """As vLLM's numpy2base64 sends them: [tokens - 1, 1 layer, 1 expert] uint8, the token itself."""
-    rows = bytes(tokens[:-1])
-    head = repr({"descr": "|u1", "fortran_order": False, "shape": (len(rows), 1, 1)}).ljust(117) + "\n"
-    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head.encode() + rows).decode()
+def experts_of(tokens: Sequence[int]) -> np.ndarray:
+    """[tokens - 1, 1 layer, 1 expert], the token itself."""
+    return np.array(tokens[:-1], np.int16)[:, None, None]
 
 
 class FakeVllm:
@@ -50,6 +51,8 @@ class FakeVllm:
         self.joined: dict[str, Any] | None = None
         self.experts = False  # whether it tells which it chose
         self.seen: list[str] = []  # paths, without /health
+        self.prompts: list[tuple[int, ...]] = []  # that it was asked
+        self.scored: list[int] = []  # sequences of each request
         self.running = self.most_running = 0  # requests that generate
         self._faults: dict[str, list[str]] = defaultdict(list)
         self._change = threading.Condition()
@@ -91,8 +94,6 @@ class FakeVllm:
             self._change.wait_for(lambda: self._closed)
 
     def answer(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
-        if path == GENERATE:
-            return {"choices": self._generate(body["token_ids"], body["sampling_params"])}
         with self._change:
             match path:
                 case "/v1/models":
@@ -126,21 +127,42 @@ class FakeVllm:
             self._aborts += 1
             self._change.notify_all()
 
-    def _generate(self, prompt: list[int], params: dict[str, Any]) -> list[dict[str, Any]]:
+    def generate(self, frame: bytes, fault: str | None) -> bytes:
+        params, arrays = unpack(frame)
+        prompt = arrays["tokens"].tolist()
         with self._change:
+            self.prompts.append(tuple(prompt))
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             texts, spans, end = self._write(prompt, params)
             self.running -= 1
             self._change.notify_all()
-        return [
+        texts = texts[1:] if fault == "few" else texts
+        experts = [experts_of(prompt + tokens) for tokens in texts] if self.experts else []
+        about = [
             {
-                "index": j, "token_ids": tokens, "finish_reason": end, "stop_reason": None, "weight_versions": spans,
-                "routed_experts": experts_of(prompt + tokens) if self.experts else None,
-                "logprobs": None if params["logprobs"] is None else [logprob_of(t) for t in tokens],
+                "length": len(tokens), "finish_reason": end, "stop_reason": None, "weight_versions": spans,
+                "expert_rows": len(prompt) + len(tokens) - 1 if self.experts else 0,
             }
-            for j, tokens in reversed(list(enumerate(texts)))
+            for tokens in texts
         ]  # fmt: skip
+        tokens = [token for text in texts for token in text]
+        told: dict[str, np.ndarray] = {"tokens": np.array(tokens, np.int32)}
+        if params["logprobs"] is not None:
+            told["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
+            if fault == "nan":
+                told["logprobs"][0] = np.nan
+        return pack(about, told | ({"experts": np.concatenate(experts)} if experts else {}))
+
+    def score(self, frame: bytes, fault: str | None) -> bytes:
+        lengths, arrays = unpack(frame)
+        scores = np.array([logprob_of(token) for token in arrays["tokens"]], np.float32)
+        scores[np.cumsum([0, *lengths[:-1]])] = 0.0
+        if fault == "nan":
+            scores[1] = np.nan
+        with self._change:
+            self.scored.append(len(lengths))
+        return pack(None, {"logprobs": scores[1:] if fault == "few" else scores})
 
     def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[tuple[int, str]], str]:
         """Under the lock, which is free while it waits."""
@@ -170,13 +192,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._serve(None)
+        self._serve(b"")
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self._serve(json.loads(self.rfile.read(length)) if length else None)
+        self._serve(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
 
-    def _serve(self, body: Any) -> None:
+    def _serve(self, body: bytes) -> None:
         parts = urlsplit(self.path)
         if parts.path != "/health" and self.headers.get(HEADER) != self.fake.token:
             return self._send(401, b"{}")
@@ -196,11 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.fake.hang()
                 self.close_connection = True
                 return None
-        answer = self.fake.answer(parts.path, parse_qs(parts.query), body)
-        if fault == "few":
-            answer["choices"].pop()
-        if fault == "nan":
-            answer["choices"][0]["logprobs"][0] = float("nan")
+        if parts.path in (GENERATE, SCORE):
+            assert self.headers["Content-Type"] == KIND
+            verb = self.fake.generate if parts.path == GENERATE else self.fake.score
+            return self._send(200, verb(body, fault))
+        answer = self.fake.answer(parts.path, parse_qs(parts.query), json.loads(body) if body else None)
         return self._send(200, json.dumps(answer).encode())
 
     def _send(self, status: int, content: bytes) -> None:

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import Batch, Statistics, pack
+from megatron_rl.batches.dealing import tally
+from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optim, parallel, replay, step
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.types import FREE, Batch, Stop, Trajectory, pack
+from megatron_rl.training.update import Trainee, hand_out, policy_logprobs, update
+from megatron_rl.types import FREE, Author, Rollout, spans_of
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.sizes import FAMILIES
+from megatron_rl.world import OneProcess, TorchWorld, World
 
 LR, DECAY = 1e-2, 0.1
 LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
@@ -28,27 +36,71 @@ LENGTHS = (5, 17, 9, 23, 12, 7, 30, 3)
 class WeightedLogprobs:
     """sum over tokens of -(advantage * log p) - 0.1 * entropy."""
 
-    def __call__(self, logprobs, entropy, batch):
-        total = -(torch.where(batch.mask, logprobs * batch.advantages + 0.1 * entropy, 0.0)).sum()
-        return total, {"entropy": torch.where(batch.mask, entropy, 0.0).sum()}
+    needs = frozenset({"entropy"})
+    uses_advantages = True
 
-    def denominator(self, batch):
-        return float(batch.mask.sum())
+    def __call__(self, live, batch):
+        total = -(torch.where(batch.mask, live.logprobs * batch.advantages + 0.1 * live.entropy, 0.0)).sum()
+        return total, {"entropy": torch.where(batch.mask, live.entropy, 0.0).sum()}
+
+    def aggregate(self, counts, groups):
+        return aggregate("token_mean", counts, groups)
 
 
-def make_batch(vocab: int) -> Batch:
+def make_rollouts(vocab: int) -> list[Rollout]:
     g = torch.Generator().manual_seed(3)
     out = []
     for i, n in enumerate(LENGTHS):
-        tokens = torch.randint(0, vocab, (n,), generator=g).tolist()
-        prompt = 1 + i % 3
+        tokens, prompt = torch.randint(0, vocab, (n,), generator=g).numpy(), 1 + i % 3
+        spans = spans_of((prompt, Author.ENVIRONMENT, -1), (n - prompt, Author.POLICY, 0))
+        advantages = torch.randn(n, generator=g).numpy()
         out.append(
-            Trajectory(
-                group=str(i), tokens=tokens, trainable=[j >= prompt for j in range(n)], logprobs=[0.0] * n, version=0, stop=Stop.EOS,
-                advantages=torch.randn(n, generator=g).tolist(),
+            Rollout(
+                role="generator", group=str(i), tokens=tokens, logprobs=np.zeros(n), spans=spans, advantages=advantages
             )
-        )  # fmt: skip
-    return pack(out)
+        )
+    return out
+
+
+def make_batch(vocab: int) -> Batch:
+    return pack(make_rollouts(vocab))
+
+
+@cache
+def _world(group: object) -> World:
+    return TorchWorld() if dist.get_world_size() > 1 else OneProcess()
+
+
+def world() -> World:
+    """That of this process's ranks, made once."""
+    return _world(dist.group.WORLD)
+
+
+def own(rollouts: Sequence[Rollout]) -> Sequence[Rollout] | None:
+    """The rollouts on the driver, None elsewhere."""
+    return rollouts if world().rank == 0 else None
+
+
+def learn(policy: MegatronPolicy, rollouts: Sequence[Rollout] | None = None, loss=None) -> dict[str, float]:
+    """One update. Collective."""
+    rollouts = make_rollouts(policy.arch.vocab) if rollouts is None else rollouts
+    return update(world(), Trainee(policy=policy, loss=loss or WeightedLogprobs()), own(rollouts))
+
+
+def logprobs_of(policy: MegatronPolicy, rollouts: Sequence[Rollout], *, reference: bool = False) -> torch.Tensor:
+    """Of every position of the packed rollouts, on every rank. -> [N]"""
+    found = world().broadcast(policy_logprobs(world(), policy, own(rollouts), reference=reference))
+    return torch.cat([torch.from_numpy(np.append(one[1:], np.float32(0))) for one in found])
+
+
+def work_of(
+    policy: MegatronPolicy, rollouts: Sequence[Rollout], loss, extra: dict[str, torch.Tensor] | None = None
+) -> tuple[Work, torch.Tensor]:
+    """This rank's work, with `extra` [N] of the packed rollouts, and where its positions stand among all. Collective."""
+    work = hand_out(world(), policy, own(rollouts), loss=loss)
+    places = torch.arange(sum(len(r.tokens) for r in rollouts)).split([len(r.tokens) for r in rollouts])
+    index = torch.cat([torch.zeros(0, dtype=torch.int64), *(places[i] for i in work.flat.numbers.tolist())])
+    return replace(work, **{name: values[index] for name, values in (extra or {}).items()}), index
 
 
 def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
@@ -62,14 +114,14 @@ def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
     return probabilities.shape[-1] * (shares * probabilities.mean(0)).sum()
 
 
-def choose(batch: Batch, arch: hf.Architecture) -> Batch:
-    """The batch with experts as an engine might have chosen them, at random; nothing is known of one sequence and of every last token."""
-    g, cu = torch.Generator().manual_seed(9), batch.cu_seqlens.tolist()
-    ranks = torch.rand(len(batch.tokens), arch.num_layers, arch.experts, generator=g)
-    experts = ranks.argsort(-1)[..., : arch.config.num_experts_per_tok].to(torch.int16)
-    experts[cu[2] : cu[3]] = FREE
-    experts[batch.cu_seqlens[1:] - 1] = FREE
-    return replace(batch, experts=experts)
+def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
+    """The rollouts with experts as an engine might have chosen them, at random; nothing is known of one sequence and of every last token."""
+    g, out = torch.Generator().manual_seed(9), []
+    for i, r in enumerate(rollouts):
+        ranks = torch.rand(len(r.tokens) - 1, arch.num_layers, arch.experts, generator=g)
+        experts = ranks.argsort(-1)[..., : arch.config.num_experts_per_tok].to(torch.int16).numpy()
+        out.append(replace(r, experts=None if i == 2 else experts))
+    return out
 
 
 def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
@@ -88,12 +140,22 @@ def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
 
 
 def reference(
-    path: str, batch: Batch, loss_function=None, *, stored=torch.float32, dtype=torch.float32, aux: float = 0.0
+    path: str,
+    rollouts: Sequence[Rollout],
+    loss_function=None,
+    extra=None,
+    *,
+    stored=torch.float32,
+    dtype=torch.float32,
+    aux: float = 0.0,
 ):
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy, gradients, weights
     after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing loss, which is not in the loss that
     is returned."""
     arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
+    batch, found = pack(rollouts), tally(rollouts)
+    weights, denominator = loss_function.aggregate(found.weighted, found.groups)
+    batch = replace(batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)), **(extra or {}))
     eager = {"experts_implementation": "eager"} if arch.experts else {}
     model = (
         AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
@@ -110,7 +172,7 @@ def reference(
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
     live, entropy = torch.cat(logprobs), torch.cat(entropies)
-    loss = loss_function(live, entropy, batch)[0] / loss_function.denominator(batch)
+    loss = loss_function(Statistics(live, entropy), batch)[0] / denominator
     extra = sum(balance([*layer], arch.config.num_experts_per_tok) for layer in zip(*routers, strict=True))
     (loss + aux * extra).backward()
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
@@ -141,16 +203,19 @@ def whole_gradients(policy: MegatronPolicy) -> None:
             buffer.grad_data.copy_(torch.cat(parts))
 
 
-def make_loss(name: str, batch: Batch):
-    """The case's loss, and the batch with what it needs: a clipped one off-policy whose sums are over whole sequences, or plain sums."""
+def make_loss(name: str, rollouts: Sequence[Rollout]):
+    """The case's loss, the rollouts, and further log-probs [N] of them: a clipped one off-policy whose sums are over whole sequences, or
+    plain sums."""
     if name == "weighted":
-        return WeightedLogprobs(), batch
-    g = torch.Generator().manual_seed(5)
-    old, reference_logprobs = (-4.5 + 0.3 * torch.randn(len(batch.tokens), generator=g) for _ in range(2))
+        return WeightedLogprobs(), rollouts, {}
+    g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
+    old, reference_logprobs = (-4.5 + 0.3 * torch.randn(size, generator=g) for _ in range(2))
+    engine = (old - 0.1).split([len(r.tokens) for r in rollouts])
+    rollouts = [
+        replace(r, logprobs=np.append(np.float32(0), e.numpy()[:-1])) for r, e in zip(rollouts, engine, strict=True)
+    ]
     settings = LossConfig(kl_coef=0.05, entropy_coef=0.02, aggregation="sequence_mean", tis_cap=2.0)
-    return PolicyLoss(settings), replace(
-        batch, old_logprobs=old, engine_logprobs=old - 0.1, reference_logprobs=reference_logprobs
-    )
+    return PolicyLoss(settings), rollouts, {"old_logprobs": old, "reference_logprobs": reference_logprobs}
 
 
 def make_policy(path: str, case: dict) -> MegatronPolicy:
@@ -167,13 +232,13 @@ def make_policy(path: str, case: dict) -> MegatronPolicy:
     return MegatronPolicy(role, parallel.create(layout))
 
 
-def gradient_error(policy: MegatronPolicy, batch: Batch, loss, grads: dict[str, torch.Tensor]) -> float:
+def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, torch.Tensor]) -> float:
     """Largest difference of this rank's summed gradients from those of transformers."""
     groups, worst = policy.groups, 0.0
     with groups.active():
         optim.zero_grad(policy.chunks, policy.optimizer)
-        parts = policy._micro_batches(batch, policy._shares(batch))
-        step.run(policy.chunks, parts, loss=loss, scale=groups.dp_size / loss.denominator(batch), forward_only=False)
+        scale = groups.dp_size / work.steps[0].denominator
+        policy._run(work, 0, step.Pass(names=("logprobs", "entropy"), loss=loss, scale=scale, backward=True))
         whole_gradients(policy)
     for name, p in models.named_parameters(policy.chunks):
         _, rects = rectangles.megatron(policy.arch, name, groups.shard)
@@ -209,19 +274,14 @@ def pipeline_logits(chunks, parts):
     )
 
 
-def logits_error(policy: MegatronPolicy, batch: Batch, wanted: torch.Tensor) -> float:
-    """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of transformers."""
-    starts, worst = batch.cu_seqlens.tolist(), 0.0
+def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of transformers.
+    `index`: where the positions of `work` stand among the N."""
+    worst = 0.0
     with policy.groups.active(), torch.no_grad():
-        parts = policy._micro_batches(batch, policy._shares(batch))
-        for micro, logits in pipeline_logits(policy.chunks, parts):
-            place = (
-                torch.cat([torch.arange(starts[s], starts[s + 1]) for s in micro.sequences])
-                if micro.sequences
-                else torch.zeros(0).long()
-            )
+        for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
             found, first = logits[micro.labels != models.IGNORED], policy.groups.tp_rank * logits.shape[-1]
-            want = wanted[place[micro.answers], first : first + logits.shape[-1]]
+            want = wanted[index[micro.start + micro.answers], first : first + logits.shape[-1]]
             worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
     return worst
 
@@ -229,18 +289,21 @@ def logits_error(policy: MegatronPolicy, batch: Batch, wanted: torch.Tensor) -> 
 def run_case(path: str, case: dict) -> dict[str, float]:
     policy = make_policy(path, case)
     arch = policy.arch
-    loss, batch = make_loss(case.get("loss", "weighted"), make_batch(arch.vocab))
+    loss, rollouts, extra = make_loss(case.get("loss", "weighted"), make_rollouts(arch.vocab))
     if case.get("replay"):
-        batch = choose(batch, arch)
+        rollouts = choose(rollouts, arch)
+    work, index = work_of(policy, rollouts, loss, extra)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
-    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(path, batch, loss, aux=aux)
-    errors = {"logprobs": (policy.logprobs(batch) - ref_logprobs).abs().max().item()}
-    errors["logits"] = logits_error(policy, batch, ref_logits)
-    errors["loss_forward"] = abs(policy.loss(batch, loss) - ref_loss)
-    errors["gradients"] = gradient_error(policy, batch, loss, grads)
+    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(
+        path, rollouts, loss, extra, aux=aux
+    )
+    errors = {"logprobs": (logprobs_of(policy, rollouts) - ref_logprobs).abs().max().item()}
+    errors["logits"] = logits_error(policy, work, index, ref_logits)
+    errors["loss_forward"] = abs(policy.loss(work, loss) - ref_loss)
+    errors["gradients"] = gradient_error(policy, work, loss, grads)
 
     before = {n: t.clone() for n, t in policy.weights()}
-    metrics = policy.update(batch, loss)
+    metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - ref_loss)
     errors["entropy"] = abs(metrics["entropy"] - ref_entropy)
     errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm)
@@ -250,7 +313,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     errors["moved"] = max((now[n] - before[n]).abs().max().item() for n in now)
     errors["largest_gradient"] = max(g.abs().max().item() for g in grads.values())
     errors["micro_batches"] = metrics["micro_batches"]
-    reference_logprobs = policy.logprobs(batch, reference=True)
+    reference_logprobs = logprobs_of(policy, rollouts, reference=True)
     errors["reference"] = (reference_logprobs - ref_logprobs).abs().max().item()
     return errors | stream_errors(policy, now)
 
@@ -270,13 +333,14 @@ def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[
 def run_bf16(path: str, case: dict) -> dict[str, float]:
     """A bfloat16 model against float32 arithmetic on the same rounded weights, as multiples of what transformers in bfloat16 is off."""
     policy = make_policy(path, case)
-    loss, batch = make_loss("weighted", make_batch(policy.arch.vocab))
-    exact = reference(path, batch, stored=torch.bfloat16)
-    theirs = reference(path, batch, stored=torch.bfloat16, dtype=torch.bfloat16)
-    ours = policy.logprobs(batch)
+    loss, rollouts = WeightedLogprobs(), make_rollouts(policy.arch.vocab)
+    work, _ = work_of(policy, rollouts, loss)
+    exact = reference(path, rollouts, stored=torch.bfloat16)
+    theirs = reference(path, rollouts, stored=torch.bfloat16, dtype=torch.bfloat16)
+    ours = logprobs_of(policy, rollouts)
     of_gradients = max((theirs[3][n] - exact[3][n]).abs().max().item() for n in exact[3])
-    gradients = gradient_error(policy, batch, loss, exact[3])
-    metrics = policy.update(batch, loss)
+    gradients = gradient_error(policy, work, loss, exact[3])
+    metrics = policy.update(work, 0, loss)
     now = dict(policy.weights(dtype=torch.float32))
     moves = torch.cat([(now[n] - exact[4][n]).abs().flatten() for n in now])
     return {

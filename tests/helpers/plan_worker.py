@@ -11,18 +11,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from layouts_worker import WeightedLogprobs
+from layouts_worker import WeightedLogprobs, work_of
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
 from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.planning import memory
-from megatron_rl.planning.memory import Micro, Numbers
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, read_shape
-from megatron_rl.types import Stop, Trajectory, pack
+from megatron_rl.types import Author, Rollout, spans_of
 
 
 class Saved:
@@ -68,18 +69,19 @@ def optimizer_tensors(optimizer: Any):
             yield from (master for master in group if master is not None)
 
 
-def make_batch(vocab: int, lengths: list[int]):
+def make_rollouts(vocab: int, lengths: list[int]) -> list[Rollout]:
     g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, vocab, (n,), generator=g).tolist() for n in lengths]
-    return pack(
-        [
-            Trajectory(
-                group=str(i), tokens=row, trainable=[j > 0 for j in range(len(row))], logprobs=[0.0] * len(row), version=0, stop=Stop.EOS,
-                advantages=[1.0] * len(row),
-            )
-            for i, row in enumerate(rows)
-        ]
-    )  # fmt: skip
+    return [
+        Rollout(
+            role="generator",
+            group=str(i),
+            tokens=torch.randint(0, vocab, (n,), generator=g).numpy(),
+            logprobs=np.zeros(n),
+            spans=spans_of((1, Author.ENVIRONMENT, -1), (n - 1, Author.POLICY, 0)),
+            advantages=1.0,
+        )
+        for i, n in enumerate(lengths)
+    ]
 
 
 def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -93,10 +95,11 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     policy = MegatronPolicy(role, parallel.create(layout))
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))
     saved = Saved(set(parameters))
-    batch = make_batch(policy.arch.vocab, case["lengths"])
-    packed = policy._micro_batches(batch, policy._shares(batch))  # sequences seldom fill the budget
+    loss = WeightedLogprobs()
+    work, _ = work_of(policy, make_rollouts(policy.arch.vocab, case["lengths"]), loss)
+    packed = [*policy._micro_batches(work, 0)]  # sequences seldom fill the budget
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
-        policy.update(batch, WeightedLogprobs())
+        policy.update(work, 0, loss)
     found = {
         "weights": sum(parameters.values()),
         "gradients": offload.gradient_bytes(policy.chunks),
@@ -105,12 +108,12 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     }
     shape = read_shape(case["model"])
     cut = Parallel.of(layout, dist.get_world_size(), experts=bool(shape.sizes.experts))
-    micro = Micro(
+    micro = MicroBatchLoad(
         tokens=layout.cp * max(part.tokens.numel() for part in packed),
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )
-    plan = memory.training(shape, cut, micro, Numbers.cpu(dtype), stage=policy.groups.pp_rank)
+    plan = memory.training(shape, cut, micro, Precision.cpu(dtype), stage=policy.groups.pp_rank)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
 

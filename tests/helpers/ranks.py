@@ -25,7 +25,14 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
     """Runs `script OUT/rank{r}.json *arguments` on `world` ranks. Returns what each wrote; fails with the failed ranks' output."""
     out.mkdir(parents=True, exist_ok=True)
     port, children = str(free_port()), []
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [
+            str(ROOT),
+            str(ROOT / "tests/helpers"),
+            str(ROOT / "tests/multi"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     for rank in range(world):
         env = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit import exchange
+from megatron_rl.refit import exchange, messages
 from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
-from megatron_rl.refit.exchange import End, Outcome
+from megatron_rl.refit.exchange import ExchangeOutcome, LocalSide
 from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.tcp import Tcp
 from megatron_rl.refit.topology import Topology
@@ -148,7 +148,7 @@ class Doomed(Tensors):
 
 
 def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
-    exchange.LONG = case.get("long") or exchange.LONG
+    messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
     dist.init_process_group("gloo")
     rank, topology = dist.get_rank(), Topology.from_json(case["topology"])
     parameters = shards(topology, rank, whole_model(topology.sizes, 0))
@@ -190,7 +190,7 @@ def actors(out: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def actor(case: dict[str, Any]) -> dict[str, Any]:
     """A real trained model's ranks bring engines in the same ranks to its weights, before and after an update."""
-    from actor_worker import WeightedLogprobs, make_batch  # here: the other workers start without Megatron
+    from layouts_worker import learn  # here: the other workers start without Megatron
 
     from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
     from megatron_rl.megatron import parallel
@@ -223,7 +223,7 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
         for name, (_, rects) in engine.own.items():
             fill(wanted[name], rects, model)
         equal.append(all(torch.equal(engine.tensors[name], t) for name, t in wanted.items()))
-        policy.update(make_batch(96), WeightedLogprobs())
+        learn(policy)
     side.close()
     return {"equal": equal, "figures": figures}
 
@@ -246,7 +246,7 @@ def late(out: Path, kind: str) -> Any:
     found = "sent"
     try:
         sending = transport.send(
-            1, "a bucket", torch.ones(8, dtype=torch.uint8), told=True, pieces=[torch.ones_like(target)]
+            1, "a bucket", torch.ones(8, dtype=torch.uint8), size_known=True, pieces=[torch.ones_like(target)]
         )
         sending.wait(Deadline.start(20.0, 20.0))
     except TransportError as error:
@@ -258,16 +258,19 @@ def late(out: Path, kind: str) -> Any:
 
 def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Two ranks, trainer and engine: one exchange without what is around it."""
-    exchange.LONG = case["long"]
-    exchange.PART = case["part"]
+    messages.ALONE_BYTES = case["long"]
+    exchange.ALONE_PART_BYTES = case["part"]
     rank, _, transport = pair(case["kind"])
     topology = Topology.from_json(case["topology"])
     plan = topology.plan(Seating([Seat("here", "0", "cpu")], {0: Seat("here", "1", "cpu")}), bucket_mib=0.02)
     engine = Engine(topology, 0)
     engine.targets = Counting(engine.tensors)
     model = whole_model(topology.sizes, 0)
-    end = [End(source=0, sources=Tensors(shards(topology, 0, model))), End(destination=0, targets=engine.targets)][rank]
-    outcome, packed, gather = Outcome(), [0], exchange._gather
+    end = [
+        LocalSide(source=0, sources=Tensors(shards(topology, 0, model))),
+        LocalSide(destination=0, targets=engine.targets),
+    ][rank]
+    outcome, packed, gather = ExchangeOutcome(), [0], exchange._gather
 
     def counted(parameters: Any, parts: Any, out: torch.Tensor) -> None:
         packed[0] += out.numel() * out.element_size()
@@ -275,7 +278,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
 
     exchange._gather = counted
     exchange.Exchange(plan, end, lambda source, destination: (transport, 1 - rank), dtype=torch.float32).run(
-        exchange.Order(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
+        exchange.RefitOrder(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
     )
     return {
         "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices), "checked": outcome.checked,
@@ -301,7 +304,7 @@ def wait_for(directory: Path, names: list[str] | None) -> None:
 
 def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
     """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
-    exchange.LONG = case.get("long") or exchange.LONG
+    messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
     wait_for(out.parent, ["board.json"])
     address = Address(*json.loads((out.parent / "board.json").read_text()))
     topology = Topology.from_json(case["topology"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ranks import run_ranks
 from tiny_models import make_model
 
-from megatron_rl.training.batching import Cost, micro_batches
+from megatron_rl.batches.cutting import Cost, micro_batches
 from megatron_rl.weights.sizes import Sizes
 
 
@@ -49,7 +51,7 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
 
 @pytest.mark.multi
 def test_resume_of_a_tied_model_in_stages_whose_embedding_needs_padding_is_exact(answers):
-    """Core cuts parameters out of its optimizer state as if the padding between buckets, which it leaves out, were there."""
+    """Core saves its buckets without padding, and cuts parameters out of them as if the padding were there."""
     for answer in answers:
         found = answer["tied"]
         assert found["same/loaded"] == 0.0 and found["same/after"] == 0.0
@@ -98,9 +100,30 @@ def test_sleep_frees_gradients_and_changes_nothing(answers, model):
 @pytest.mark.multi
 def test_vocabulary_parallel_logprobs_are_log_softmax(answers):
     for answer in answers:
-        assert len(answer["head"]) == 18
+        assert len(answer["head"]) == 27
         for name, error in answer["head"].items():
             assert error < 1e-4, name  # sums over 150 rows in float32
+
+
+@pytest.mark.multi
+def test_a_rank_holds_the_rollouts_of_its_own_replica_and_no_others(answers):
+    first, second = (answer["holdings"] for answer in answers)
+    assert sorted(first["dp"]["numbers"] + second["dp"]["numbers"]) == list(range(8))
+    assert 0 < len(first["dp"]["numbers"]) < 8
+    for name in ("tp", "pp", "cp"):
+        assert first[name]["numbers"] == second[name]["numbers"] == list(range(8))
+    assert all(found["tokens"] for answer in (first, second) for found in answer.values())
+    assert (first["pp"]["logprobs"], second["pp"]["logprobs"]) == ([], [True]), "log-probs stay on the last stage"
+    assert all(answer[name]["logprobs"] == [True] for answer in (first, second) for name in ("dp", "tp", "cp"))
+
+
+def test_micro_batches_of_thousands_of_sequences_are_cut_in_no_time():
+    """Sequences of which no two fit together, and many of which most bins are full for."""
+    for lengths in ([5000] * 4000, [int(n) for n in np.random.default_rng(0).integers(1, 8000, 8000)]):
+        start = time.process_time()
+        shares = micro_batches(lengths, max_tokens=8192, replicas=8, cost=Cost(20000))
+        assert time.process_time() - start < 2.0
+        assert sorted(i for share in shares.sequences for micro in share for i in micro) == list(range(len(lengths)))
 
 
 def test_micro_batches_cover_every_sequence_once_within_the_budget():
@@ -134,7 +157,7 @@ def test_micro_batches_are_balanced_over_replicas():
 
 
 def test_micro_batches_are_balanced_by_what_attention_costs_too():
-    """Long sequences beside many short ones: as many tokens each would leave one replica with all the attention."""
+    """There are long sequences and many short ones. With equal tokens one replica would have all the attention."""
     lengths, cost = [4000] * 4 + [250] * 64, Cost(balance=500)
 
     def spread(by):
@@ -149,7 +172,7 @@ def test_micro_batches_are_balanced_by_what_attention_costs_too():
 
 
 def test_a_layer_of_qwen2_7b_attends_as_dearly_as_it_multiplies_at_65_thousand_tokens():
-    """233 M parameters of a layer (28 layers hold 6.5 B), 28 heads of 128."""
+    """A layer has 233 M parameters (28 layers hold 6.5 B) and 28 heads of 128."""
     sizes = Sizes(
         family="qwen2",
         num_layers=28,

@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face directories: against the trainer's own export and against transformers; damaged ones are refused."""
+"""Tests conversion of checkpoints against the trainer's own export and transformers; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def run(last_letter, tmp_path_factory):
-    """A finished Tango run whose generator lay over two tensor ranks (its 59 words padded to 60) and its verifier over two stages."""
+    """A finished Tango run: the generator over two tensor ranks (59 words padded to 60), the verifier over stages."""
     out = tmp_path_factory.mktemp("convert")
     program(
         "train", *tango_settings(last_letter, out, "run"), "roles.generator.layout.tp=2", "roles.verifier.layout.pp=3",

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from conftest import program
+from fake_engines import TableEngine
+from fake_policy import TablePolicy
 from tiny_models import make_model
 from toys import characters
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.commands.drift import Gap, Probes, judge, measure
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.fake import TableEngine, TablePolicy
-from megatron_rl.training.loop import Role
-from megatron_rl.training.turns import Players
-from megatron_rl.types import Stop, Trajectory, pack
+from megatron_rl.session.drift import Gap, Probes, judge, measure
+from megatron_rl.training.turns import Table
+from megatron_rl.training.update import Trainee
 from megatron_rl.world import OneProcess
 
 LIMIT = 0.05
 
 
 def test_gaps_are_measured_by_their_place_in_the_response():
-    prompt, noise = 3, [0.0, 0.0, 0.125, 0.125, 0.25, 0.25, 0.5, 0.5]
-    rows = [
-        (noise, 8),
-        (noise[::2], 4),
-        ([0.375], 1),
-    ]  # two whole responses, and one of a single token: its first quarter
-    trajectories = [
-        Trajectory(
-            group=str(i), tokens=[1] * (prompt + n), trainable=[False] * prompt + [True] * n, logprobs=[0.0] * prompt + gaps, version=0,
-            stop=Stop.EOS, advantages=[0.0] * (prompt + n),
-        )
-        for i, (gaps, n) in enumerate(rows)
-    ]  # fmt: skip
-    batch = pack(trajectories)
-    gap = measure(batch, batch.engine_logprobs[batch.mask], torch.zeros(13), version=7)
+    noise = [0.0, 0.0, 0.125, 0.125, 0.25, 0.25, 0.5, 0.5]
+    engine = np.array([*noise, *noise[::2], 0.375], np.float32)  # two responses, and one of a token: its first quarter
+    gap = measure(np.array([8, 4, 1]), engine, np.zeros(13, np.float32), version=7)
     assert (gap.version, gap.tokens) == (7, 13)
     assert gap.quarters == pytest.approx([0.375 / 4, 0.125, 0.25, 0.5])
     assert gap.mean == pytest.approx(3.0 / 13) and gap.max == 0.5 and 0.375 < gap.p99 <= 0.5
@@ -75,12 +64,12 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         spoiled = policy.table.detach() + noise * version * torch.randn(policy.table.shape, generator=generator)
         engine.load([("table", spoiled)], version=version)
 
-    players = Players(
+    table = Table(
         engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}}, samplings={"a": Sampling(max_tokens=20)},
         max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
-    role = Role(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
-    probes = Probes(OneProcess(), players, {"a": role}, ("a",), ["text"] * 64)
+    trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
+    probes = Probes(OneProcess(), table, {"a": trainee}, ("a",), ["text"] * 64)
     for version in range(6):
         probes.round("a", version)
     verdict = judge(probes.gaps["a"], LIMIT)

@@ -1,4 +1,4 @@
-"""`megatron-rl plan`: memory against what the actor allocates, time against published runs, the search, and what it refuses."""
+"""Tests `megatron-rl plan`: memory against the actor's, time against published runs, the search, and refusals."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from megatron_rl.config.schema import ConfigError, Layout, TandemConfig, TrainCo
 from megatron_rl.main import main
 from megatron_rl.planning import compute, memory, search, shapes
 from megatron_rl.planning import plan as plans
-from megatron_rl.planning.compute import Batch, Engine
+from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
-from megatron_rl.planning.memory import Micro, Numbers
+from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.planning.workload import Draw, step_work
 from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 
 TANGO = "examples/tango_qwen2.5_7b.yaml"
-BF16 = Numbers.gpu("bfloat16")
+BF16 = Precision.gpu("bfloat16")
 
 
 class Duet:
-    """A recipe with two turns in a step: each draws 4 of its own, and the second role 2 of the first's."""
+    """A recipe with two generator turns and one verifier turn in a step.
+
+    A generator turn draws 4 samples of each role; a verifier turn draws 1 of the generator and 4 of the verifier.
+    """
 
     def num_steps(self):
         return 2
@@ -110,7 +113,7 @@ def test_a_ranks_parameters_are_those_of_the_table_of_rectangles(name, cut):
 
 
 def test_more_ranks_never_need_more_memory():
-    shape, micro = read_shape("qwen2.5-7b"), Micro(tokens=8192)
+    shape, micro = read_shape("qwen2.5-7b"), MicroBatchLoad(tokens=8192)
 
     def held(**cut):
         return memory.worst(shape, Parallel(world=64, **cut), micro, BF16)
@@ -127,7 +130,7 @@ def test_more_ranks_never_need_more_memory():
 
 
 def test_what_is_computed_again_takes_its_modules_time_and_no_more():
-    cluster, batch = parse_cluster("4x8xA100-80"), Batch(sequences=64, length=4096, micro_tokens=8192)
+    cluster, batch = parse_cluster("4x8xA100-80"), SequenceBatch(sequences=64, length=4096, micro_tokens=8192)
 
     def seconds(name, modules, **cut):
         parallel = Parallel(world=32, **cut)
@@ -155,7 +158,7 @@ def test_experts_are_cut_by_ep_and_their_optimizer_by_their_own_replicas():
 
 def test_time_falls_with_ranks_and_rises_with_bubbles():
     shape, cluster = read_shape("qwen2.5-7b"), parse_cluster("4x8xA100-80")
-    batch = Batch(sequences=256, length=2048, micro_tokens=8192)
+    batch = SequenceBatch(sequences=256, length=2048, micro_tokens=8192)
 
     def seconds(world, **cut):
         return compute.pass_seconds(shape, Parallel(world=world, **cut), cluster, batch, backward=True)
@@ -168,7 +171,7 @@ def test_time_falls_with_ranks_and_rises_with_bubbles():
 
 def test_a_decoding_step_is_bound_by_memory_for_few_rows_and_more_rows_give_more_tokens():
     shape, cluster = read_shape("llama-3.1-8b"), parse_cluster("1x1xA100-80")
-    engine = Engine(replicas=1, tp=1, max_batch=512, kv_bytes=4e10)
+    engine = EngineSetup(replicas=1, tp=1, max_batch=512, kv_bytes=4e10)
     steps = [
         compute.decode_step_seconds(shape, engine, cluster, rows=rows, context=1000, width=2)
         for rows in (1, 8, 64, 256)
@@ -178,8 +181,8 @@ def test_a_decoding_step_is_bound_by_memory_for_few_rows_and_more_rows_give_more
     )
     assert steps[0] > 2 * 7.5e9 / cluster.device.hbm
     draw = Draw(role="", samples=64, prompt=200, response=800, longest=800)
-    few = compute.rollout(shape, replace(engine, kv_bytes=1e9), cluster, draw, width=2)
-    many = compute.rollout(shape, engine, cluster, draw, width=2)
+    few = compute.rollout_cost(shape, replace(engine, kv_bytes=1e9), cluster, draw, width=2)
+    many = compute.rollout_cost(shape, engine, cluster, draw, width=2)
     assert few.rows < 8 and many.rows == 64 and few.seconds > 3 * many.seconds
 
 
@@ -193,13 +196,19 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
     sizes = replace(shape.sizes, num_layers=4)  # enough of it
     shape = replace(shape, sizes=sizes)
     plan = reshard.plan(
-        layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)), layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
-        trainer=Places([rank // 8 for rank in range(16)], list(range(16))),
-        engine=Places([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
+        layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)),
+        layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
+        trainer=RankPlacement([rank // 8 for rank in range(16)], list(range(16))),
+        engine=RankPlacement([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
-    ours = compute.refit(
-        shape, parallel, Engine(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0), cluster, width=2, together=False
+    ours = compute.refit_cost(
+        shape,
+        parallel,
+        EngineSetup(replicas=replicas, tp=tp, max_batch=1, kv_bytes=0),
+        cluster,
+        width=2,
+        together=False,
     )
     assert ours.sent == pytest.approx(2 * plan.sent, rel=0.02)
 
@@ -221,12 +230,16 @@ def test_the_papers_run_on_its_32_a100(capsys):
 
 
 LARGE = {
-    "70b": ("16x8xH100", "Llama-3.1-70B", "{tp: 8, pp: 2, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 8}"),
+    "70b": (
+        "16x8xH100", "Llama-3.1-70B", "{tp: 8, pp: 2, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 8}"
+    ),
     "235b": (
-        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 4, tp: 16}"
+        "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}",
+        "{kind: vllm, replicas: 4, tp: 16}",
     ),
     "1t": (
-        "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}", "{kind: vllm, replicas: 20, tp: 64}"
+        "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}",
+        "{kind: vllm, replicas: 20, tp: 64}",
     ),
 }  # fmt: skip
 
@@ -318,8 +331,9 @@ def test_what_cannot_be_planned_is_refused_with_its_cure(capsys, arguments, says
 
 def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsys):
     facts = {
-        "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 64, "intermediate_size": 1024, "vocab_size": 1000, "num_experts": 8, "moe_intermediate_size": 256,
+        "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1024, "vocab_size": 1000, "num_experts": 8,
+        "moe_intermediate_size": 256,
     }  # fmt: skip
     file = tmp_path / "config.json"
     file.write_text(json.dumps(facts))
@@ -413,8 +427,10 @@ def test_every_device_reaches_less_than_its_maker_says():
 
 @pytest.mark.multi
 def test_memory_is_what_the_actor_allocates(tmp_path):
-    """Parameters, gradients and optimizer within 5 %, what autograd saves within 15 %, on every rank. Larger models:
-    benchmarks/plan_memory.py."""
+    """Parameters, gradients and optimizer agree within 5 %, and what autograd saves within 15 %, on every rank.
+
+    benchmarks/plan_memory.py compares larger models.
+    """
     sizes = {"hidden_size": 128, "vocab_size": 256}
     dense, experts = (
         make_model(tmp_path / "dense", "qwen2", **sizes),
@@ -423,7 +439,8 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
     together = {"tp": 2, "sequence_parallel": True}
     kinds = [
         (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
-        (dense, {}, {"recompute": "selective"}), (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
+        (dense, {}, {"recompute": "selective"}),
+        (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
     ]  # fmt: skip

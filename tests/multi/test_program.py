@@ -135,7 +135,7 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from their record."""
     arguments = [
         *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2", "roles.generator.samples_per_optimizer_step=20",
-        "roles.verifier.sleep=true", f"debug.save_rollouts={tmp_path}/record", "recipe.args.generator_updates=3", "evaluation.prompts=null",
+        "roles.verifier.sleep=true", "recipe.args.generator_updates=3", "evaluation.prompts=null",
     ]  # fmt: skip
     port = str(free_port())
     done = subprocess.run(
@@ -161,8 +161,8 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     program("report", tmp_path / "run", "--png", tmp_path / "curves.png")
     assert (tmp_path / "run/report.html").stat().st_size > 20_000 and (tmp_path / "curves.png").stat().st_size > 5_000
 
-    replayed = [a.replace("run.name=run", "run.name=again") for a in arguments if "save_rollouts" not in a]
-    program("train", *replayed, f"debug.replay={tmp_path}/record")
+    replayed = [a.replace("run.name=run", "run.name=again") for a in arguments]
+    program("train", *replayed, f"debug.replay={tmp_path}/run")
     for name in ("generator", "verifier"):
         first, second = (tmp_path / run / "models" / name / "model.safetensors" for run in ("run", "again"))
         assert first.read_bytes() == second.read_bytes()

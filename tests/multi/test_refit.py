@@ -1,4 +1,4 @@
-"""Refits of weights: every transport brings every engine rank its part bit for bit; engines that die, hang or break are found."""
+"""Refits of weights over every transport, bit for bit; and engines that die, hang or break."""
 
 from __future__ import annotations
 
@@ -28,8 +28,18 @@ TIMEOUT_S = 200
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 FOUR = Sizes(family="qwen2", num_layers=4, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
 MOE = Sizes(
-    family="qwen3_moe", num_layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=32, vocab=77, tied=False, experts=4, expert_ffn=16
-)  # fmt: skip
+    family="qwen3_moe",
+    num_layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=32,
+    vocab=77,
+    tied=False,
+    experts=4,
+    expert_ffn=16,
+)
 
 
 def case(sizes, trainer, engines, dtype="float32", **more):
@@ -81,7 +91,10 @@ def test_weights_that_changed_little_are_sent_in_few_bytes():
 
 
 def left_behind():
-    """Shared memory that no living process holds: other runs on this machine may have some too."""
+    """Returns the shared memory that no living process holds.
+
+    Other runs on this machine may have slots that are in use.
+    """
     found = []
     for path in Path("/dev/shm").glob(f"megatron_rl-{os.getuid()}-*"):
         with contextlib.suppress(OSError), path.open() as file:  # gone, or in use
@@ -148,10 +161,12 @@ def start_engine(directory, case, rank, name):
 
 
 def held(directory, name):
+    """Returns what an engine wrote down after each refit."""
     return [json.loads(line) for line in (directory / name).read_text().splitlines()]
 
 
 def appear(path):
+    """Waits until the file exists."""
     end = time.monotonic() + TIMEOUT_S
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not come"
@@ -160,7 +175,7 @@ def appear(path):
 
 @contextlib.contextmanager
 def processes(*started):
-    """Kills what is left of them at the end."""
+    """Kills those of the processes that are left at the end."""
     try:
         yield
     finally:
@@ -172,7 +187,7 @@ def processes(*started):
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
 def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it_is_back(tmp_path, transport):
-    """SIGKILL in the middle of the second refit; a new process under the same rank takes the fourth."""
+    """One engine gets SIGKILL in the middle of the second refit; a new process under its rank takes the fourth."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
     one["settings"] |= {"transport": transport, "bucket_mib": 0.01, "delta": True}
     one |= {
@@ -194,7 +209,7 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
 def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
-    """It stops in the middle of a transfer; the other engine commits. When it goes on it joins anew and takes a later refit."""
+    """One engine stops in the middle of a transfer, and the other commits. Once the first goes on, it joins again."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1])
     one["settings"] |= {"transport": transport, "bucket_mib": 0.01}
     one |= {
@@ -215,7 +230,7 @@ def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
 
 @pytest.mark.multi
 def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
-    """It sleeps between refits through two roll calls; awake, it joins anew and is brought to the next version."""
+    """One engine sleeps through two roll calls. Awake, it joins again and is brought to the next version."""
     one = case(DENSE, TrainerLayout(tp=2), EngineLayout(tp=1, replicas=2), inside=False, versions=[0, 1, 2, 3])
     one |= {
         "waits": {"0": ["joined_a", "joined_b"], "3": ["again_b"], "end": ["holds_a_3", "holds_b_3"]},
@@ -234,7 +249,10 @@ def test_weights_reach_an_engine_again_that_missed_refits(tmp_path):
 @pytest.mark.multi
 @pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
 def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, transport):
-    """Four stages feed three engines; those wait for stages that wait for the one that hangs, and are not taken for dead themselves."""
+    """Four stages feed three engines.
+
+    Two of these wait for stages that wait for the one that hangs, and are not taken for dead.
+    """
     one = case(FOUR, TrainerLayout(pp=4), EngineLayout(tp=1, replicas=3), inside=False, versions=[0, 1])
     one["settings"] |= {"transport": transport, "bucket_mib": 0.004, "message_timeout_s": 2.0}
     one |= {
@@ -253,16 +271,16 @@ def test_weights_of_living_engines_are_not_lost_behind_one_that_hangs(tmp_path, 
 @pytest.mark.multi
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_weights_that_come_too_late_do_not_land_any_more(tmp_path, kind):
-    """A long slice is received into the parameter itself, which the next refit may have written before the late sender goes on."""
+    """A long slice is received into the parameter itself, which the next refit may already have written."""
     sent, landed = answers(start_ranks(refit_worker.late, 2, tmp_path, kind), tmp_path, TIMEOUT_S)
     assert not landed
-    assert sent != "sent" or kind == "tcp"  # there the kernel takes what is small
+    assert sent != "sent" or kind == "tcp"  # over TCP the kernel takes a small message
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("kind, sizes", [("tcp", MOE), ("gloo", replace(DENSE, tied=False))])
 def test_weights_in_long_slices_are_not_copied(tmp_path, kind, sizes):
-    """Over TCP not when they are sent either: an engine's experts are one parameter, the trainer's are many."""
+    """Over TCP the sender does not copy them either: an engine's experts are one parameter, the trainer's are many."""
     one = case(sizes, TrainerLayout(tp=1), EngineLayout(tp=1), long=1024, part=256, kind=kind)
     sent, received = answers(start_ranks(refit_worker.one_exchange, 2, tmp_path, one), tmp_path, TIMEOUT_S)
     assert sent["bytes"] == received["bytes"] == sent["planned"]

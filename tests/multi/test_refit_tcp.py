@@ -57,14 +57,17 @@ def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_with
             message = out.buffer(4, CPU)
             message[:] = numbers(4)
             coming = into.receive(of, "a bucket", 4, CPU)
-            sending = out.send(to, "a bucket", message, told=True)
+            sending = out.send(to, "a bucket", message, size_known=True)
             assert torch.equal(coming.wait(soon()), numbers(4))
             coming.release()
             sending.wait(soon())
 
 
 def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
-    """Of more blocks than a call takes, empty ones too; what the sender gives in three pieces the receiver takes in two."""
+    """Messages have more blocks than one call takes, and empty ones.
+
+    The receiver takes three of the sender's pieces as two.
+    """
     a, b, _ = ends
     long = numbers(3_000_001, 7)
     target = torch.zeros(2_000_000, dtype=torch.uint8)
@@ -72,13 +75,13 @@ def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
     second = b.receive(0, "second", None, CPU)
     many = b.receive(0, "third", 4003, CPU, pieces=[4000])
     sent = [
-        a.send(1, "first", numbers(5), told=True, pieces=(long[:10], long[10:1_500_000], long[1_500_000:])),
-        a.send(1, "second", numbers(9, 3), told=False),
+        a.send(1, "first", numbers(5), size_known=True, pieces=(long[:10], long[10:1_500_000], long[1_500_000:])),
+        a.send(1, "second", numbers(9, 3), size_known=False),
         a.send(
             1,
             "third",
             numbers(3, 1),
-            told=True,
+            size_known=True,
             pieces=[numbers(4000)[i : i + 4] for i in range(0, 4000, 4)] + [numbers(0)],
         ),
     ]
@@ -96,7 +99,10 @@ def test_refit_messages_over_tcp_come_in_order_and_with_their_pieces(ends):
 
 
 def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
-    """Of those that say nothing, too little, something else, or what another peer said; the peer's get through beside them."""
+    """Strangers say nothing, too little, something else, or what another peer said.
+
+    The peer's messages still get through.
+    """
     a, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     another = HELLO.pack(HELLO.unpack(hello(board, challenge, 3))[0], 0)
@@ -108,21 +114,21 @@ def test_refit_messages_over_tcp_are_not_taken_from_strangers(ends):
         for stranger in strangers[2:]:
             assert stranger.recv(1) == b""
         coming = b.receive(0, "a bucket", 4, CPU)
-        a.send(1, "a bucket", numbers(4), told=True)
+        a.send(1, "a bucket", numbers(4), size_known=True)
         assert torch.equal(coming.wait(soon()), numbers(4))
 
 
 def test_refit_messages_over_tcp_of_another_size_are_refused(ends):
     a, b, _ = ends
-    a.send(1, "a bucket", numbers(4), told=True)
-    with pytest.raises(TransportError, match="a bucket from 0: 4 bytes came where 6 were awaited"):
+    a.send(1, "a bucket", numbers(4), size_known=True)
+    with pytest.raises(TransportError, match="a bucket from 0: 4 bytes came where 6 were expected"):
         b.receive(0, "a bucket", 6, CPU).wait(soon())
 
 
 def test_refit_messages_over_tcp_fail_at_once_when_the_other_side_goes(ends):
     a, b, _ = ends
     coming = b.receive(0, "a bucket", 4, CPU)
-    a.send(1, "a bucket", numbers(4), told=True)
+    a.send(1, "a bucket", numbers(4), size_known=True)
     coming.wait(soon())
     late, start = b.receive(0, "another", 4, CPU), time.monotonic()
     a.close()
@@ -132,13 +138,13 @@ def test_refit_messages_over_tcp_fail_at_once_when_the_other_side_goes(ends):
         b.receive(0, "a third", 4, CPU).wait(soon())
     assert time.monotonic() - start < 5
     with pytest.raises(TransportError, match="closed"):
-        a.send(1, "a fourth", numbers(4), told=True)
+        a.send(1, "a fourth", numbers(4), size_known=True)
 
 
 def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
-    """More than lies in the kernel's buffers; after the wait nothing more of its memory is sent."""
+    """The message is larger than the kernel's buffers. After the wait nothing more of its memory is sent."""
     a, b, _ = ends
-    sending = a.send(1, "a bucket", torch.zeros(64 << 20, dtype=torch.uint8), told=True)
+    sending = a.send(1, "a bucket", torch.zeros(64 << 20, dtype=torch.uint8), size_known=True)
     with pytest.raises(TransportError, match="a bucket to 1: no answer within 0.2 s"):
         sending.wait(Deadline.start(10.0, 0.2))
     with pytest.raises(TransportError, match="closed"):
@@ -146,7 +152,7 @@ def test_refit_messages_over_tcp_that_nobody_takes_are_given_up(ends):
 
 
 def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
-    """Nor what comes half before that."""
+    """Half of the message comes before the wait is over, and that does not change either."""
     a, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     target = torch.zeros(2000, dtype=torch.uint8)
@@ -165,11 +171,11 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_is_over(ends):
 def test_refit_messages_over_tcp_to_somebody_who_never_came(ends):
     a, _, _ = ends
     with pytest.raises(TransportError, match="a bucket to 7: it did not come within 2 s"):
-        a.send(7, "a bucket", numbers(4), told=True).wait(soon())
+        a.send(7, "a bucket", numbers(4), size_known=True).wait(soon())
 
 
 def test_refit_messages_over_tcp_leave_nothing_open_when_it_closes(ends):
-    """Also a connection that nobody received from; its sender hears of the end."""
+    """One connection is one that nobody received from; its sender notices the end."""
     _, b, board = ends
     host, port, challenge = board.under("tcp").peek("1")
     with socket.create_connection((host, port)) as sender:
@@ -187,7 +193,7 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(end
     a, b, _ = ends
     target = torch.zeros(1000, dtype=torch.uint8)
     first = b.receive(0, "a bucket", 4, CPU)
-    a.send(1, "a bucket", numbers(4), told=True)
+    a.send(1, "a bucket", numbers(4), size_known=True)
     first.wait(soon())
     coming = b.receive(0, "another", 4, CPU, pieces=[target])
 
@@ -196,7 +202,7 @@ def test_refit_messages_over_tcp_do_not_land_when_their_wait_was_interrupted(end
 
     with pytest.raises(TransportError, match="the refit board is gone"):
         coming.wait(Deadline.start(10.0, 10.0, gone))
-    a.send(1, "another", numbers(4), told=True, pieces=[numbers(1000, 1)])
+    a.send(1, "another", numbers(4), size_known=True, pieces=[numbers(1000, 1)])
     time.sleep(0.2)
     assert not target.any()
 
@@ -230,13 +236,16 @@ hosted, address = Board.host("127.0.0.1")
 ends = {}
 def open_(rank):
     board = Board.join(address)  # one each: a client that waits lets no other thread through
-    ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig()) if sys.argv[1] == "gloo" else Tcp(board, rank, RefitConfig())
+    if sys.argv[1] == "gloo":
+        ends[rank] = PointToPoint(board, rank, 2, backend="gloo", settings=RefitConfig())
+    else:
+        ends[rank] = Tcp(board, rank, RefitConfig())
 opening = [threading.Thread(target=open_, args=(rank,)) for rank in (0, 1)]
 [thread.start() for thread in opening]
 [thread.join() for thread in opening]
 waits = [ends[1].receive(0, "a bucket", 8, torch.device("cpu"))]
-if sys.argv[1] == "tcp":
-    waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), told=True))  # who never came: its lane asks the board
+if sys.argv[1] == "tcp":  # peer 5 never came, so that its lane asks the board
+    waits.append(ends[0].send(5, "a bucket", torch.zeros(8, dtype=torch.uint8), size_known=True))
 for wait in waits:
     try:
         wait.wait(Deadline.start(0.2, 0.2))
@@ -249,7 +258,7 @@ for end in ends.values():
 
 @pytest.mark.parametrize("kind", ["tcp", "gloo"])
 def test_refit_messages_that_are_late_do_not_abort_the_process_at_its_end(kind):
-    """torch does when Python exits under a thread that is inside its calls."""
+    """torch aborts the process when Python exits under a thread that is inside its calls."""
     done = subprocess.run(
         [sys.executable, "-c", LATE, kind], env=environment(), capture_output=True, text=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""Hugging Face directories into Megatron checkpoints and back: bit for bit, killed, without disk; and what core makes of the result."""
+"""Conversions between Hugging Face and Megatron: exact, killed, on a full disk, and read by core."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ STATES = ("optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state
 
 
 def tiny(folder, family, *, tied=False, dtype=torch.float32):
+    """Makes a tiny model directory of a family."""
     full_attention = {"sliding_window": None} if family in ("mistral", "mixtral") else {}
     config = AutoConfig.for_model(family, **TINY, **full_attention, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
@@ -61,7 +62,10 @@ def tiny(folder, family, *, tied=False, dtype=torch.float32):
 
 
 def with_optimizer(model, folder, *, masters=1.0):
-    """A checkpoint of `model` with an optimizer's state: masters are the weights times `masters`, moments numbers of their own."""
+    """Makes a checkpoint of `model` with an optimizer's state.
+
+    Masters are the weights times `masters`; moments are other numbers.
+    """
     convert.to_megatron(find(model), folder)
     checkpoint, sizes = DistCheckpoint(folder), read_sizes(model)
     whole = folder.with_name("whole")
@@ -107,7 +111,10 @@ def test_weights_go_to_megatron_and_back_bit_for_bit(tmp_path, family, tied):
     ],
 )
 def test_weights_and_moments_of_another_layout_are_the_same(tmp_path, family, layout):
-    """Every rank's file holds that rank's pieces; the 59 words are padded as tp wants; there and back it is the same checkpoint."""
+    """Every rank's file holds that rank's pieces, and the 59 words are padded for tp.
+
+    There and back gives the same checkpoint.
+    """
     if family == "llama":
         config = {**TINY, "num_key_value_heads": 4}
         AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(tmp_path / "model")
@@ -200,7 +207,10 @@ def test_weights_in_parts_that_are_refused_by_a_layout(tmp_path):
 
 
 def in_child(arguments: list[object], log: Path, prepare: Callable[[], object]) -> tuple[int, str]:
-    """Runs `megatron-rl convert` in a fork after `prepare` -> (exit status, or minus the signal that ended it; what it said)."""
+    """Runs `megatron-rl convert` in a fork after `prepare`.
+
+    Returns (exit status, or minus the signal that ended it; what it wrote to standard error).
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -214,7 +224,7 @@ def in_child(arguments: list[object], log: Path, prepare: Callable[[], object]) 
 
 
 def killed_at(writer: Any, method: str, call: int) -> Callable[[], None]:
-    """SIGKILL in the middle: when the writer's method is called for that time."""
+    """Returns a function that makes the writer's method kill the process with SIGKILL at its `call`-th call."""
 
     def prepare() -> None:
         original, calls = getattr(writer, method), []
@@ -232,6 +242,7 @@ def killed_at(writer: Any, method: str, call: int) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
+    """Returns {form of conversion: an input for it}."""
     folder = tmp_path_factory.mktemp("forms")
     convert.to_megatron(find(make_model(folder / "model", "qwen3", vocab_size=59)), folder / "ck")
     return {"to-hf": folder / "ck", "to-megatron": folder / "model", "reshard": folder / "ck"}
@@ -252,7 +263,7 @@ def test_weights_of_a_killed_conversion_do_not_look_complete_and_the_next_one_su
 
 @pytest.mark.parametrize("form", ["to-hf", "to-megatron", "reshard"])
 def test_weights_that_the_disk_does_not_take_leave_nothing(forms, tmp_path, form):
-    """A file may not grow beyond 60 kB: the same kind of error in the middle of a write as of a full disk."""
+    """A file may not grow beyond 60 kB, which gives the same kind of error as a full disk."""
     words = [form, forms[form], tmp_path / "made/out"]
     status, said = in_child(
         words, tmp_path / "log", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
@@ -289,7 +300,10 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
 
 
 def test_weights_conversion_scripts_and_command_are_the_same(forms, tmp_path):
-    no_torch = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    no_torch = (
+        "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     scripts = [
         [ROOT / "tools" / f"{name}.py"]
         for name in ("convert_hf_to_megatron", "convert_megatron_to_hf", "reshard_checkpoint")
@@ -317,7 +331,7 @@ def test_weights_conversion_scripts_and_command_are_the_same(forms, tmp_path):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """What two ranks of megatron-core make of checkpoints that the tools wrote, 59 words each."""
+    """Returns what two ranks of megatron-core make of checkpoints that the tools wrote, with 59 words each."""
     folder = tmp_path_factory.mktemp("loaded")
     imported = []
     for name, tied in (("qwen2", False), ("qwen3", True)):

@@ -1,6 +1,7 @@
-"""The cluster of the `slurm` fixture is a real one: what the launcher relies on holds on its daemons.
+"""Tests that what the launcher relies on holds on the real Slurm daemons of the `slurm` fixture.
 
-All jobs are submitted before the first test, since Slurm takes half a minute to give up on a node and as long to look at time limits.
+All jobs are submitted before the first test, since Slurm takes half a minute to give up on a node and as long to look
+at time limits.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Submitted:
 
 @pytest.fixture(scope="module", autouse=True)
 def submitted(slurm: Cluster) -> Iterator[Submitted]:
-    """All jobs, each with its output in JOB.txt; one's node has crashed."""
+    """All jobs, each with its output in JOB.txt; the node of one has crashed."""
     crashed = slurm.submit(TWICE, "--exclusive", "--requeue", *output())
     warned = slurm.submit(WARNED, "--nodes=2", "--time=1", "--signal=B:USR1@50", *output())
     serial = slurm.submit(SERIAL, "--array=0-3%1", *output("%A"))
@@ -164,12 +165,12 @@ def test_nothing_survives_its_owner(tmp_path_factory, end):
 
 
 def output(name: str = "%j") -> tuple[str, str]:
-    """Where a job writes, over restarts."""
+    """Returns the options that let a job append to one file over its restarts."""
     return f"--output={name}.txt", "--open-mode=append"
 
 
 def lines(slurm: Cluster, job: str) -> list[str]:
-    """What a job wrote itself; Slurm's own lines left out."""
+    """Returns the lines that a job wrote itself, without Slurm's."""
     path = slurm.directory / f"{job}.txt"
     found = path.read_text().splitlines() if path.exists() else []
     return [line for line in found if not line.startswith(("slurmstepd", "srun"))]

@@ -1,20 +1,22 @@
-"""A run with real vLLM servers on a real Slurm cluster: its engines are an array of their own, and one of their nodes crashes."""
+"""Tests a run with real vLLM servers on a real Slurm cluster; the node of one engine crashes."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
-from conftest import tango_settings
+from conftest import ROOT, tango_settings
 from slurm_site import logs, said, submit
-from test_engines_vllm import PYTHON
 
 from megatron_rl.cluster import slices
 from megatron_rl.engines.roster import Roster
-from megatron_rl.run.directory import read_rollouts, rollout_files
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session.servers import ENGINES
+from megatron_rl.training.store import ROLLOUTS, read_rows, turn_files
 
+PYTHON = Path(os.environ.get("MEGATRON_RL_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
@@ -23,7 +25,10 @@ PROMPTS, SAMPLES, START_S, TURNS = 8, 5, 400.0, 18
 
 
 def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
-    """Two ranks on two nodes and an engine for each role; the generator's comes back on another node, and the run ends by itself."""
+    """The generator's engine comes back on another node, and the run ends by itself.
+
+    The run has two ranks on two nodes and an engine for each role.
+    """
     cluster, _ = site
     run = tmp_path / "served"
     trainer, engines = submit(
@@ -52,8 +57,8 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
     cluster.wait(engines, timeout_s=300)
 
     assert turns() == TURNS
-    assert len(rollout_files(run)) == TURNS
-    assert {len(read_rollouts(path)) for path in rollout_files(run)} == {PROMPTS * SAMPLES}, (
+    assert len(turn_files(run / ROLLOUTS)) == TURNS
+    assert {len(read_rows(path)) for path in turn_files(run / ROLLOUTS)} == {PROMPTS * SAMPLES}, (
         "every prompt has all its answers"
     )
     (only,) = slices.read(run)

@@ -1,4 +1,4 @@
-"""slurm/job.sh, what the batch scripts share: run by bash with fakes of Slurm's commands, whose answers and failures a test chooses."""
+"""Tests slurm/job.sh, which the batch scripts share, in bash with fake Slurm commands that answer as a test chooses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Each writes its words into $LOG and answers what the variable of its name says.
 FAKES = {
-    "squeue": 'case "$*" in *format=%e*) echo "${END_TIME:-}";; *) printf "%b" "${SQUEUE:-}"; exit "${SQUEUE_STATUS:-0}";; esac',
+    "squeue": 'case "$*" in *format=%e*) echo "${END_TIME:-}";; '
+    '*) printf "%b" "${SQUEUE:-}"; exit "${SQUEUE_STATUS:-0}";; esac',
     "scontrol": 'n=$(grep -c "^scontrol" "$LOG"); [ "$n" -gt "${REFUSED:-0}" ]',
     "scancel": "",
     "sleep": "",
-    "srun": 'case "$*" in *doctor*) exit "${DOCTOR:-0}";; *serve*) [ -z "${WARN:-}" ] || { kill -USR1 $PPID; /bin/sleep 0.3; };; esac\n'
+    "srun": 'case "$*" in *doctor*) exit "${DOCTOR:-0}";; '
+    '*serve*) [ -z "${WARN:-}" ] || { kill -USR1 $PPID; /bin/sleep 0.3; };; esac\n'
     'exit "${STEP:-0}"',
-    "python": 'case "$*" in *where*) echo "$RUN";; *begin*) echo "${BEGIN:-go: now}";; *over*) echo "${OVER:-goes on}";; '
+    "python": 'case "$*" in *where*) echo "$RUN";; *begin*) echo "${BEGIN:-go: now}";; '
+    '*over*) echo "${OVER:-goes on}";; '
     '*"slice end"*) echo "${END:-slice: left in time}";; esac',
 }
 SCRIPT = """

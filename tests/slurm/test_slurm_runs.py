@@ -1,4 +1,4 @@
-"""Runs on a real Slurm cluster: a chain of slices that outlives killed ranks, crashed nodes and its time limit, a sweep, an evaluation."""
+"""Tests runs on a real Slurm cluster: a chain of slices with faults and time limits, a sweep and an evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 
 def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(site, last_letter, tmp_path):
-    """Three slices, two ranks on two nodes: a rank killed, the job requeued, a node crashed, and twice Slurm's warning."""
+    """Three slices of two ranks on two nodes meet a killed rank, a requeued job, a crashed node and two warnings."""
     cluster, _ = site
     run = tmp_path / "chain"
     (job,) = submit(
@@ -90,8 +90,9 @@ def test_a_sweep_of_four_gives_four_runs_and_one_report(site, last_letter, tmp_p
     grid = tmp_path / "grid.yaml"
     grid.write_text("optimizer.lr: [1e-3, 3e-3]\nrun.seed: [0, 1]\n")
     (job,) = submit(
-        site, "examples/last_letter/sft.yaml", f"model.path={last_letter}/task/model", f"data.train={last_letter}/task/generator_sft.jsonl",
-        "data.shuffle=true", "steps=4", "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}",
+        site, "examples/last_letter/sft.yaml", f"model.path={last_letter}/task/model",
+        f"data.train={last_letter}/task/generator_sft.jsonl", "data.shuffle=true", "steps=4",
+        "optimizer.decay_steps=4", "optimizer.warmup_steps=1", "run.name=grid", f"run.dir={tmp_path}",
         "--sweep", str(grid),
     )  # fmt: skip
     states = cluster.wait(job, timeout_s=300)
@@ -133,7 +134,7 @@ def test_an_evaluation_array_does_what_is_not_done(site, last_letter, tmp_path):
 
 
 def test_ranks_in_which_nothing_moves_write_their_stacks_and_end(last_letter, tmp_path):
-    """A reward that never answers, and no limit on its time: what the watchdog is for."""
+    """The watchdog ends a run whose reward never answers and has no time limit."""
     (tmp_path / "slow_reward.py").write_text(
         "import time\n\ndef grade(response, payload):\n    time.sleep(3600)\n    return 0.0\n"
     )

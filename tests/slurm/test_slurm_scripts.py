@@ -1,4 +1,4 @@
-"""The batch scripts: as they are rendered, line by line; as shellcheck reads them; and what they ask their run."""
+"""Tests the batch scripts: their text, line by line; what shellcheck finds; and what they ask their run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 from megatron_rl.cluster import profile, slices
 from megatron_rl.cluster.address import own_address
-from megatron_rl.cluster.job import Job, Leave, job_from, leave_file
-from megatron_rl.cluster.render import Shape, common_settings, script
-from megatron_rl.cluster.slices import Next
+from megatron_rl.cluster.job import Leave, SlurmJob, job_from, leave_file
+from megatron_rl.cluster.render import ScriptShape, common_settings, script
+from megatron_rl.cluster.slices import NextAction
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, TrainConfig
 from megatron_rl.jobs import submit
@@ -27,7 +27,7 @@ from megatron_rl.run.directory import RunDirectory
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden/slurm"
 TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
-JOB = Job(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
+JOB = SlurmJob(id="17_2", restart=1, node="n1", step=None, end=None, warning_s=None)
 EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "output": "/shared/eval/m.json"}
 
 
@@ -71,7 +71,7 @@ def replace_container(site: profile.Profile, container: profile.Container) -> pr
 
 
 def test_scripts_are_rendered_as_the_golden_files_have_them(monkeypatch):
-    """After a wanted change: MEGATRON_RL_GOLDEN=write pytest tests/slurm/test_slurm_scripts.py, and read the difference."""
+    """MEGATRON_RL_GOLDEN=write pytest tests/slurm/test_slurm_scripts.py writes them anew: then read the difference."""
     rendered = {name: text.replace(str(ROOT), "/shared/megatron_rl") for name, text in plans(monkeypatch).items()}
     if os.environ.get("MEGATRON_RL_GOLDEN") == "write":
         shutil.rmtree(GOLDEN)
@@ -94,7 +94,7 @@ def test_shellcheck_finds_nothing_in_the_scripts(monkeypatch, tmp_path):
 
 
 def test_every_template_takes_the_settings_that_it_lists(tmp_path):
-    shape = Shape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path)
+    shape = ScriptShape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path)
     with pytest.raises(ConfigError, match="no setting NOTHING"):
         script(shape, profile.read("cpu"), {"NOTHING": "1"}, tmp_path)
     text = script(
@@ -137,7 +137,7 @@ def test_time_limits_are_read_as_sbatch_reads_them():
         "1-00:00:01": 86401,
         "UNLIMITED": None,
     }
-    assert {limit: submit.seconds(limit) for limit in found} == found
+    assert {limit: submit.limit_seconds(limit) for limit in found} == found
 
 
 def test_profiles_that_are_not_there_or_wrong_are_named(tmp_path):
@@ -151,16 +151,16 @@ def test_profiles_that_are_not_there_or_wrong_are_named(tmp_path):
 def test_a_sweep_file_gives_its_points(tmp_path):
     path = tmp_path / "grid.yaml"
     path.write_text("a.lr: [1e-3, 2]\nrun.seed: [0, 1]\n")
-    assert submit.grid(path) == [{"a.lr": lr, "run.seed": seed} for lr in (1e-3, 2) for seed in (0, 1)]
+    assert submit.read_grid(path) == [{"a.lr": lr, "run.seed": seed} for lr in (1e-3, 2) for seed in (0, 1)]
     path.write_text("- {a: 1}\n- {b: x}\n")
-    assert submit.grid(path) == [{"a": 1}, {"b": "x"}]
+    assert submit.read_grid(path) == [{"a": 1}, {"b": "x"}]
     for wrong in ("a: 1\n", "[]\n", "a: []\n", "- 3\n"):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="mapping of settings to lists"):
-            submit.grid(path)
+            submit.read_grid(path)
     path.write_text(f"a: {list(range(40))}\nb: {list(range(40))}\n")
     with pytest.raises(ConfigError, match="1600 runs"):
-        submit.grid(path)
+        submit.read_grid(path)
 
 
 def test_a_dry_run_prints_scripts_and_writes_nothing(tmp_path, capsys):
@@ -180,7 +180,7 @@ SERVED = ["job.nodes=4", "engine.kind=vllm"]
 
 
 def test_a_second_submission_leaves_the_config_of_the_first_alone(tmp_path, capsys, fake_slurm):
-    """The next slice of the first would start with it."""
+    """Else the next slice of the first submission would start with the second's config."""
     answers, _ = fake_slurm
     words = ["submit", str(TANGO), "job.nodes=4", f"run.dir={tmp_path}", "run.name=a"]
     assert main(words) == 0
@@ -232,7 +232,7 @@ def test_a_run_whose_name_looks_like_an_override_reads_its_config(tmp_path, caps
 
 
 def test_paths_with_spaces_stay_one_word(tmp_path):
-    shape = Shape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path / "my logs")
+    shape = ScriptShape(template="train", name="x", ranks=1, gpus=0, time="1", array=None, logs=tmp_path / "my logs")
     text = script(shape, profile.read("cpu"), common_settings(profile.read("cpu"), ROOT), tmp_path / "here now")
     assert (
         f"#SBATCH --chdir='{tmp_path}/here now'\n" in text
@@ -241,7 +241,7 @@ def test_paths_with_spaces_stay_one_word(tmp_path):
 
 
 def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
-    """Also where the step is one rank: the chain would take 130 for a fault."""
+    """A step of one rank ends with 0 too: the chain would take 130 for a fault."""
     monkeypatch.setattr("megatron_rl.commands.train.run", lambda config, place: 130)
     words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
@@ -265,10 +265,10 @@ def test_two_evaluations_never_write_one_file(tmp_path, capsys):
 def test_the_job_is_read_from_the_environment():
     assert job_from({}) is None
     plain = job_from({"SLURM_JOB_ID": "5"})
-    assert plain == Job(id="5", restart=0, node="", step=None, end=None, warning_s=None) and plain.name == "5.0"
+    assert plain == SlurmJob(id="5", restart=0, node="", step=None, end=None, warning_s=None) and plain.name == "5.0"
     element = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "3"}
     found = job_from(element | {"MEGATRON_RL_JOB_END": "100", "MEGATRON_RL_WARNING_S": "", "SLURMD_NODENAME": "n4"})
-    assert found == Job(id="5_2", restart=3, node="n4", step=None, end=100.0, warning_s=None)
+    assert found == SlurmJob(id="5_2", restart=3, node="n4", step=None, end=100.0, warning_s=None)
 
 
 class Clock:
@@ -279,9 +279,9 @@ class Clock:
 
 
 def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
-    """Turns of 100 s and a save of 20 s: with a margin of 1.2 and 60 s to spare it needs 204 s."""
+    """Turns of 100 s and a save of 20 s, with a margin of 1.2 and 60 s to spare, need 204 s."""
     clock, said = Clock(), list[str]()
-    job = Job(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
+    job = SlurmJob(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
     clock.now = 0.0  # it loads its models and waits for engines
     leave = Leave(tmp_path, job, said.append, clock)
     clock.now = 1000.0
@@ -299,7 +299,7 @@ def test_files_ask_a_run_to_leave(tmp_path):
     leave = Leave(tmp_path, JOB, said.append)
     assert not leave() and not leave.asked()
     leave_file(
-        tmp_path, Job(id="17_2", restart=0, node="", step=None, end=None, warning_s=None)
+        tmp_path, SlurmJob(id="17_2", restart=0, node="", step=None, end=None, warning_s=None)
     ).touch()  # of an earlier start
     assert not leave()
     leave_file(tmp_path, JOB).touch()
@@ -311,7 +311,7 @@ def test_files_ask_a_run_to_leave(tmp_path):
 
 
 def saved(run: Path, turns: int) -> None:
-    """A complete checkpoint of so many turns."""
+    """Makes a complete checkpoint of `turns` turns."""
     from megatron_rl.run.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(RunDirectory(run).checkpoints)
@@ -320,45 +320,45 @@ def saved(run: Path, turns: int) -> None:
 
 
 def test_slices_note_what_ended_them_and_decide_what_comes(tmp_path):
-    def begin(restart: int) -> tuple[Next, str]:
+    def begin(restart: int) -> tuple[NextAction, str]:
         return slices.begin(tmp_path, job(restart), "n[1-2]", 3)
 
-    def job(restart: int) -> Job:
-        return Job(id="17_2", restart=restart, node="n1", step=None, end=None, warning_s=None)
+    def job(restart: int) -> SlurmJob:
+        return SlurmJob(id="17_2", restart=restart, node="n1", step=None, end=None, warning_s=None)
 
-    assert begin(0)[0] is Next.GO
-    assert slices.end(tmp_path, job(0), 137) == (Next.AGAIN, "killed by signal 9")
+    assert begin(0)[0] is NextAction.GO
+    assert slices.end(tmp_path, job(0), 137) == (NextAction.AGAIN, "killed by signal 9")
     saved(tmp_path, 4)
-    assert begin(1) == (Next.GO, "4 turns are done")
-    assert begin(2)[0] is Next.GO  # the start before it ended without a word
-    assert slices.end(tmp_path, job(2), 0) == (Next.SLICE, "left in time, saved after 4 turns")
+    assert begin(1) == (NextAction.GO, "4 turns are done")
+    assert begin(2)[0] is NextAction.GO  # the start before it ended without a word
+    assert slices.end(tmp_path, job(2), 0) == (NextAction.SLICE, "left in time, saved after 4 turns")
     assert [s.cause for s in slices.read(tmp_path)] == [
         "killed by signal 9",
         slices.SILENT,
         "left in time, saved after 4 turns",
     ]
-    assert begin(3)[0] is Next.GO
-    assert slices.end(tmp_path, job(3), 2)[0] is Next.STOPPED  # a wrong config stays wrong
-    assert begin(4)[0] is Next.GO  # of three starts so far one was ended by its node, say
-    assert slices.end(tmp_path, job(4), 1)[0] is Next.AGAIN
+    assert begin(3)[0] is NextAction.GO
+    assert slices.end(tmp_path, job(3), 2)[0] is NextAction.STOPPED  # a wrong config stays wrong
+    assert begin(4)[0] is NextAction.GO  # of three starts so far one was ended by its node, say
+    assert slices.end(tmp_path, job(4), 1)[0] is NextAction.AGAIN
     word, why = begin(5)
-    assert word is Next.STOPPED and "4 starts made no progress beyond 4 turns" in why and "left in time" in why
+    assert word is NextAction.STOPPED and "4 starts made no progress beyond 4 turns" in why and "left in time" in why
     saved(tmp_path, 5)
-    assert begin(5)[0] is Next.GO
+    assert begin(5)[0] is NextAction.GO
     (tmp_path / "stop").touch()
-    assert slices.end(tmp_path, job(5), 0)[0] is Next.STOPPED and begin(6)[0] is Next.STOPPED
+    assert slices.end(tmp_path, job(5), 0)[0] is NextAction.STOPPED and begin(6)[0] is NextAction.STOPPED
     write_json(tmp_path / "summary.json", {"finished": True})
-    assert begin(6)[0] is Next.DONE and slices.end(tmp_path, job(6), 0)[0] is Next.DONE
+    assert begin(6)[0] is NextAction.DONE and slices.end(tmp_path, job(6), 0)[0] is NextAction.DONE
 
 
 def test_a_chain_that_stalled_goes_on_when_it_is_submitted_again(tmp_path):
-    """Starts of an earlier submission do not count: what ended them has been mended."""
+    """Starts of an earlier submission do not count, because what ended them has been mended."""
     for restart in range(9):  # three times as many as job.stalled, since they ended without a word
-        assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is Next.GO
+        assert slices.begin(tmp_path, replace(JOB, restart=restart), "n1", 3)[0] is NextAction.GO
     word, why = slices.begin(tmp_path, replace(JOB, restart=9), "n1", 3)
-    assert word is Next.STOPPED and slices.read(tmp_path)[-1].cause == why, "`status` says so"
-    assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is Next.STOPPED
-    assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is Next.GO
+    assert word is NextAction.STOPPED and slices.read(tmp_path)[-1].cause == why, "`status` says so"
+    assert slices.begin(tmp_path, replace(JOB, id="17_3", restart=0), "n1", 3)[0] is NextAction.STOPPED
+    assert slices.begin(tmp_path, replace(JOB, id="18_0", restart=0), "n1", 3)[0] is NextAction.GO
 
 
 def test_half_a_line_of_slices_is_left_out(tmp_path):

@@ -115,7 +115,7 @@ def test_writing_the_same_number_again_replaces_it(tmp_path):
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.write(4, save(b"first"))
-    os.rename(tmp_path / "step_000004", tmp_path / ".step_000004.old")  # what a kill inside the replacement leaves
+    os.rename(tmp_path / "step_000004", tmp_path / ".step_000004.old")  # as a kill inside the replacement leaves it
     assert checkpoints.newest().read_state() == {"turn": 5}
     checkpoints.begin(5)
     assert checkpoints.newest().number == 4
@@ -144,7 +144,7 @@ while True:
 
 
 def test_resume_after_sigkill_at_any_point_finds_a_whole_checkpoint(tmp_path):
-    """Killed while it writes: the newest is at least the last one announced, whole, and the next process goes on from it."""
+    """A process is killed while it writes. The newest checkpoint is whole, and at least the last one announced."""
     reached = 0
     for lines in (1, 2, 5):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -1,20 +1,32 @@
 """Reading configs: merging, strictness, messages that name place, value and cure; and the checks between settings."""
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import pydantic
 import pytest
 import yaml
 
 from megatron_rl.config import checks as config_checks
+from megatron_rl.config.base import field_comments
 from megatron_rl.config.files import dump, load, read_keys
-from megatron_rl.config.schema import ConfigError, EvalConfig, SftConfig, TrainConfig, config
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    GenerateConfig,
+    GradingConfig,
+    Rollouts,
+    SftConfig,
+    TrainConfig,
+    Vllm,
+    config,
+)
 from megatron_rl.recipes.tango import Tango
 
 BASE = {
@@ -134,7 +146,8 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
             f"{file}: roles.c.model: missing; it has no default, so give it in a file or as roles.c.model=...",
-            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, refit, rollouts, "
+            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, "
+            "refit, rollouts, "
             "gate, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
@@ -370,7 +383,7 @@ def test_reading_and_checking_leaves_torch_out(base):
 
 
 def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
-    """SFT's learning rate is not that of reinforcement learning, and an evaluation is greedy, whatever else of the section is set."""
+    """SFT keeps its own learning rate, and an evaluation stays greedy, whatever else of the section is set."""
     sft = load(SftConfig, [], ["model.path=m", "data.train=d.jsonl", "optimizer.weight_decay=0.5", "run.dir=x"])
     assert (sft.optimizer.lr, sft.optimizer.weight_decay, sft.run.name, sft.run.save_every) == (5e-6, 0.5, "sft", 100)
     graded = load(EvalConfig, [], ["model.path=m", "data.path=d.jsonl", "template=t.txt", "sampling.max_tokens=48"])
@@ -382,7 +395,7 @@ def test_a_section_that_is_touched_keeps_the_defaults_of_its_command():
     [
         ("data.settings=gsm9k", "data.settings = 'gsm9k' is not known"),
         ("data.answer_pattern='(['", "is not a regular expression"),
-        ("roles.generatr={model: {path: x/y}}", "roles.generatr is not one of them"),
+        ("roles.generatr={model: {path: x/y}}", "roles.generatr is not one of its roles"),
     ],
 )
 def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
@@ -401,3 +414,26 @@ def test_files_that_are_not_there_yet_are_named():
         "note: data = nofile.jsonl is not there yet",
         "note: debug.replay = no/such/dir is not there yet",
     ]
+
+
+@pytest.mark.parametrize("command", [TrainConfig, SftConfig, GenerateConfig, EvalConfig, GradingConfig])
+def test_every_setting_has_a_comment_for_the_help(command):
+    """The comments of settings are their documentation: `--help` prints them."""
+
+    def without(schema):
+        comments, hints = field_comments(schema), get_type_hints(schema)
+        for name in (f.name for f in dataclasses.fields(schema)):
+            if name not in comments:
+                yield f"{schema.__name__}.{name}"
+            for kind in (hints[name], *get_args(hints[name])):
+                if dataclasses.is_dataclass(kind):
+                    yield from without(kind)
+
+    assert list(without(command)) == []
+
+
+def test_a_comment_of_several_lines_stands_above_its_setting():
+    comment = field_comments(TrainConfig)["engine"], field_comments(Rollouts)["mixed"], field_comments(Vllm)["tp"]
+    assert comment[0] == "The engine that writes rollouts."
+    assert comment[1].startswith("What to do with a rollout") and comment[1].endswith("out of the update.")
+    assert comment[2] == "tensor-parallel ranks of one server"  # inherited

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.data_settings import settings_table
 from megatron_rl.config.schema import ConfigError, PromptSet, SftData
 from megatron_rl.data.problems import DataError, Problem, PromptReader, read_pairs, read_problems, write_parquet
-from megatron_rl.data.sft import sft_trajectories
+from megatron_rl.data.sft import sft_rollouts
 from megatron_rl.types import Stop
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -390,23 +390,22 @@ def tokenizer():
 
 
 def test_sft_trains_the_response_and_its_end_alone(tokenizer):
-    (sample,) = sft_trajectories([("a b", "c a")], tokenizer, append_eos=True, max_tokens=5)
-    assert sample.tokens == [2, 3, 4, 2, 1]
-    assert sample.trainable == [False, False, True, True, True]
-    assert sample.advantages == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert sample.stop is Stop.EOS
-    assert sft_trajectories([("a b", "c a")], tokenizer, append_eos=False, max_tokens=5)[0].tokens == [2, 3, 4, 2]
+    (sample,) = sft_rollouts([("a b", "c a")], tokenizer, append_eos=True, max_tokens=5)
+    assert sample.tokens.tolist() == [2, 3, 4, 2, 1]
+    assert sample.trainable.tolist() == [False, False, True, True, True]
+    assert sample.advantages is None and sample.stop is Stop.EOS
+    assert sft_rollouts([("a b", "c a")], tokenizer, append_eos=False, max_tokens=5)[0].tokens.tolist() == [2, 3, 4, 2]
 
 
 def test_sft_drops_long_pairs_whole_and_says_how_many(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        kept = sft_trajectories([("a", "b"), ("a b c", "a b c"), ("b", "c")], tokenizer, append_eos=True, max_tokens=4)
-    assert [t.tokens for t in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 pairs" in caplog.text
+        kept = sft_rollouts([("a", "b"), ("a b c", "a b c"), ("b", "c")], tokenizer, append_eos=True, max_tokens=4)
+    assert [r.tokens.tolist() for r in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 pairs" in caplog.text
     with pytest.raises(DataError, match="no pair is left"):
-        sft_trajectories([("a b c", "a b c")], tokenizer, append_eos=True, max_tokens=4)
+        sft_rollouts([("a b c", "a b c")], tokenizer, append_eos=True, max_tokens=4)
 
 
 def test_sft_without_an_end_token_is_refused(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no EOS token"):
-        sft_trajectories([("a", "b")], tokenizer, append_eos=True, max_tokens=4)
+        sft_rollouts([("a", "b")], tokenizer, append_eos=True, max_tokens=4)

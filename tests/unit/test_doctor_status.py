@@ -1,4 +1,4 @@
-"""`megatron-rl doctor`, `status`, `stop` and `logs` on real directories, servers' listings and processes; Slurm's commands are fakes."""
+"""Tests `megatron-rl doctor`, `status`, `stop` and `logs` on real directories and processes, with a fake Slurm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from conftest import ROOT, environment
 from rich.console import Console
 
 from megatron_rl.cluster import profile, slices
-from megatron_rl.cluster.job import Job
+from megatron_rl.cluster.job import SlurmJob
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
@@ -30,11 +30,11 @@ from megatron_rl.run.metrics import Tracker
 from megatron_rl.session.servers import ENGINES
 
 TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
-JOB = Job(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
+JOB = SlurmJob(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
 IN_JOB = {"SLURM_JOB_ID": "17"}
 QWEN = {
-    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-    "num_hidden_layers": 28, "vocab_size": 152064, "tie_word_embeddings": False,
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "num_hidden_layers": 28, "vocab_size": 152064, "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def examine(
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """An nvidia-smi that lists so many GPUs of 80 GiB, or fails."""
+    """A function that installs an nvidia-smi which lists `count` GPUs, or fails."""
     place = tmp_path / "driver"
     place.mkdir()
     monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
@@ -119,7 +119,7 @@ def test_a_run_directory_that_cannot_be_written_is_wrong(tmp_path):
 
 
 def test_two_nodes_look_at_one_run_directory_at_a_time(tmp_path):
-    """Their probes took each other's place on a host of one name."""
+    """Two nodes with the same host name had the same probe file, and renamed each other's."""
     code = "import sys; from pathlib import Path; from megatron_rl.jobs.doctor import _files\n"
     code += "print([c for _ in range(60) for c in _files(Path(sys.argv[1]), True) if c.verdict == 'wrong'])"
     words = [sys.executable, "-c", code, str(tmp_path)]
@@ -189,7 +189,7 @@ def test_doctor_prints_what_is_wrong_last_and_says_so_by_its_status(tmp_path, ca
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """Two turns of four, one of them saved, by job 17."""
+    """A run with two turns of four done, one of them saved, by job 17."""
     directory = tmp_path / "a"
     (directory / "jobs").mkdir(parents=True)
     (directory / "logs").mkdir()
@@ -235,7 +235,7 @@ def test_a_run_whose_jobs_are_gone_ended_without_a_word(run, fake_slurm):
     for body in ("true", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"):
         answers(squeue=body)
         said = shown(run)
-        assert status.NOTHING in said and "ended without a word" in said
+        assert status.NO_JOBS in said and "ended without a word" in said
     RunDirectory(run).update_summary({"finished": True})
     assert "finished; 2 of 4" in shown(run)
 

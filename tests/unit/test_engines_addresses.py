@@ -9,7 +9,7 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig, Vllm
 from megatron_rl.engines.addresses import Addresses
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.session.servers import connect
 
 
@@ -36,14 +36,14 @@ def test_a_server_at_a_url_serves_and_one_that_was_away_takes_the_weights_anew(f
         pool = fleet.open()
         fleet.living(1)
         assert fleet.refit(1) == 1
-        assert len(pool.generate([[1, 2]], Sampling(max_tokens=4))[0]) == 1
+        assert len(complete(pool, [[1, 2]], Sampling(max_tokens=4))[0]) == 1
         process.kill()
         until("it to be gone", lambda: not fleet.roster.read(ROLE))
         port = url.rpartition(":")[2]
         again = fleet.start_process_at(port)
         until("a new incarnation", lambda: any(listing.incarnation != first for listing in fleet.roster.read(ROLE)))
         assert again.poll() is None
-        until("no weights that count", lambda: not pool._serving())
+        until("no weights that count", lambda: not pool.members.serving())
     finally:
         listed.close()
     assert not fleet.roster.read(ROLE), "the listings go with the run"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import threading
 import time
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 from fake_fleet import ADDRESS, ROLE, TOKEN, Asked, Fleet, expected, fleet_in, until
 from fake_vllm import GENERATE, JOIN, FakeVllm, logprob_of
 
 from megatron_rl.config.schema import ConfigError, Vllm
-from megatron_rl.engines.base import EngineError, Sampling
+from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.vllm import VllmServer
@@ -32,48 +32,51 @@ def fleet(tmp_path):
 
 
 def right(groups, prompts=PROMPTS, sampling=SAMPLING) -> bool:
-    return [[c.tokens for c in group] for group in groups] == [expected(p, sampling, i) for i, p in enumerate(prompts)]
+    return [[c.tokens.tolist() for c in group] for group in groups] == [
+        expected(p, sampling, i) for i, p in enumerate(prompts)
+    ]
 
 
 def test_every_prompt_is_answered_n_times_in_order(fleet: Fleet):
     fakes = [fleet.start(0), fleet.start(1)]
-    groups = fleet.serving(2).generate(PROMPTS, SAMPLING)
+    groups = complete(fleet.serving(2), PROMPTS, SAMPLING)
     assert right(groups) and sum(f.count(GENERATE) for f in fakes) == len(PROMPTS)
     for completion in (c for group in groups for c in group):
         assert completion.stop is Stop.LENGTH and completion.versions == [(0, 1)]
-        assert completion.logprobs == completion.model_logprobs == [logprob_of(t) for t in completion.tokens]
-    assert fleet.pool.generate([], SAMPLING) == []
+        wanted = [logprob_of(t) for t in completion.tokens]
+        assert completion.logprobs.tolist() == completion.model_logprobs.tolist() == wanted
+        assert completion.tokens.flags.writeable and completion.tokens.base is None, "of its own, not of the answer"
+    assert complete(fleet.pool, [], SAMPLING) == []
 
 
 def test_greedy_answers_and_full_contexts(fleet: Fleet):
     fleet.start()
     pool = fleet.serving(replicas=1)
-    [[a, b, c], [full, _, _]] = pool.generate([[5], [5] * 200], Sampling(max_tokens=4, n=3, temperature=0.0, top_p=0.5))
-    assert (
-        a.tokens == b.tokens == c.tokens
-        and a.logprobs == [0.0] * 4
-        and a.model_logprobs == [logprob_of(t) for t in a.tokens]
+    [[a, b, c], [full, _, _]] = complete(
+        pool, [[5], [5] * 200], Sampling(max_tokens=4, n=3, temperature=0.0, top_p=0.5)
     )
-    assert full.tokens == [] and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
+    assert a.tokens.tolist() == b.tokens.tolist() == c.tokens.tolist()
+    assert a.logprobs.tolist() == [0.0] * 4 and a.model_logprobs.tolist() == [logprob_of(t) for t in a.tokens]
+    assert len(full.tokens) == 0 and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
 
 
 def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
     fleet.start()
-    groups = fleet.serving(replicas=1).generate(PROMPTS, replace(SAMPLING, logprobs=False))
+    groups = complete(fleet.serving(replicas=1), PROMPTS, replace(SAMPLING, logprobs=False))
     assert right(groups)
     for completion in (c for group in groups for c in group):
         assert completion.model_logprobs is None and len(completion.logprobs) == len(completion.tokens)
-        assert all(math.isnan(p) for p in completion.logprobs)
+        assert np.isnan(completion.logprobs).all()
 
 
 def test_requests_go_to_the_least_loaded(fleet: Fleet):
     fakes = [fleet.start(0, stall_after=1), fleet.start(1, stall_after=1)]
     asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
     until("half of the requests at each", lambda: [f.running for f in fakes] == [6, 6])
-    assert [m.load for m in fleet.pool._living()] == [12, 12]
+    assert [m.load for m in fleet.pool.members.living()] == [12, 12]
     for fake in fakes:
         fake.release()
-    assert right(asked.result()) and [m.load for m in fleet.pool._living()] == [0, 0]
+    assert right(asked.result()) and [m.load for m in fleet.pool.members.living()] == [0, 0]
 
 
 def test_a_server_that_is_alone_gets_no_more_than_its_max_sequences(fleet: Fleet):
@@ -89,12 +92,12 @@ def test_a_replica_killed_in_the_middle_of_a_batch_costs_no_answer(fleet: Fleet)
     fleet.start(0)
     process = fleet.start_process(1, "--stall-after=2")
     asked = Asked(fleet.serving(2), PROMPTS, SAMPLING)
-    victim = fleet.pool._members[1]
+    victim = fleet.pool.members.by_replica[1]
     until("work on it", lambda: victim.requests >= 4)
     process.kill()
     start = time.monotonic()
     assert right(asked.result()) and fleet.pool.failures >= 4
-    assert time.monotonic() - start < 10 and victim not in fleet.pool._living()
+    assert time.monotonic() - start < 10 and victim not in fleet.pool.members.living()
 
 
 def test_a_replica_that_stands_still_is_dropped_with_the_requests_it_holds(fleet: Fleet):
@@ -102,7 +105,7 @@ def test_a_replica_that_stands_still_is_dropped_with_the_requests_it_holds(fleet
     fleet.start(0)
     process = fleet.start_process(1, "--stall-after=2")
     asked = Asked(fleet.serving(2, lost_after_s=3.0, request_timeout_s=600.0), PROMPTS, SAMPLING)
-    victim = fleet.pool._members[1]
+    victim = fleet.pool.members.by_replica[1]
     until("work on it", lambda: victim.requests >= 4)
     process.send_signal(signal.SIGSTOP)
     fleet.beats[1].clear()
@@ -113,9 +116,9 @@ def test_a_request_that_hangs_is_sent_elsewhere_after_its_deadline(fleet: Fleet)
     fakes = [fleet.start(0), fleet.start(1)]
     pool = fleet.serving(2, request_timeout_s=0.5)
     fakes[0].fail(GENERATE, *["hang"] * 3)
-    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1])
+    assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1])
     assert [f.count(GENERATE) for f in fakes] == [1, 1] and pool.failures == 1
-    assert len(pool._living()) == 2, "it says that it is well"
+    assert len(pool.members.living()) == 2, "it says that it is well"
 
 
 def test_a_failed_request_is_not_sent_to_the_same_server_while_there_is_another(fleet: Fleet):
@@ -123,7 +126,7 @@ def test_a_failed_request_is_not_sent_to_the_same_server_while_there_is_another(
     fakes = [fleet.start(0), fleet.start(1)]
     pool = fleet.serving(2)
     fakes[0].fail(GENERATE, *["error"] * 99)
-    assert right(pool.generate(PROMPTS, SAMPLING))
+    assert right(complete(pool, PROMPTS, SAMPLING))
     assert fakes[1].count(GENERATE) == len(PROMPTS)
 
 
@@ -132,12 +135,12 @@ def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_la
     pool = fleet.serving(replicas=1, attempts=3)
     fake.fail(GENERATE, "error", "garbage", "few")
     with pytest.raises(
-        EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not JSON.*; .*sent 1 completions, not 2;"
+        EngineError, match=r"failed 3 times: .*500: Internal Server Error; .*not vLLM's.*; .*sent 1 completions, not 2;"
     ) as info:
-        pool.generate(PROMPTS[:1], SAMPLING)
+        complete(pool, PROMPTS[:1], SAMPLING)
     assert "the last words of 0" in str(info.value) and fake.count(GENERATE) == 3
     fake.fail(GENERATE, "error", "shape")
-    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1]), "two failures are borne"
+    assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]), "two failures are borne"
 
 
 @pytest.mark.parametrize("kind", ["error", "garbage", "shape", "few", "nan", "redirect", "hang"])
@@ -147,7 +150,7 @@ def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind
     server = VllmServer(fake.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)
     fake.fail(GENERATE, kind)
     with pytest.raises(ServerLost):
-        server.generate([1, 2], SAMPLING, seed=1, timeout_s=0.4)
+        server.generate(np.array([1, 2], np.int32), SAMPLING, seed=1, timeout_s=0.4)
     for path, ask in (
         ("/weight_info", server.version),
         ("/v1/models", VllmServer(fake.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)._room),
@@ -164,8 +167,8 @@ def test_a_refused_request_is_not_tried_again(fleet: Fleet):
     for fake in fakes:
         fake.fail(GENERATE, "refuse")
     with pytest.raises(RequestRefused, match="400: .*no such token id"):
-        pool.generate(PROMPTS[:1], SAMPLING)
-    assert sum(f.count(GENERATE) for f in fakes) == 1 and len(pool._living()) == 2
+        complete(pool, PROMPTS[:1], SAMPLING)
+    assert sum(f.count(GENERATE) for f in fakes) == 1 and len(pool.members.living()) == 2
 
 
 def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
@@ -173,7 +176,7 @@ def test_a_wrong_token_is_a_matter_of_the_config_and_stays_secret(fleet: Fleet):
     pool = fleet.serving(replicas=1)
     fake.token = "another" * 5
     for ask in (
-        lambda: pool.generate(PROMPTS[:1], SAMPLING),
+        lambda: complete(pool, PROMPTS[:1], SAMPLING),
         lambda: fleet.refit(2),
         lambda: pool.begin_refit(2, ("there", 2, "s"), wait_s=1),
     ):
@@ -188,7 +191,7 @@ def test_a_dead_listing_whose_port_another_run_has_is_never_asked(fleet: Fleet):
     fleet.announce(other.url, 1, beats=False)
     fleet.start(0)
     fleet.serving(1)
-    assert right(fleet.pool.generate(PROMPTS, SAMPLING)) and other.seen == []
+    assert right(complete(fleet.pool, PROMPTS, SAMPLING)) and other.seen == []
     other.close()
 
 
@@ -206,7 +209,7 @@ def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
     thread = threading.Thread(target=come_back)
     thread.start()
     with caplog.at_level(logging.WARNING):
-        assert right(pool.generate(PROMPTS, SAMPLING))
+        assert right(complete(pool, PROMPTS, SAMPLING))
     thread.join()
     assert refreshes == [[0]] and "generator-0: no sign of life for 2 s" in caplog.text
 
@@ -214,7 +217,7 @@ def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
 def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
     """Requests of a call that had failed still waited for a server, and were sent when one came."""
     pool = fleet.open(replicas=1, wait_s=0.5)
-    for ask in (lambda: pool.generate(PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: fleet.refit(1)):
         with pytest.raises(
             EngineError, match=r"no generator engine for 0.5 s \(engine.wait_s\): no generator engine is in"
         ):
@@ -222,13 +225,13 @@ def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
     fake = fleet.start()
     fleet.living(1)
     fleet.refit(1)
-    assert right(pool.generate(PROMPTS[:1], SAMPLING), PROMPTS[:1]) and fake.count(GENERATE) == 1
+    assert right(complete(pool, PROMPTS[:1], SAMPLING), PROMPTS[:1]) and fake.count(GENERATE) == 1
 
 
 def test_waiting_ends_at_once_when_no_server_will_come(fleet: Fleet):
     pool = fleet.open(replicas=1)
     pool.hopeless = lambda: "all have ended"
-    for ask in (lambda: pool.generate(PROMPTS, SAMPLING), lambda: fleet.refit(1)):
+    for ask in (lambda: complete(pool, PROMPTS, SAMPLING), lambda: fleet.refit(1)):
         with pytest.raises(EngineError, match="all have ended"):
             ask()
 
@@ -237,13 +240,16 @@ def test_a_stream_that_is_left_takes_its_requests_with_it(fleet: Fleet):
     fake = fleet.start(stall_after=0)
     fake.passing = PROMPTS[1:2]
     pool = fleet.serving(replicas=1, max_sequences=4)
-    stream = pool.stream(PROMPTS, SAMPLING)
+    session = pool.session()
+    for i, prompt in enumerate(PROMPTS):
+        session.ask(i, prompt, SAMPLING)
+    stream = session.answers()
     until("a request in the place of the one that is answered", lambda: fake.count(GENERATE) == 3)
     i, group = next(stream)
-    assert i == 1 and [c.tokens for c in group] == expected(PROMPTS[1], SAMPLING, 1)
+    assert i == 1 and [c.tokens.tolist() for c in group] == expected(PROMPTS[1], SAMPLING, 1)
     stream.close()
     fake.release()
-    assert right(pool.generate([[88]], SAMPLING), [[88]]) and fake.count(GENERATE) == 4
+    assert right(complete(pool, [[88]], SAMPLING), [[88]]) and fake.count(GENERATE) == 4
 
 
 def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
@@ -260,7 +266,7 @@ def test_close_does_not_wait_for_requests_under_way(fleet: Fleet):
         asked.result()
     assert time.monotonic() - start < 10
     with pytest.raises(EngineError, match="was closed"):
-        pool.generate(PROMPTS, SAMPLING)
+        complete(pool, PROMPTS, SAMPLING)
     assert not [t for t in threading.enumerate() if t.name.startswith(("requests-", "refits-", "roster-"))]
 
 
@@ -284,9 +290,9 @@ def test_a_pool_whose_watcher_died_says_so(fleet: Fleet):
 
     fleet.start()
     pool = fleet.open(connector=connector)
-    until("its death", lambda: not pool._watcher.is_alive())
+    until("its death", lambda: not pool.members._watcher.is_alive())
     with pytest.raises(EngineError, match="nobody looks at"):
-        pool.generate(PROMPTS, SAMPLING)
+        complete(pool, PROMPTS, SAMPLING)
 
 
 def test_a_server_that_cannot_join_does_not_stop_the_others(fleet: Fleet):
@@ -296,13 +302,13 @@ def test_a_server_that_cannot_join_does_not_stop_the_others(fleet: Fleet):
     pool = fleet.open()
     fleet.living(2)
     assert fleet.refit(1) == 1
-    pool._members[1].troubled = -1e9  # long ago
+    pool.members.by_replica[1].troubled = -1e9  # long ago
     refreshes = fleet.refreshes()
     for _ in range(3):
-        assert right(pool.generate(PROMPTS, SAMPLING))
+        assert right(complete(pool, PROMPTS, SAMPLING))
     assert refreshes == [[1]], "it is tried again after a while, not all the time"
     assert fakes[1].count(JOIN) == 2 and fakes[1].count(GENERATE) == 0
-    assert "it cannot join the trainer" in (pool._members[1].trouble or "")
+    assert "it cannot join the trainer" in (pool.members.by_replica[1].trouble or "")
 
 
 def test_a_first_refit_says_once_why_it_waits(fleet: Fleet, caplog):
@@ -342,17 +348,17 @@ def test_a_listing_that_cannot_be_read_is_no_reason_to_drop_its_server(fleet: Fl
     """One failed read, and the server was out until its next refit."""
     fake, pool = FakeVllm(TOKEN), fleet.open(replicas=1, lost_after_s=600.0)
     own = fleet.announce(fake.url, beats=False)
-    until("a look at it", lambda: pool._members)
+    until("a look at it", lambda: pool.members.by_replica)
     fleet.roster.write(replace(own, beat=1))
     fleet.living(1)
     fleet.refit(1)
     file = fleet.roster.directory / "generator-0.json"
     file.write_text(file.read_text()[:20])
-    pool._look(fleet.roster.read(ROLE), time.monotonic())
-    assert right(pool.generate(PROMPTS, SAMPLING))
+    pool.members.look(fleet.roster.read(ROLE), time.monotonic())
+    assert right(complete(pool, PROMPTS, SAMPLING))
     file.unlink()
-    until("its loss", lambda: not pool._living())
-    assert pool._members[0].lost == "it left the roster"
+    until("its loss", lambda: not pool.members.living())
+    assert pool.members.by_replica[0].lost == "it left the roster"
     fake.close()
 
 
@@ -360,12 +366,12 @@ def test_slow_looks_are_not_taken_for_silence(fleet: Fleet):
     """While the watcher asked a lost server whether it was ready, the others grew too old."""
     fleet.start()
     pool = fleet.serving(replicas=1, lost_after_s=5.0)
-    pool._closing.set()
-    pool._watcher.join()  # the test looks in its place
-    member = pool._members[0]
+    pool.members.closing.set()
+    pool.members._watcher.join()  # the test looks in its place
+    member = pool.members.by_replica[0]
     member.seen = read = time.monotonic() - 60
-    pool._look([replace(member.listing, beat=member.listing.beat + 1)], read)
-    pool._look([member.listing], read)
+    pool.members.look([replace(member.listing, beat=member.listing.beat + 1)], read)
+    pool.members.look([member.listing], read)
     assert member.lost is None and member.seen == read
 
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from fake_fleet import ADDRESS, Asked, Fleet, expected, fleet_in, seed_of, until
 from fake_vllm import GENERATE, JOIN, PAUSE, UPDATE, FakeVllm, logprob_of, token_at
 
-from megatron_rl.engines.base import Completion, EngineError, Sampling
-from megatron_rl.engines.pool import _joined, _spans, seed_after
-from megatron_rl.refit.base import RefitError
-from megatron_rl.session.fleet import PoolRefit
-from megatron_rl.training.rollouts import sample
-from megatron_rl.types import Prompt, Stop
-from megatron_rl.world import OneProcess
+from megatron_rl.engines.base import Completion, EngineError, Sampling, complete
+from megatron_rl.engines.pool.continuation import joined, seed_after, spans
+from megatron_rl.types import Stop
 
 SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
 PROMPTS = [[i + 1, 4] for i in range(6)]
@@ -28,7 +25,9 @@ def fleet(tmp_path):
 
 
 def right(groups) -> bool:
-    return [[c.tokens for c in group] for group in groups] == [expected(p, SAMPLING, i) for i, p in enumerate(PROMPTS)]
+    return [[c.tokens.tolist() for c in group] for group in groups] == [
+        expected(p, SAMPLING, i) for i, p in enumerate(PROMPTS)
+    ]
 
 
 def continued(prompt: list[int], index: int, sample: int, cut: int) -> list[int]:
@@ -78,10 +77,9 @@ def test_what_a_refit_aborts_is_continued_with_the_version_of_every_token(fleet:
         fake.release()
     for i, group in enumerate(asked.result()):
         for j, c in enumerate(group):
-            assert c.tokens == continued(PROMPTS[i], i, j, 3) and c.stop is Stop.LENGTH
-            assert c.versions == [(0, 1), (3, 2)] and c.logprobs == c.model_logprobs == [
-                logprob_of(t) for t in c.tokens
-            ]
+            assert c.tokens.tolist() == continued(PROMPTS[i], i, j, 3) and c.stop is Stop.LENGTH
+            assert c.versions == [(0, 1), (3, 2)]
+            assert c.logprobs.tolist() == c.model_logprobs.tolist() == [logprob_of(t) for t in c.tokens]
     assert pool.failures == 0
 
 
@@ -94,9 +92,8 @@ def test_experts_are_told_for_the_whole_text_also_of_what_a_refit_cuts(fleet: Fl
     fake.release()
     for prompt, group in zip(PROMPTS, asked.result(), strict=True):
         for c in group:
-            assert c.experts.tolist() == [[[token]] for token in (prompt + c.tokens)[:-1]]
-    trajectories = sample(fleet.pool, [Prompt(id="a", tokens=PROMPTS[0])], SAMPLING)
-    assert all(t.experts.flatten().tolist() == t.tokens[:-1] for t in trajectories)
+            assert c.experts.dtype == np.int16
+            assert c.experts.tolist() == [[[token]] for token in [*prompt, *c.tokens.tolist()][:-1]]
 
 
 def test_what_a_refit_aborts_may_begin_anew(fleet: Fleet):
@@ -186,6 +183,8 @@ def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
             assert self.go.wait(30)
             return [Completion(tokens=[1], logprobs=[0.0], stop=Stop.EOS)] * sampling.n
 
+        def score(self, sequences, *, timeout_s): ...
+
         def join(self, host, port, secret, replica) -> None: ...
 
         def pause(self) -> None: ...
@@ -228,11 +227,11 @@ def test_a_server_with_other_weights_than_it_should_have_is_failing(fleet: Fleet
     fakes = [fleet.start(0), fleet.start(1)]
     pool = fleet.serving(2, version=3)
     fakes[0].version = "default"
-    groups = pool.generate(PROMPTS, SAMPLING)
+    groups = complete(pool, PROMPTS, SAMPLING)
     assert right(groups) and pool.failures > 0 and {tuple(c.versions) for g in groups for c in g} == {((0, 3),)}
     fakes[1].version = "2"
     with pytest.raises(EngineError, match=r"answered with version (-1|2) of the weights, not 3"):
-        pool.generate(PROMPTS, SAMPLING)
+        complete(pool, PROMPTS, SAMPLING)
 
 
 def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(fleet: Fleet):
@@ -241,10 +240,13 @@ def test_a_replica_that_fails_its_refit_is_out_while_the_others_serve(fleet: Fle
     fakes[1].fail(UPDATE, "error")
     assert fleet.refit(2) == 1
     before = fakes[1].count(GENERATE)
-    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) == before
-    assert "it is out until it takes version 2" in (pool._members[1].trouble or "") and len(pool._living()) == 2
+    assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) == before
+    assert (
+        "it is out until it takes version 2" in (pool.members.by_replica[1].trouble or "")
+        and len(pool.members.living()) == 2
+    )
     assert fleet.refit(3) == 2 and fakes[1].count(JOIN) == 2, "it joins anew"
-    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) > before
+    assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[1].count(GENERATE) > before
 
 
 def test_a_server_that_updates_to_something_else_is_out(fleet: Fleet):
@@ -252,7 +254,7 @@ def test_a_server_that_updates_to_something_else_is_out(fleet: Fleet):
     pool = fleet.serving(2)
     fakes[0].fail("/weight_info", "shape")
     assert fleet.refit(2) == 1
-    assert right(pool.generate(PROMPTS, SAMPLING)) and fakes[0].count(GENERATE) == 0
+    assert right(complete(pool, PROMPTS, SAMPLING)) and fakes[0].count(GENERATE) == 0
 
 
 def test_requests_kept_by_a_server_that_fails_its_refit_are_answered_elsewhere(fleet: Fleet):
@@ -273,13 +275,13 @@ def test_a_replica_started_anew_serves_nothing_before_its_refit(fleet: Fleet):
     fleet.beats[0].clear()
     first.close()
     second = fleet.start(0)
-    until("its return", lambda: pool._members[0].server.url == second.url and len(pool._living()) == 2)
-    assert right(pool.generate(PROMPTS, SAMPLING))
+    until("its return", lambda: pool.members.by_replica[0].server.url == second.url and len(pool.members.living()) == 2)
+    assert right(complete(pool, PROMPTS, SAMPLING))
     assert second.seen == [] and other.count(GENERATE) >= len(PROMPTS)
     refreshes = fleet.refreshes()
-    assert right(pool.generate(PROMPTS, SAMPLING))
+    assert right(complete(pool, PROMPTS, SAMPLING))
     assert refreshes == [[0]] and second.version == "1" and other.count(UPDATE) == 1, "the others are left alone"
-    assert right(pool.generate(PROMPTS * 2, SAMPLING)[:6]) and second.count(GENERATE) > 0 and refreshes == [[0]]
+    assert right(complete(pool, PROMPTS * 2, SAMPLING)[:6]) and second.count(GENERATE) > 0 and refreshes == [[0]]
 
 
 def test_a_replica_that_was_silent_is_stale_until_a_refit(fleet: Fleet):
@@ -287,12 +289,12 @@ def test_a_replica_that_was_silent_is_stale_until_a_refit(fleet: Fleet):
     pool = fleet.serving(replicas=1, lost_after_s=2.0)
     fleet.beats[0].clear()
     fleet.living(0)
-    assert pool._members[0].version is None and pool._members[0].lost == "no sign of life for 2 s"
+    assert pool.members.by_replica[0].version is None and pool.members.by_replica[0].lost == "no sign of life for 2 s"
     fleet.beats[0].set()
     fleet.living(1)
-    assert pool._members[0].version is None and pool._serving() == []
+    assert pool.members.by_replica[0].version is None and pool.members.serving() == []
     refreshes = fleet.refreshes()
-    assert right(pool.generate(PROMPTS, SAMPLING)) and set(map(tuple, refreshes)) == {(0,)} and fake.count(JOIN) >= 2
+    assert right(complete(pool, PROMPTS, SAMPLING)) and set(map(tuple, refreshes)) == {(0,)} and fake.count(JOIN) >= 2
 
 
 def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(fleet: Fleet):
@@ -302,14 +304,14 @@ def test_refreshes_are_for_the_owner_alone_and_never_within_a_refit(fleet: Fleet
     fleet.living(2)
     fakes[1].fail(UPDATE, "error")
     fleet.refit(1)
-    pool._members[1].troubled = -1e9  # long ago
+    pool.members.by_replica[1].troubled = -1e9  # long ago
     refreshes = fleet.refreshes()
     assert right(Asked(pool, PROMPTS, SAMPLING).result()) and refreshes == []
     pool.begin_refit(1, ADDRESS, [0], wait_s=5.0)
-    until("the update", lambda: pool._serving())
-    assert right(pool.generate(PROMPTS, SAMPLING)) and refreshes == []
+    until("the update", lambda: pool.members.serving())
+    assert right(complete(pool, PROMPTS, SAMPLING)) and refreshes == []
     pool.end_refit()
-    assert right(pool.generate(PROMPTS, SAMPLING)) and refreshes == [[1]]
+    assert right(complete(pool, PROMPTS, SAMPLING)) and refreshes == [[1]]
 
 
 def test_refits_and_requests_from_two_threads(fleet: Fleet):
@@ -321,7 +323,7 @@ def test_refits_and_requests_from_two_threads(fleet: Fleet):
         assert fleet.refit(version) == 2
         groups = asked.result()
         assert all(len(c.tokens) == 8 and c.versions[-1][1] in (version - 1, version) for g in groups for c in g)
-    assert all(m.load == m.requests == 0 for m in pool._living())
+    assert all(m.load == m.requests == 0 for m in pool.members.living())
 
 
 def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
@@ -334,7 +336,7 @@ def test_a_refit_is_no_wait_for_a_server(fleet: Fleet):
     until("an update that takes long", lambda: fake.count(UPDATE) == 2)
     with pytest.raises(AssertionError, match="no answer"):
         asked.result(timeout_s=1.0)
-    fleet.pool._members[0].server.hang_up()
+    fleet.pool.members.by_replica[0].server.hang_up()
     assert fleet.pool.end_refit() == 0
     with pytest.raises(EngineError, match="asked to leave"):
         asked.result()
@@ -346,76 +348,20 @@ def test_a_first_refit_waits_for_a_first_server(fleet: Fleet):
     timer.start()
     assert pool.begin_refit(1, ADDRESS, wait_s=5.0) == [0] and pool.end_refit() == 1
     assert pool.begin_refit(1, ADDRESS, [1], wait_s=5.0) == [], "there is no such server now"
-    assert pool.end_refit() == 0 and right(pool.generate(PROMPTS, SAMPLING))
+    assert pool.end_refit() == 0 and right(complete(pool, PROMPTS, SAMPLING))
     timer.join()
 
 
 def test_spans_of_versions():
-    assert _spans([(0, 3)], 0) == [(0, 3)]
-    assert _spans([(0, 3), (5, 4)], 5) == [(0, 3)]
-    assert _spans([(0, 3), (0, 4), (2, 4), (5, 5)], 9) == [(0, 4), (5, 5)]
-    assert _spans([(0, 3), (2, 4), (2, 3)], 9) == [(0, 3)]
+    assert spans([(0, 3)], 0) == [(0, 3)]
+    assert spans([(0, 3), (5, 4)], 5) == [(0, 3)]
+    assert spans([(0, 3), (0, 4), (2, 4), (5, 5)], 9) == [(0, 4), (5, 5)]
+    assert spans([(0, 3), (2, 4), (2, 3)], 9) == [(0, 3)]
     begun = Completion(
         tokens=[1, 2], logprobs=[-1.0, -2.0], stop=Stop.ABORTED, model_logprobs=[-1.0, -2.0], versions=[(0, 1), (1, 2)]
     )
     more = Completion(tokens=[3], logprobs=[-3.0], stop=Stop.EOS, model_logprobs=None, versions=[(0, 2)])
-    both = _joined(begun, more)
-    assert (both.tokens, both.logprobs, both.stop, both.model_logprobs) == (
-        [1, 2, 3],
-        [-1.0, -2.0, -3.0],
-        Stop.EOS,
-        None,
-    )
+    both = joined(begun, more)
+    assert (both.tokens.tolist(), both.logprobs.tolist()) == ([1, 2, 3], [-1.0, -2.0, -3.0])
+    assert both.tokens.dtype == np.int32 and both.stop is Stop.EOS and both.model_logprobs is None
     assert both.versions == [(0, 1), (1, 2)]
-
-
-class Side:
-    """The trainer's side of a refit, which fails as often as it is told to."""
-
-    address = ADDRESS
-
-    def __init__(self, failures: int = 0) -> None:
-        self.failures, self.calls = failures, []
-
-    def __call__(self, version: int, replicas: list[int]) -> dict[str, float]:
-        self.calls.append((version, list(replicas)))
-        if len(self.calls) <= self.failures:
-            raise RefitError("no engine answered")
-        return {"refit/seconds": 0.5}
-
-
-class Driver:
-    def __init__(self) -> None:
-        self.lines = []
-
-    def refitted(self, figures) -> None:
-        self.lines.append(figures)
-
-
-def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(fleet: Fleet):
-    fakes = [fleet.start(0)]
-    pool, side, driver = fleet.open(), Side(), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
-    refit(7)
-    fakes.append(fleet.start(1))
-    fleet.living(2)
-    assert right(pool.generate(PROMPTS, SAMPLING)) and side.calls == [(7, [0]), (7, [1])]
-    assert driver.lines == [{"role": "generator", "version": 7, "refit/seconds": 0.5}] * 2
-    fakes[1].fail(UPDATE, "error", "error")
-    refit(8)
-    assert fakes[1].version == "7" and driver.lines[2]["version"] == 8
-    pool._members[1].troubled = -1e9  # long ago
-    assert right(pool.generate(PROMPTS, SAMPLING)) and len(side.calls) == 4
-    assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
-
-
-def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(fleet: Fleet):
-    fake = fleet.start()
-    pool, side, driver = fleet.open(replicas=1), Side(failures=1), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
-    fake.fail(UPDATE, "error")
-    refit(1)
-    assert len(side.calls) == 2 and len(driver.lines) == 1 and fake.version == "1"
-    fake.fail(UPDATE, *["error"] * 3)
-    with pytest.raises(EngineError, match="3 refits to version 2 reached no engine"):
-        refit(2)

@@ -1,4 +1,4 @@
-"""Every benchmark reads rows of the form its data set has, locally and through `datasets`; what is missing is said."""
+"""Every benchmark reads rows in its data set's form, locally and through `datasets`. Messages name what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = {
     "final_answer_correct": False,
     "label": 1,
 }
-ROWS = {  # one row of each set's form, with the question's end and the answer that are read from it
+ROWS = {  # a row in each set's form, the end of its question, and its answer
     "math500": ({"problem": "P", "solution": "s", "answer": "\\frac{1}{2}", "unique_id": "x"}, "P", "\\frac{1}{2}"),
     "aime24": ({"ID": "2024-I-1", "Problem": "P", "Solution": "s", "Answer": 204}, "P", "204"),
     "aime25": ({"id": "0", "problem": "P", "answer": "070"}, "P", "070"),
@@ -33,16 +33,24 @@ ROWS = {  # one row of each set's form, with the question's end and the answer t
     "olympiadbench": ({"question": "P", "context": None, "final_answer": ["$69$,$84$"]}, "P", "69,84"),
     "gsm8k": ({"question": "P", "answer": "1+1\n#### 1,234"}, "P", "1234"),
     "svamp": ({"Body": "Tom has 3.", "Question": "P", "Answer": "145.0"}, "Tom has 3. P", "145"),
-    "boardgameqa": ({"example": "P", "label": "disproved", "theory": "t"}, "Answer with one of these three words.", "disproved"),
+    "boardgameqa": (
+        {"example": "P", "label": "disproved", "theory": "t"},
+        "Answer with one of these three words.",
+        "disproved",
+    ),
     "cruxeval": (CODE, "What does f(1) return? Answer with a Python literal.", "1"),
     "cruxeval_input": (CODE, "without the function's name.", "1"),
-    "strategyqa": ({"question": "P?", "answer": True, "facts": ["F."]}, 'Facts:\nF.\n\nQuestion: P? Answer with "yes" or "no".', "yes"),
+    "strategyqa": (
+        {"question": "P?", "answer": True, "facts": ["F."]},
+        'Facts:\nF.\n\nQuestion: P? Answer with "yes" or "no".',
+        "yes",
+    ),
     "tablebench": (
         {"qtype": "FactChecking", "table": '{"columns": ["a", "b"], "data": [[1, 2]]}', "question": "P", "answer": "2"},
         "Table:\na | b\n1 | 2\n\nQuestion: P\nGive the answer alone, as short as possible.",
         "2",
     ),
-} | {f"processbench_{name}": (STEPS, "P", "1") for name in ("gsm8k", "math", "olympiadbench", "omnimath")}  # fmt: skip
+} | {f"processbench_{name}": (STEPS, "P", "1") for name in ("gsm8k", "math", "olympiadbench", "omnimath")}
 
 
 def test_every_benchmark_has_a_row_here():

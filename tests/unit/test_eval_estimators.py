@@ -1,4 +1,4 @@
-"""Estimators of evaluations: the derived vectors, brute force on small cases, and what must hold of any input."""
+"""Estimators of evaluations: derived values, brute force on small cases, and properties that hold for any input."""
 
 import itertools
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Graders of the out-of-domain benchmarks: labels, short texts, literals; the sandbox; keys of votes. Hostile texts cost nothing."""
+"""Graders of benchmarks beyond mathematics: labels, short texts, literals; the sandbox; answer keys; hostile texts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from hypothesis import strategies as st
 from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.answer_key import answer_key, normal_form
 from megatron_rl.rewards.code_answer import SandboxFailure, grade_input, grade_output
-from megatron_rl.rewards.short_answer import grade_label, grade_text, said
+from megatron_rl.rewards.short_answer import grade_label, grade_text, stated_answer
 
 HOSTILE = [
-    "", "\\boxed{", "\\boxed{" * 5000, "{" * 20000, "\\boxed{" + "9" * 5000 + "}", "\\boxed{" + "[" * 3000 + "]" * 3000 + "}",
-    "\\boxed{__import__('os').system('touch pwned')}", "\\boxed{9**9**9**9}", "\x00\ud800", "<answer>" * 2000, "\\boxed{\\text{" * 300,
+    "",
+    "\\boxed{",
+    "\\boxed{" * 5000,
+    "{" * 20000,
+    "\\boxed{" + "9" * 5000 + "}",
+    "\\boxed{" + "[" * 3000 + "]" * 3000 + "}",
+    "\\boxed{__import__('os').system('touch pwned')}",
+    "\\boxed{9**9**9**9}",
+    "\x00\ud800",
+    "<answer>" * 2000,
+    "\\boxed{\\text{" * 300,
     "a" * 200_000,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -151,9 +160,15 @@ def test_hostile_texts_are_wrong_and_quick(response, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "texts", [("\\frac{1}{2}", "\\dfrac12", "1/2", "0.5", ".50", "x = 0.5"), ("1,000", "1{,}000", "1000", "1000.0"), ("-3", "-3.", "$-3$"),
-              ("5", "5\\text{ cm}", "5 \\mathrm{~kg}"), ("50\\%", "50%", "50")],
-)  # fmt: skip
+    "texts",
+    [
+        ("\\frac{1}{2}", "\\dfrac12", "1/2", "0.5", ".50", "x = 0.5"),
+        ("1,000", "1{,}000", "1000", "1000.0"),
+        ("-3", "-3.", "$-3$"),
+        ("5", "5\\text{ cm}", "5 \\mathrm{~kg}"),
+        ("50\\%", "50%", "50"),
+    ],
+)
 def test_equal_answers_have_one_key(texts):
     assert len({answer_key(f"so \\boxed{{{text}}}") for text in texts}) == 1
 
@@ -167,4 +182,4 @@ def test_different_answers_have_different_keys():
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_has_a_form_and_an_answer(text):
-    assert isinstance(normal_form(text), str) and isinstance(said(text), str)
+    assert isinstance(normal_form(text), str) and isinstance(stated_answer(text), str)

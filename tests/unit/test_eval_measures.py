@@ -1,4 +1,4 @@
-"""Measures on real tiny models: solving and resume, hand-off, legibility and drift against transformers, verifiers, hostile texts."""
+"""Measures on real tiny models: solving and resume, hand-off, legibility and drift, verifiers, hostile texts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_rl.engines.fake import ScriptedEngine
 from tiny_models import make_model
 from toys import EOS, characters, graded
 from transformers import AutoModelForCausalLM
@@ -18,12 +19,12 @@ from megatron_rl.config.schema import ConfigError, EvalConfig
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded import EmbeddedEngine
-from megatron_rl.engines.fake import ScriptedEngine
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
+from megatron_rl.evaluation.sets import read_sets
 from megatron_rl.evaluation.solve import Solver, Weigher
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place
@@ -55,7 +56,7 @@ def engines(models):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """gsm8k and amc23 as their files are, and solutions with known errors."""
+    """Writes gsm8k and amc23 in the form of their files, and solutions with known errors."""
     base = tmp_path / "data"
     files = {
         "gsm8k/test": [
@@ -84,10 +85,16 @@ def data(tmp_path) -> Path:
 
 def config_of(models, folder, **changes) -> EvalConfig:
     settings = {
-        "model": {"path": str(models[0])}, "benchmarks": ["gsm8k", "amc23"], "data_dir": str(folder), "template": str(folder / "short.txt"),
-        "sampling": {"max_tokens": 24, "temperature": 1.0}, "n": 2, "k": [1, 2], "reward": {"workers": 1, "timeout_s": 120.0},
+        "model": {"path": str(models[0])},
+        "benchmarks": ["gsm8k", "amc23"],
+        "data_dir": str(folder),
+        "template": str(folder / "short.txt"),
+        "sampling": {"max_tokens": 24, "temperature": 1.0},
+        "n": 2,
+        "k": [1, 2],
+        "reward": {"workers": 1, "timeout_s": 120.0},
         "output": str(folder.parent / "out/eval.json"),
-    } | changes  # fmt: skip
+    } | changes
     return config_files.load(EvalConfig, [], [f"{name}={json.dumps(value)}" for name, value in settings.items()])
 
 
@@ -117,10 +124,8 @@ def test_what_was_killed_goes_on_and_ends_the_same(models, data, capsys, monkeyp
     evaluate.run(config, HERE)
     out = data.parent / "out"
     whole, figures = (out / "eval.jsonl").read_bytes(), json.loads((out / "eval.json").read_text())
-    # What a kill leaves behind: some problems, and a last line that was cut in half.
-    digest = evaluate._digest(
-        config, [evaluate._task(config, TOKENIZER, source) for source in evaluate._sources(config)]
-    )
+    # A kill leaves some problems behind, and a last line that was cut in half.
+    digest = evaluate._digest(config, [evaluate._task(config, TOKENIZER, source) for source in read_sets(config)])
     partial = Samples(out / "eval.jsonl", digest)
     rows = read_samples(out / "eval.jsonl")
     partial.add([rows[i : i + 2] for i in range(0, 14, 2)])
@@ -146,7 +151,7 @@ def test_samples_of_another_evaluation_are_not_gone_on_with(tmp_path):
 
 @pytest.mark.parametrize("context", [None, 40])
 def test_a_problems_draws_do_not_depend_on_the_others(engines, context):
-    """What makes resume exact."""
+    """Resuming is exact because of this."""
     prompts = {i: TOKENIZER(f"problem {i} " + "x" * i)["input_ids"] for i in range(4)}
     sampling = Sampling(max_tokens=20, n=2, seed=3)
     together = draw_within(engines[0], prompts, sampling, context)
@@ -167,7 +172,7 @@ def test_the_budget_is_what_the_context_leaves():
 
 
 def test_hand_off_between_equal_models_is_the_solo_text(engines):
-    """Senior == junior, greedy: whoever writes, the text is the one that one of them writes alone."""
+    """The senior is the junior, and both are greedy: their common text is that of one model alone."""
     prompts = [TOKENIZER(text)["input_ids"] for text in ("first", "a second prompt", "3?")]
     greedy = Sampling(max_tokens=60, temperature=0.0)
     solo = [c[0] for c in engines[0].generate(prompts, greedy)]
@@ -183,7 +188,7 @@ def test_hand_off_between_equal_models_is_the_solo_text(engines):
 
 
 def scripted(turns):
-    """Engines that say the next of `turns`, whoever is asked; each knows what it was asked."""
+    """Makes engines that share a list of `turns`: whichever is asked says the next one, and remembers the question."""
     left = iter(turns)
 
     class Turn(ScriptedEngine):
@@ -460,6 +465,6 @@ def test_settings_that_cannot_work_are_refused(change, says, capsys):
     words = ["eval", "model.path=m", "benchmarks=[gsm8k]", "n=2", *change.split()]
     if says is None:
         with pytest.raises(ConfigError, match="'gsm9k' is not known; there are math500"):
-            evaluate._sources(config_files.load(EvalConfig, [], words[1:]))
+            read_sets(config_files.load(EvalConfig, [], words[1:]))
         return
     assert main(words) == 2 and says in capsys.readouterr().err

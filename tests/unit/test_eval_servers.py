@@ -1,4 +1,4 @@
-"""Evaluations by servers: DirectEngine's retries and draws, servers that an evaluation starts or finds. The servers are fakes."""
+"""Evaluations by servers that they start or find. The servers are fakes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from toys import EOS, characters
 
 from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, EvalConfig, Vllm
-from megatron_rl.engines.base import EngineError, Sampling
-from megatron_rl.engines.direct import DirectEngine
-from megatron_rl.engines.vllm import VllmServer
+from megatron_rl.config.schema import ConfigError, EvalConfig
 from megatron_rl.session.launch import Place
 
 ROOT = Path(__file__).parents[2]
@@ -28,33 +25,6 @@ def fakes():
     yield made
     for fake in made:
         fake.close()
-
-
-def direct(fakes, **settings):
-    config = Vllm(replicas=len(fakes), attempts=2, **settings)
-    return DirectEngine(
-        [VllmServer(fake.url, "secret", config, ends=frozenset({EOS}), refit_timeout_s=5.0) for fake in fakes], config
-    )
-
-
-def test_draws_are_functions_of_the_seed_and_the_indices(fakes):
-    engine = direct(fakes)
-    sampling = Sampling(max_tokens=5, n=2, seed=7)
-    both = engine.generate([[1, 2], [3, 4]], sampling)
-    assert engine.generate_rows([([3, 4], 1, 1)], sampling)[0].tokens == both[1][1].tokens != both[1][0].tokens
-    engine.close()
-
-
-def test_a_request_that_a_server_fails_goes_to_the_other(fakes):
-    fakes[0].fail(GENERATE, "error")
-    engine = direct(fakes)
-    assert len(engine.generate_rows([([1, 2], 0, 0)], Sampling(max_tokens=3))[0].tokens) == 3
-    assert fakes[0].count(GENERATE) == 1 and fakes[1].count(GENERATE) == 1
-    fakes[0].fail(GENERATE, "error", "error")
-    fakes[1].fail(GENERATE, "error", "error")
-    with pytest.raises(EngineError, match="failed 2 times"):
-        engine.generate_rows([([1, 2], 0, 0)], Sampling(max_tokens=3))
-    engine.close()
 
 
 @pytest.fixture

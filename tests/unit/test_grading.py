@@ -70,7 +70,7 @@ def test_a_bad_item_costs_only_itself(pool):
 
 
 def test_items_answered_before_a_worker_died_are_not_blamed_for_it():
-    """Whether its answers or its death were seen first used to decide which item was the error."""
+    """It used to depend on what was seen first, a worker's answers or its death, which item was the error."""
     with pool_of("reward", workers=1) as pool:
         for _ in range(8):
             assert outcomes(pool, ["yes", "no", "exit", "yes"]) == [
@@ -91,7 +91,7 @@ def test_the_detail_says_what_went_wrong(pool):
             "status 3",
             "reward.timeout_s = 0.7",
             "reward.memory_mib = 1024",
-            "of its own",
+            "something else than answers",
         ],
         strict=True,
     ):
@@ -100,7 +100,10 @@ def test_the_detail_says_what_went_wrong(pool):
 
 
 def test_a_second_answer_is_not_taken_for_the_next_items():
-    """A forked child that comes back from the function answers too; later items, and those of the next call, used to get its scores."""
+    """A forked child that returns from the function answers too.
+
+    Later items, also of the next call, used to get its scores.
+    """
     right = {"twice": 0.25, "yes": 1.0, "no": 0.0}
     with pool_of("reward", workers=1) as pool:
         for responses in (["twice", "yes", "no"] * 4, *([r] for r in ["twice", "no", "yes"] * 4)):
@@ -196,10 +199,12 @@ def test_workers_end_with_the_pool():
 
 
 def test_workers_end_when_the_run_is_killed(tmp_path):
-    """Also the one that is stuck in a reward and never looks at its pipe."""
+    """The worker that is stuck in a reward, and never reads its pipe, ends too."""
     code = (
-        "import os, sys, threading, time\nfrom megatron_rl.config.schema import Reward\nfrom megatron_rl.rewards.pool import GradePool\n"
-        "pool = GradePool(Reward(target='bad_rewards:reward', timeout_s=600.0))\npool.grade(['yes'] * 40, [{'answer': 'yes'}] * 40)\n"
+        "import os, sys, threading, time\nfrom megatron_rl.config.schema import Reward\nfrom megatron_rl.rewards.pool "
+        "import GradePool\n"
+        "pool = GradePool(Reward(target='bad_rewards:reward', timeout_s=600.0))\npool.grade(['yes'] * 40, "
+        "[{'answer': 'yes'}] * 40)\n"
         "print(*(w.process.pid for w in pool._workers), flush=True)\n"
         "threading.Timer(0.3, lambda: os.kill(os.getpid(), 9)).start()\npool.grade(['loop'], [{'answer': 'yes'}])\n"
     )
@@ -217,7 +222,7 @@ def test_too_many_failures_stop_the_run():
         RewardFailure, match=r"6 of 100 gradings failed \(6 time-outs, 0 errors\).*no answer within 5 s"
     ):
         check_failures([good] * 94 + [late] * 6, 0.05)
-    check_failures([good] * 15 + [late], 0.05)  # one of few says nothing about the rest
+    check_failures([good] * 15 + [late], 0.05)  # a single failure says little about the rest
     for all_failed, share in (([late], 0.05), ([late] * 2, 0.05), ([good] * 15 + [late], 0.0)):
         with pytest.raises(RewardFailure):
             check_failures(all_failed, share)
@@ -228,7 +233,8 @@ def test_too_many_failures_stop_the_run():
     [
         (r"<answer>\boxed{18}</answer>", "18", 1.0),
         (
-            r"first \boxed{3}, which is too small by one as the count began at zero, so that the answer must be \boxed{4}",
+            r"first \boxed{3}, which is too small by one as the count began at zero, "
+            r"so that the answer must be \boxed{4}",
             "4",
             1.0,
         ),
@@ -308,7 +314,7 @@ def test_the_grammar_runtime_is_the_one_math_verify_is_right_with():
 
 
 def core_requirements() -> list[str]:
-    """Names in setup.py's install_requires (extras left out)."""
+    """Returns the names in setup.py's install_requires, without extras."""
     for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())):
         if isinstance(node, ast.keyword) and node.arg == "install_requires":
             return [
@@ -318,7 +324,7 @@ def core_requirements() -> list[str]:
 
 
 def requirements_of(name: str) -> list[str]:
-    """What an installed distribution needs without extras; nothing for one that is not here."""
+    """Returns what an installed distribution needs without extras; nothing for one that is not installed."""
     try:
         needs = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:

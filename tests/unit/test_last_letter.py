@@ -10,7 +10,7 @@ from transformers import AutoConfig, Qwen2ForCausalLM
 
 from megatron_rl.data.last_letter import (
     MAX_STEPS,
-    Sizes,
+    ProblemSizes,
     make_problem,
     solution_text,
     teacher_solution,
@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "last_letter"
 sys.path.append(str(EXAMPLE))
 import task  # noqa: E402
 
-SIZES = Sizes((2, 5), (2, 4))
+SIZES = ProblemSizes((2, 5), (2, 4))
 PROMPTS = {name: str(EXAMPLE / "prompts" / f"{name}.txt") for name in ("generator", "verifier")}
 YES, NO = "\\boxed{CORRECT}", "\\boxed{INCORRECT}"
 
@@ -143,7 +143,7 @@ def test_without_misreading_the_verdicts_are_the_gold_labels_and_earn_full_rewar
 
 def test_every_word_of_every_text_is_one_token_and_comes_back(model_directory):
     tokenizer, rng = load_tokenizer(model_directory), random.Random(6)
-    problem = make_problem(rng, Sizes((MAX_STEPS, MAX_STEPS), (2, 4), alphabet=26))
+    problem = make_problem(rng, ProblemSizes((MAX_STEPS, MAX_STEPS), (2, 4), alphabet=26))
     solution = teacher_solution(rng, problem["words"], 0.35)
     texts = [
         fill(read_template(PROMPTS["generator"]), question=problem["question"]),
@@ -199,7 +199,7 @@ def test_the_model_depends_on_its_seed_alone(model_directory, tmp_path):
 
 
 def test_held_out_problems_are_held_out(tmp_path):
-    small = Sizes((1, 1), (2, 2), alphabet=4)  # 16 problems in all
+    small = ProblemSizes((1, 1), (2, 2), alphabet=4)  # 16 problems in all
     test = task.write_problems(tmp_path / "test.jsonl", small, 6, seed=1)
     train = task.write_problems(tmp_path / "train.jsonl", small, 10, seed=2, without=[row["question"] for row in test])
     questions = [row["question"] for row in test + train]

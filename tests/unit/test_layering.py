@@ -11,16 +11,18 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config"],
     [
-        *("algorithms", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
-        *("evaluation.estimators", "evaluation.confusion"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
+        *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
     ],
-    ["training.rollouts", "training.batching", "training.turns", "data", "run.metrics", "world"],
+    ["training.turns", "world"],
+    ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],
     ["training", "evaluation", "run"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["session", "conversion", "jobs"],
     ["main", "commands", "errors"],
 ]
-SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of layer 4: never each other
+ADAPTERS = 5  # the layer whose rooms stand side by side
+SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of that layer: never each other
 WORKERS = (
     "megatron_rl.engines.vllm_worker",
     "megatron_rl.engines.sglang_worker",
@@ -80,7 +82,7 @@ def faults(module, source):
         target = layer(name)
         if target is not None and own is not None and target > own:
             out.append(f"{module} (layer {own}) imports {name} (layer {target})")
-        if own == target == 4:
+        if own == target == ADAPTERS:
             here, there = (
                 next((p for p in SIDE_BY_SIDE if under(m, f"megatron_rl.{p}")), None) for m in (module, name)
             )

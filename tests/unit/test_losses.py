@@ -3,12 +3,15 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.losses import CompletionLoss, PolicyLoss
-from megatron_rl.config.schema import LossConfig
-from megatron_rl.types import Batch
+from megatron_rl.algorithms.objectives import objective
+from megatron_rl.batches.batch import Batch, Statistics
+from megatron_rl.config.schema import ConfigError, LossConfig
 
 LENGTHS = [5, 1, 9, 4, 6]
 CONFIGS = {
@@ -39,6 +42,7 @@ def make(seed=0, *, old=True, dtype=torch.float64):
         tokens=torch.arange(n),
         labels=torch.arange(n),
         mask=mask,
+        weights=mask.to(dtype),
         engine_logprobs=near(0.3),
         advantages=torch.randn(n, generator=draw, dtype=dtype),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]),
@@ -49,6 +53,33 @@ def make(seed=0, *, old=True, dtype=torch.float64):
     return near(0.3).requires_grad_(), entropy.requires_grad_(), batch
 
 
+def weighed(config, batch, groups=None):
+    """The batch with the weights of an optimizer step that holds it alone, and the denominator."""
+    counts = [float(part.sum()) for part in batch.mask.split(batch.lengths.tolist())]
+    numbers = np.arange(len(counts)) if groups is None else np.array(groups)
+    weights, denominator = PolicyLoss(config).aggregate(np.array(counts), numbers)
+    return replace(batch, weights=batch.mask * batch.spread(torch.from_numpy(weights))), denominator
+
+
+def select(batch, sequences):
+    """The batch of the named sequences, and where its positions stand in the whole."""
+    cu = batch.cu_seqlens.tolist()
+    index = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in sequences])
+    lengths = torch.tensor([0] + [cu[s + 1] - cu[s] for s in sequences])
+    names = (
+        "tokens",
+        "labels",
+        "mask",
+        "weights",
+        "engine_logprobs",
+        "advantages",
+        "old_logprobs",
+        "reference_logprobs",
+    )
+    own = {name: None if (values := getattr(batch, name)) is None else values[index] for name in names}
+    return Batch(cu_seqlens=lengths.cumsum(0), **own), index
+
+
 def by_hand(config, logprobs, entropy, batch):
     """Loss, gradients to logprobs and entropy, and sums, one token at a time in Python floats; gradients from pen and paper."""
     lp, ent, n = logprobs.tolist(), entropy.tolist(), len(batch.tokens)
@@ -56,7 +87,7 @@ def by_hand(config, logprobs, entropy, batch):
     weight = [1.0] * n
     if config.aggregation == "sequence_mean":
         for a, b in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:], strict=False):
-            weight[a:b] = [1 / max(1, int(batch.mask[a:b].sum()))] * (b - a)
+            weight[a:b] = [float(np.float32(1 / max(1, int(batch.mask[a:b].sum()))))] * (b - a)
     total, d_lp, d_ent = 0.0, [0.0] * n, [0.0] * n
     sums = dict.fromkeys(("clip_frac", "ratio", "entropy", "engine_gap", "engine_kl"), 0.0) | (
         {"kl_ref": 0.0} if config.kl_coef else {}
@@ -103,7 +134,8 @@ def close(found, expected):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_value_gradients_and_sums_equal_the_formulas_token_by_token(config, old):
     logprobs, entropy, batch = make(old=old)
-    total, sums = PolicyLoss(config)(logprobs, entropy, batch)
+    batch, _ = weighed(config, batch)
+    total, sums = PolicyLoss(config)(Statistics(logprobs, entropy), batch)
     d_lp, d_ent = gradients(total, logprobs, entropy)
     value, want_lp, want_ent, want_sums = by_hand(config, logprobs, entropy, batch)
     close(total.detach(), value)
@@ -117,7 +149,7 @@ def test_value_gradients_and_sums_equal_the_formulas_token_by_token(config, old)
 
 def test_at_ratio_1_the_gradient_is_minus_the_advantage():
     logprobs, entropy, batch = make(old=False)
-    total, sums = PolicyLoss(LossConfig(kl_coef=0.0))(logprobs, entropy, batch)
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.0))(Statistics(logprobs, entropy), batch)
     total.backward()
     assert torch.equal(logprobs.grad, torch.where(batch.mask, -batch.advantages, 0.0))
     assert (sums["ratio"].item(), sums["clip_frac"].item()) == (float(batch.mask.sum()), 0.0)
@@ -142,12 +174,13 @@ def test_each_side_of_the_ratio_has_its_own_clip(ratio, advantage, value, gradie
         tokens=torch.zeros(1, dtype=torch.int64),
         labels=torch.zeros(1, dtype=torch.int64),
         mask=torch.tensor([True]),
+        weights=torch.ones(1, dtype=torch.float64),
         engine_logprobs=zero,
         advantages=torch.tensor([advantage], dtype=torch.float64),
         cu_seqlens=torch.tensor([0, 1]),
         old_logprobs=zero,
     )
-    total, sums = PolicyLoss(LossConfig(kl_coef=0.0, clip_low=0.2, clip_high=0.28))(logprobs, zero, batch)
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.0, clip_low=0.2, clip_high=0.28))(Statistics(logprobs, zero), batch)
     total.backward()
     assert (total.item(), logprobs.grad.item(), sums["clip_frac"].item()) == pytest.approx((value, gradient, clipped))
 
@@ -158,43 +191,44 @@ def test_each_side_of_the_ratio_has_its_own_clip(ratio, advantage, value, gradie
 )
 def test_sums_and_gradients_do_not_depend_on_the_cut_into_micro_batches(config, cut):
     logprobs, entropy, batch = make(3)
-    loss = PolicyLoss(config)
-    whole, sums = loss(logprobs, entropy, batch)
-    parts, part_sums, denominator = [], dict.fromkeys(sums, 0.0), 0.0
-    cu = batch.cu_seqlens.tolist()
+    loss, (batch, _) = PolicyLoss(config), weighed(config, batch)
+    whole, sums = loss(Statistics(logprobs, entropy), batch)
+    parts, part_sums = [], dict.fromkeys(sums, 0.0)
     for sequences in cut:
-        index = torch.cat([torch.arange(cu[s], cu[s + 1]) for s in sequences])
-        micro = batch.select(sequences)
-        value, found = loss(logprobs[index], entropy[index], micro)
+        micro, index = select(batch, sequences)
+        value, found = loss(Statistics(logprobs[index], entropy[index]), micro)
         parts.append(value)
-        denominator += loss.denominator(micro)
         part_sums = {name: part_sums[name] + found[name].item() for name in sums}
     close(sum(parts).detach(), whole.detach())
     for got, want in zip(gradients(sum(parts), logprobs, entropy), gradients(whole, logprobs, entropy), strict=True):
         close(got, want)
-    assert part_sums == pytest.approx({name: s.item() for name, s in sums.items()}) and denominator == loss.denominator(
-        batch
-    )
+    assert part_sums == pytest.approx({name: s.item() for name, s in sums.items()})
 
 
-def test_sequence_mean_is_the_mean_of_the_sequences_own_means():
+def test_each_aggregation_is_the_mean_that_its_name_says():
     logprobs, entropy, batch = make(5, old=False)
-    token, sequence = (PolicyLoss(LossConfig(kl_coef=0.0, aggregation=a)) for a in ("token_mean", "sequence_mean"))
     cu = batch.cu_seqlens.tolist()
     own = [-batch.advantages[a:b][batch.mask[a:b]] for a, b in zip(cu, cu[1:], strict=False) if batch.mask[a:b].any()]
-    assert len(own) == 3 and (sequence.denominator(batch), token.denominator(batch)) == (3.0, float(sum(map(len, own))))
-    close(
-        sequence(logprobs, entropy, batch)[0].detach() / sequence.denominator(batch),
-        torch.stack([o.mean() for o in own]).mean(),
-    )
-    close(token(logprobs, entropy, batch)[0].detach() / token.denominator(batch), torch.cat(own).mean())
+    groups = [0, 0, 1, 1, 1]  # of own: [0], [2], [4]
+    means = {
+        "token_mean": torch.cat(own).mean(),
+        "sequence_mean": torch.stack([o.mean() for o in own]).mean(),
+        "prompt_mean": torch.stack([own[0].mean(), torch.cat(own[1:]).mean()]).mean(),
+        "constant": torch.cat(own).sum() / (5 * 64),
+    }
+    for kind, wanted in means.items():
+        config = LossConfig(kl_coef=0.0, aggregation=kind, max_tokens=64)
+        weighted, denominator = weighed(config, batch, groups)
+        found = PolicyLoss(config)(Statistics(logprobs, entropy), weighted)[0].detach() / denominator
+        torch.testing.assert_close(found, wanted, rtol=1e-7, atol=0)  # weights are float32
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_nothing_at_an_untrained_place_reaches_loss_sums_or_gradients(config, poison):
     clean, clean_entropy, batch = make(6)
-    want, want_sums = PolicyLoss(config)(clean, clean_entropy, batch)
+    batch, _ = weighed(config, batch)
+    want, want_sums = PolicyLoss(config)(Statistics(clean, clean_entropy), batch)
     want_grads = gradients(want, clean, clean_entropy)
 
     def spoil(values):
@@ -203,7 +237,7 @@ def test_nothing_at_an_untrained_place_reaches_loss_sums_or_gradients(config, po
     names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
     spoiled = replace(batch, **{name: spoil(getattr(batch, name)) for name in names})
     logprobs, entropy = spoil(clean).requires_grad_(), spoil(clean_entropy).requires_grad_()
-    total, sums = PolicyLoss(config)(logprobs, entropy, spoiled)
+    total, sums = PolicyLoss(config)(Statistics(logprobs, entropy), spoiled)
     assert torch.equal(total, want) and all(torch.equal(sums[name], want_sums[name]) for name in want_sums)
     for got, expected in zip(gradients(total, logprobs, entropy), want_grads, strict=True):
         assert torch.equal(got, expected)
@@ -224,6 +258,7 @@ def one_token(token, **logprobs):
         tokens=where,
         labels=where,
         mask=torch.tensor([True]),
+        weights=torch.ones(1, dtype=torch.float64),
         advantages=zero,
         cu_seqlens=torch.tensor([0, 1]),
         **fields,
@@ -233,7 +268,10 @@ def one_token(token, **logprobs):
 def expected_sum(name, config, live, sampled_from, **logprobs):
     """The exact expectation of a logged sum over tokens drawn from `sampled_from`."""
     zero = torch.zeros(1, dtype=torch.float64)
-    rows = [PolicyLoss(config)(live[t : t + 1], zero, one_token(t, **logprobs))[1][name] for t in range(len(live))]
+    rows = [
+        PolicyLoss(config)(Statistics(live[t : t + 1], zero), one_token(t, **logprobs))[1][name]
+        for t in range(len(live))
+    ]
     return (sampled_from.exp() * torch.stack(rows)).sum()
 
 
@@ -264,7 +302,7 @@ def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engi
         totals = []
         for t in range(len(live)):
             batch = replace(one_token(t, engine_logprobs=engine, old_logprobs=trainer), advantages=gains[t : t + 1])
-            totals.append(PolicyLoss(LossConfig(kl_coef=0.0, tis_cap=cap))(live[t : t + 1], zero, batch)[0])
+            totals.append(PolicyLoss(LossConfig(kl_coef=0.0, tis_cap=cap))(Statistics(live[t : t + 1], zero), batch)[0])
         [found[cap]] = torch.autograd.grad((engine.exp() * torch.stack(totals)).sum(), live)
     close(found[1e9], -trainer.exp() * gains)
     close(found[1.0], -torch.minimum(trainer, engine).exp() * gains)
@@ -273,7 +311,7 @@ def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engi
 def test_kl_without_reference_is_refused_with_the_cure():
     logprobs, entropy, batch = make()
     with pytest.raises(ValueError, match=r"kl_coef = 0.5.*reference"):
-        PolicyLoss(LossConfig(kl_coef=0.5))(logprobs, entropy, replace(batch, reference_logprobs=None))
+        PolicyLoss(LossConfig(kl_coef=0.5))(Statistics(logprobs, entropy), replace(batch, reference_logprobs=None))
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -285,21 +323,25 @@ def test_a_rank_with_nothing_to_train_takes_part_with_zeros(config):
         tokens=empty,
         labels=empty,
         mask=empty > 0,
+        weights=zeros,
         engine_logprobs=zeros,
         advantages=zeros,
         cu_seqlens=torch.tensor([0, 4]),
     )
     live = torch.zeros(4, requires_grad=True)
-    total, sums = PolicyLoss(config)(live, zeros, batch)
+    total, sums = PolicyLoss(config)(Statistics(live, zeros), batch)
     total.backward()
-    assert total.item() == 0.0 and not live.grad.any() and PolicyLoss(config).denominator(batch) == 0.0
-    assert sums.keys() == PolicyLoss(config)(*make())[1].keys() and not any(s.item() for s in sums.values())
+    assert total.item() == 0.0 and not live.grad.any()
+    logprobs, entropy, some = make()
+    assert sums.keys() == PolicyLoss(config)(Statistics(logprobs, entropy), some)[1].keys()
+    assert not any(s.item() for s in sums.values())
 
 
 def test_float32_as_the_trainer_calls_it_stays_float32_and_close():
     logprobs, entropy, batch = make(8, dtype=torch.float32)
     config = CONFIGS["k2_sequence"]
-    total, sums = PolicyLoss(config)(logprobs, entropy, batch)
+    batch, _ = weighed(config, batch)
+    total, sums = PolicyLoss(config)(Statistics(logprobs, entropy), batch)
     assert total.dtype == torch.float32 and {s.dtype for s in sums.values()} == {torch.float32}
     assert total.item() == pytest.approx(by_hand(config, logprobs, entropy, batch)[0], rel=1e-5)
 
@@ -312,14 +354,114 @@ def test_completion_loss_is_the_cross_entropy_of_the_trained_labels():
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     picked = torch.where(batch.mask, logprobs.gather(1, batch.labels[:, None])[:, 0], -math.inf)
     loss = CompletionLoss()
-    total, sums = loss(picked, entropy, batch)
+    total, sums = loss(Statistics(picked, entropy), batch)
+    _, denominator = loss.aggregate(np.array([float(batch.mask.sum())]), np.zeros(1))
     labels = batch.labels.masked_fill(~batch.mask, -100)
     reference = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
-    close((total / loss.denominator(batch)).detach(), reference.detach())
+    close((total / denominator).detach(), reference.detach())
     close(
-        torch.autograd.grad(total, logits, retain_graph=True)[0] / loss.denominator(batch),
+        torch.autograd.grad(total, logits, retain_graph=True)[0] / denominator,
         torch.autograd.grad(reference, logits)[0],
     )
     assert (
         sums["entropy"].item() == pytest.approx(entropy[batch.mask].sum().item()) and not sums["entropy"].requires_grad
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "denominator"),
+    [
+        ("token_mean", [1, 1, 1, 1], 10.0),
+        ("sequence_mean", [1 / 2, 0, 1 / 5, 1 / 3], 3.0),
+        ("prompt_mean", [1 / 2, 1 / 2, 1 / 8, 1 / 8], 2.0),
+        ("constant", [1, 1, 1, 1], 4 * 16.0),
+    ],
+)
+def test_aggregation_is_a_function_of_counts_alone(kind, weights, denominator):
+    counts, groups = np.array([2, 0, 5, 3]), np.array([7, 7, 2, 2])
+    found, by = aggregate(kind, counts, groups, max_tokens=16)
+    assert found.dtype == np.float32 and found.tolist() == np.array(weights, np.float32).tolist() and by == denominator
+    if kind == "constant":
+        with pytest.raises(ValueError, match="max_tokens"):
+            aggregate(kind, counts, groups)
+
+
+def positive_only(live, batch, *, least=0.0):
+    """As a user writes one: REINFORCE on tokens whose advantage is above `least`."""
+    return -live.logprobs * batch.advantages * (batch.advantages > least)
+
+
+@objective(needs=["teacher_logprobs", "old"], uses_advantages=False)
+def towards_teacher(live, batch):
+    gap = live.logprobs - batch.values["teacher_logprobs"]
+    return gap**2, {"teacher_gap": gap.abs()}
+
+
+def test_an_objective_is_named_in_the_config():
+    logprobs, entropy, batch = make(4)
+    loss = PolicyLoss(LossConfig(objective="test_losses:positive_only", objective_args={"least": 0.5}, kl_coef=0.0))
+    total, sums = loss(Statistics(logprobs, entropy), batch)
+    kept = batch.mask & (batch.advantages > 0.5)
+    close(total.detach(), -(logprobs * batch.advantages)[kept].sum().detach())
+    assert loss.uses_advantages and loss.needs == {"entropy"} and "clip_frac" not in sums
+
+
+def test_an_objective_says_what_it_asks_for_and_what_it_reports():
+    logprobs, entropy, batch = make(4)
+    loss = PolicyLoss(LossConfig(objective="test_losses:towards_teacher"))
+    assert loss.needs == {"teacher_logprobs", "old", "entropy", "reference"} and not loss.uses_advantages
+    teacher = torch.where(batch.mask, -1.0, math.nan)
+    _, sums = loss(Statistics(logprobs, entropy), replace(batch, values={"teacher_logprobs": teacher}))
+    close(sums["teacher_gap"], (logprobs + 1).abs()[batch.mask].sum().detach())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"objective": "clippd"}, "one of cispo, clipped"),
+        ({"objective_args": {"clip": 0.1}}, "loss.objective_args clip: clipped takes clip_low, clip_high"),
+        ({"objective": "test_losses:CONFIGS"}, "is a dict: name a function"),
+    ],
+)
+def test_an_objective_that_cannot_be_used_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        PolicyLoss(LossConfig(**settings))
+
+
+def test_gspo_clips_the_mean_ratio_of_a_rollout_and_shares_its_gradient():
+    logprobs, entropy, batch = make(7)
+    config = LossConfig(objective="gspo", objective_args={"clip_low": 0.05, "clip_high": 0.05}, kl_coef=0.0)
+    total, sums = PolicyLoss(config)(Statistics(logprobs, entropy), batch)
+    wanted, clipped = 0.0, 0
+    for where in torch.arange(len(batch.tokens)).split(batch.lengths.tolist()):
+        own = where[batch.mask[where]]
+        if len(own):
+            mean = (logprobs[own] - batch.old_logprobs[own]).mean()
+            ratio = (mean.detach() + logprobs[own] - logprobs[own].detach()).exp()
+            gains, bounded = (r * batch.advantages[own] for r in (ratio, ratio.clamp(0.95, 1.05)))
+            wanted, clipped = wanted - torch.min(gains, bounded).sum(), clipped + int((bounded < gains).sum())
+    close(total.detach(), wanted.detach())
+    close(gradients(total, logprobs)[0], gradients(wanted, logprobs)[0])
+    assert sums["clip_frac"].item() == clipped > 0
+
+
+def test_cispo_weighs_tokens_by_the_capped_ratio_without_its_gradient():
+    logprobs, entropy, batch = make(8)
+    config = LossConfig(objective="cispo", objective_args={"cap": 1.1}, kl_coef=0.0)
+    total, _ = PolicyLoss(config)(Statistics(logprobs, entropy), batch)
+    weight = (logprobs - batch.old_logprobs).exp().clamp(max=1.1).detach() * batch.advantages
+    close(gradients(total, logprobs)[0], torch.where(batch.mask, -weight, 0.0))
+
+
+def test_rover_regresses_onto_the_next_positions_mean_over_the_vocabulary():
+    logprobs, entropy, batch = make(9)
+    means = torch.randn(2, len(batch.tokens), dtype=torch.float64)
+    loss = PolicyLoss(LossConfig(objective="rover", objective_args={"temperature": 2.0}, kl_coef=0.0))
+    total, _ = loss(Statistics(logprobs, entropy, means[0]), replace(batch, values={"old_vocab_mean": means[1]}))
+    wanted = 0.0
+    for i in batch.mask.nonzero()[:, 0].tolist():
+        later = 2.0 * (means[0] - means[1])[i + 1] if i + 1 < len(batch.mask) and batch.mask[i + 1] else 0.0
+        wanted += (2.0 * (logprobs[i] - batch.old_logprobs[i]) - batch.advantages[i] - later) ** 2
+    close(total.detach(), wanted.detach())
+    first, _ = loss(Statistics(logprobs, entropy, means[0]), replace(batch, old_logprobs=None))
+    close(first.detach(), batch.advantages[batch.mask].square().sum())  # at the old weights both log-ratios are 0

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.schema import Sinks
 from megatron_rl.run.console import RunConsole, headline, line
-from megatron_rl.run.metrics import Row, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
+from megatron_rl.run.metrics import MetricsRow, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
 
 
 class Recorder:
@@ -124,7 +124,7 @@ def test_a_broken_sink_is_counted_told_once_and_stops_nothing(tmp_path, caplog, 
         for turn in range(3):
             tracker.log(turn, "generator", {"loss": 1.0}, turn=turn)
     assert tracker.failures == {"broken": 3, "recorder": 0}
-    assert broken.calls == calls  # what could not be opened is not tried again
+    assert broken.calls == calls  # a sink that could not be opened is not tried again
     assert len(caplog.records) == 1 and "broken" in caplog.text
     assert [row.turn for row in good.rows] == [0, 1, 2]
     assert good.events == ["open", "close"]
@@ -188,7 +188,7 @@ def test_stopwatch_counts_what_raised():
 
 
 def row(turn=11, scope="generator", metrics=None, time=None):
-    return Row(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
+    return MetricsRow(turn=turn, step=4, scope=scope, time=time or {}, metrics=metrics or {})
 
 
 def test_plain_lines_when_no_terminal(tmp_path):

@@ -58,7 +58,7 @@ NUMBER = 3
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Name of a module of the user's in the current directory."""
+    """Returns the name of a user's module in the current directory."""
     name = f"own_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(
         MODULE.replace('"threading.Lock"', "threading.Lock").replace("\nfrom", "\nimport threading\nfrom", 1)
@@ -148,7 +148,10 @@ def test_the_current_directory_is_importable_and_hides_no_library(tmp_path):
     """A folder or file here, named as a library that is imported later, must not take its place."""
     (tmp_path / "mine.py").write_text("def grade(response, payload):\n    return 1.0\n")
     (tmp_path / "colorsys.py").write_text("raise SystemExit('the wrong colorsys')\n")
-    code = "import sys; sys.path[:] = [p for p in sys.path if p]; from megatron_rl.config.plugins import find; find('mine:grade'); import colorsys"
+    code = (
+        "import sys; sys.path[:] = [p for p in sys.path if p]; "
+        "from megatron_rl.config.plugins import find; find('mine:grade'); import colorsys"
+    )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

@@ -1,49 +1,39 @@
-"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch. (Its gradients: test_layouts.)"""
+"""Router replay: the engine's choices of experts through records, packing and the cuts of a micro-batch.
+
+test_layouts tests its gradients.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl.config.schema import ConfigError, LossConfig, Model, RoleConfig
-from megatron_rl.megatron.replay import Router, of_tokens
-from megatron_rl.training.rollouts import trajectories_from_jsonl, trajectories_to_jsonl
-from megatron_rl.types import FREE, Stop, Trajectory, pack
+from megatron_rl.megatron.replay import RouterReplay, of_tokens
+from megatron_rl.training.update import policy_logprobs
+from megatron_rl.types import FREE, Author, Rollout, spans_of
+from megatron_rl.world import OneProcess
 
 LAYERS, CHOSEN = 3, 2
 
 
-def trajectory(length, experts=True):
-    chosen = torch.randint(0, 300, (length - 1, LAYERS, CHOSEN), generator=torch.Generator().manual_seed(length)).to(
-        torch.int16
+def rollout(length, experts=True):
+    draw = np.random.default_rng(length)
+    return Rollout(
+        role="generator",
+        group="a",
+        tokens=np.arange(length),
+        logprobs=np.zeros(length),
+        spans=spans_of((1, Author.ENVIRONMENT, -1), (length - 1, Author.POLICY, 0)),
+        experts=draw.integers(0, 300, (length - 1, LAYERS, CHOSEN)).astype(np.int16) if experts else None,
     )
-    return Trajectory(
-        group="a", tokens=[*range(length)], trainable=[i > 0 for i in range(length)], logprobs=[0.0] * length, version=0, stop=Stop.EOS,
-        advantages=[0.0] * length, experts=chosen if experts else None,
-    )  # fmt: skip
-
-
-def test_choices_survive_a_record():
-    rows = [trajectory(5), trajectory(4, experts=False)]
-    again = trajectories_from_jsonl(trajectories_to_jsonl(rows))
-    assert again == rows and again[1].experts is None
-    assert again[0].experts.dtype == torch.int16 and torch.equal(again[0].experts, rows[0].experts)
-
-
-def test_a_batch_has_a_row_for_each_token_and_says_where_nothing_is_known():
-    rows = [trajectory(5), trajectory(4, experts=False), trajectory(3)]
-    batch = pack(rows)
-    assert batch.experts.shape == (12, LAYERS, CHOSEN)
-    assert torch.equal(batch.experts[:4], rows[0].experts) and torch.equal(batch.experts[9:11], rows[2].experts)
-    assert (batch.experts[[4, 5, 6, 7, 8, 11]] == FREE).all(), "last tokens go through no layer of the engine"
-    assert torch.equal(batch.select([2, 0]).experts[:2], rows[2].experts)
-    assert pack([trajectory(4, experts=False)]).experts is None
 
 
 def test_the_routers_of_tensor_ranks_see_their_share_position_by_position():
-    """Places of two rows of four; core flattens [4, 2, h] and sequence parallelism cuts the 4."""
+    """There are two rows of four positions. Core flattens [4, 2, h], and sequence parallelism cuts the 4."""
     experts = torch.arange(6)[:, None, None].expand(6, LAYERS, CHOSEN)
     places = torch.tensor([[0, 1, 2, -1], [3, 4, 5, -1]])
     assert of_tokens(experts, places, parts=1, part=0)[:, 0, 0].tolist() == [0, 3, 1, 4, 2, 5, FREE, FREE]
@@ -55,7 +45,7 @@ def ask(router, scores):
 
 
 def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
-    router, scores = Router(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
+    router, scores = RouterReplay(1), torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 2, requires_grad=True)
     assert ask(router, scores)[1].tolist() == [[1, 2], [1, 2]]
     shown = torch.full((2, LAYERS, CHOSEN), FREE)
     shown[0, 1] = torch.tensor([3, 0])
@@ -67,8 +57,8 @@ def test_a_router_takes_what_is_shown_and_its_own_where_nothing_is():
 
 
 def test_a_recomputed_layer_takes_each_micro_batchs_own_choices_again():
-    """1F1B: two forward passes under way before the first goes back; a scoring pass between leaves nothing behind."""
-    router, scores = Router(0), torch.rand(1, 8)
+    """Two forward passes begin before the first goes back (1F1B). A scoring pass between them leaves nothing behind."""
+    router, scores = RouterReplay(0), torch.rand(1, 8)
 
     def shown(expert):
         return torch.tensor([expert, expert + 1]).expand(1, LAYERS, CHOSEN)
@@ -106,8 +96,9 @@ def test_choices_of_another_model_are_refused(tmp_path):
             MegatronPolicy(replace(role, model=Model(path=str(dense))), groups)
         policy = MegatronPolicy(role, groups)
         with pytest.raises(ValueError, match="another model"):
-            policy.logprobs(pack([trajectory(5)]))
-        known = replace(trajectory(5), experts=torch.ones(4, policy.arch.num_layers, 2, dtype=torch.int16))
-        assert policy.logprobs(pack([known, trajectory(4, experts=False)])).isfinite().all()
+            policy_logprobs(OneProcess(), policy, [rollout(5)])
+        known = replace(rollout(5), experts=np.ones((4, policy.arch.num_layers, 2), np.int16))
+        found = policy_logprobs(OneProcess(), policy, [known, rollout(4, experts=False)])
+        assert [len(one) for one in found] == [5, 4] and all(np.isfinite(one).all() for one in found)
     finally:
         torch.distributed.destroy_process_group()

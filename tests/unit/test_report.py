@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,9 +12,11 @@ import pytest
 from megatron_rl.config.schema import Run
 from megatron_rl.run import report_figures as figures
 from megatron_rl.run.directory import open_run
-from megatron_rl.run.metrics import Row, Tracker, read_metrics
+from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
 from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
-from megatron_rl.types import Stop, Trajectory
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.turns import Played, Turn
+from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
 
 CONFIG = """
 run: {name: demo, seed: 7}
@@ -60,19 +63,24 @@ class Page(HTMLParser):
         ]
 
 
-def decode(sequences):
+def decode(role, sequences):
     return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
 
 
-def solution(draw, good):
-    tokens = [0, 1, 2, 3, 4, 2, 6, 4, 5, 7]
+def keep(directory, turn, **rollouts):
+    """The turn as the run keeps it for the report. `rollouts`: by role."""
+    turn = Turn(step=turn, index=0, roles=tuple(rollouts), number=turn)
+    return TurnStore(directory.rollouts, decode=decode).put(turn, Played(rollouts=rollouts, metrics={}), {})
+
+
+def solution(draw, good, role="generator"):
     verdicts = [1, 1 if good else -1]
-    return Trajectory(
+    return Rollout(
+        role=role,
         group="problem <1>",
-        tokens=tokens,
-        trainable=[False] + [True] * 9,
+        tokens=[0, 1, 2, 3, 4, 2, 6, 4, 5, 7],
         logprobs=[0.0] + [-0.5] * 9,
-        version=3,
+        spans=spans_of((1, Author.ENVIRONMENT, -1), (9, Author.POLICY, 3)),
         stop=Stop.EOS,
         payload={
             "question": "last letters of <b>x</b>?",
@@ -81,8 +89,7 @@ def solution(draw, good):
             "verdicts": verdicts,
             "review": "ok </pre>",
         },
-        steps=[(2, 5), (5, 8)],
-        step_rewards=[v / 2 for v in verdicts],
+        marks={STEP: Marks([(2, 5), (5, 8)], [v / 2 for v in verdicts])},
         rewards={"outcome": float(good)},
         advantages=[0.0] + [draw.gauss(0, 1) for _ in range(9)],
     )
@@ -124,7 +131,7 @@ def make_run(tmp_path, turns=24, rollouts=True, verifier=True):
                 turn=turn,
             )
         if rollouts:
-            directory.write_rollouts(turn, role, [solution(draw, draw.random() < share) for _ in range(12)], decode)
+            keep(directory, turn, **{role: [solution(draw, draw.random() < share, role) for _ in range(12)]})
     directory.update_summary(
         {
             "generator_accuracy_start": 0.125,
@@ -192,17 +199,7 @@ def test_verdicts_that_do_not_match_the_steps_colour_nothing(tmp_path):
     directory = open_run(Run(dir=str(tmp_path), name="r"), CONFIG)
     good = solution(random.Random(0), True)
     payload = {**good.payload, "verdicts": [1, -1, 1]}
-    changed = Trajectory(
-        group="g",
-        tokens=good.tokens,
-        trainable=good.trainable,
-        logprobs=good.logprobs,
-        version=0,
-        stop=Stop.LENGTH,
-        payload=payload,
-        steps=good.steps,
-    )
-    directory.write_rollouts(0, "generator", [changed], decode)
+    keep(directory, 0, generator=[replace(good, payload=payload, stop=Stop.LENGTH, advantages=None)])
     text = write_report(directory.path).read_text(encoding="utf-8")
     assert "step unread" in text and 'class="step right"' not in text
     assert "3 verdicts for 2 steps" in text
@@ -260,7 +257,8 @@ def test_pairs_and_confusion_sums():
     assert pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
     counts = {"confusion/tp": 1.0, "confusion/fp": 2.0, "confusion/tn": 3.0, "confusion/fn": 4.0}
     rows = [
-        Row(turn=0, step=0, scope="verifier", time={}, metrics=metrics) for metrics in (counts, {"loss": 1.0}, counts)
+        MetricsRow(turn=0, step=0, scope="verifier", time={}, metrics=metrics)
+        for metrics in (counts, {"loss": 1.0}, counts)
     ]
     assert confusion(rows) == {"tp": 2.0, "fp": 4.0, "tn": 6.0, "fn": 8.0}
     assert confusion(rows[1:2]) == {}
@@ -296,3 +294,21 @@ def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path)
     run.refits.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "gen')
     text = " ".join(Page(write_report(run.path).read_text()).text)
     assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text)
+
+
+def test_turns_of_several_roles_and_turns_that_are_not_kept(tmp_path, caplog):
+    """The report reads each role's rows of a turn; turns without texts, and files that cannot be read, are left out."""
+    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
+    draw = random.Random(0)
+    for turn in range(2):
+        both = {role: [solution(draw, True, role)] for role in ("proposer", "solver")}
+        keep(run, turn, **both)
+    TurnStore(run.rollouts).put(
+        Turn(step=2, index=0, roles=("judge",), number=2),
+        Played(rollouts={"judge": [solution(draw, True, "judge")]}, metrics={}), {},
+    )  # fmt: skip
+    (run.rollouts / "turn_000003.parquet").write_bytes(b"half a file")
+    text = write_report(run.path).read_text()
+    for shown in ("early proposer", "late proposer", "early solver", "late solver"):
+        assert shown in text, shown
+    assert "judge" not in text and "turn_000003.parquet cannot be read" in caplog.text

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT
 
@@ -20,11 +19,7 @@ from megatron_rl.run.directory import (
     config_changes,
     only_one,
     open_run,
-    read_rollouts,
-    rollout_files,
-    rollout_role,
 )
-from megatron_rl.types import Stop, Trajectory
 
 CONFIG = "run: {seed: 0, resume: auto, keep: 2}\nroles:\n  generator: {optimizer: {lr: 1.0e-06}}\n"
 
@@ -109,91 +104,6 @@ def test_summary_is_merged_key_by_key(tmp_path):
         "end": {"f1": 0.5},
     }
     assert json.loads(directory.summary.read_text()) == directory.read_summary()
-
-
-WORDS = ["<pad>", "Q", "?", "<step>a</step>", "<step>b", "</step>", "!", "é<>&"]
-
-
-def decode(sequences):
-    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
-
-
-def trajectory(**changes):
-    values = {
-        "group": "p1",
-        "tokens": [1, 2, 3, 4, 5, 6],
-        "trainable": [False, False, True, True, True, True],
-        "logprobs": [0.0, 0.0, -1.0, -1.0, -1.0, -1.0],
-        "version": 4,
-        "stop": Stop.EOS,
-        "payload": {"question": "Q?", "answer": 42, "correct": True, "verdicts": [True, None], "review": "fine"},
-        "steps": [(2, 3), (3, 5)],
-        "step_rewards": [0.5, -0.5],
-        "rewards": {"outcome": 1.0, "format": 0.25},
-        "advantages": [0.0, 0.0, 1.5, 2.5, 3.5, 4.5],
-    }
-    return Trajectory(**{**values, **changes})
-
-
-def test_rollouts_come_back_as_they_were_played(tmp_path):
-    directory = RunDirectory(tmp_path)
-    bare = trajectory(
-        tokens=[1, 7],
-        trainable=[False, True],
-        logprobs=[0.0, -1.0],
-        payload={},
-        steps=[],
-        step_rewards=[],
-        advantages=[],
-    )
-    path = directory.write_rollouts(12, "generator", [trajectory(), bare], decode)
-    assert path == tmp_path / "rollouts" / "turn_000012_generator.parquet"
-    full, empty = read_rollouts(path)
-    assert full == {
-        "turn": 12,
-        "role": "generator",
-        "group": "p1",
-        "question": "Q?",
-        "answer": "42",
-        "prompt": "Q?",
-        "text": "<step>a</step><step>b</step>!",
-        "stop": "eos",
-        "version": 4,
-        "num_tokens": 4,
-        "correct": True,
-        "rewards": {"outcome": 1.0, "format": 0.25},
-        "steps": ["<step>a</step>", "<step>b</step>"],
-        "verdicts": [1, None],
-        "step_rewards": [0.5, -0.5],
-        "step_advantages": [1.5, 3.5],
-        "advantage": 1.5,
-        "review": "fine",
-    }
-    assert (empty["text"], empty["advantage"], empty["verdicts"], empty["correct"]) == ("é<>&", None, None, None)
-    assert rollout_files(tmp_path) == [path] and rollout_role(path) == "generator"
-
-
-@pytest.mark.parametrize("verdicts", [[1, -1], [True, False], [1.0, 0]])
-def test_verdicts_in_any_usual_form(tmp_path, verdicts):
-    path = RunDirectory(tmp_path).write_rollouts(0, "generator", [trajectory(payload={"verdicts": verdicts})], decode)
-    assert read_rollouts(path)[0]["verdicts"] == [1, -1]
-
-
-def test_no_trajectories_make_an_empty_table_with_every_column(tmp_path):
-    path = RunDirectory(tmp_path).write_rollouts(0, "generator", [], decode)
-    assert "step_advantages" in pq.read_schema(path).names
-    assert read_rollouts(path) == []
-
-
-def test_resume_drops_the_rollouts_of_later_turns(tmp_path):
-    directory = RunDirectory(tmp_path)
-    for turn in range(4):
-        directory.write_rollouts(turn, "role_with_underscore", [trajectory()], decode)
-    assert directory.drop_rollouts(2) == 2
-    assert [path.name for path in rollout_files(tmp_path)] == [
-        f"turn_00000{turn}_role_with_underscore.parquet" for turn in (0, 1)
-    ]
-    assert rollout_role(rollout_files(tmp_path)[0]) == "role_with_underscore"
 
 
 @pytest.mark.parametrize("number", Interrupts.SIGNALS)

@@ -8,11 +8,12 @@ import pickle
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError, Sglang
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.sglang import SglangServer, command
@@ -86,16 +87,15 @@ def stub():
 
 
 def ask(server, sampling, prompt=(1, 2)):
-    return server.generate(list(prompt), sampling, seed=40, timeout_s=5)
+    return server.generate(np.array(prompt, np.int32), sampling, seed=40, timeout_s=5)
 
 
 def test_a_plain_draw_has_the_log_probs_of_the_model(stub):
     one = stub(generate=[answer()])
-    assert ask(one.client(), Sampling(max_tokens=9)) == [
-        Completion(
-            tokens=[5, 6], logprobs=[-5.0, -6.0], stop=Stop.LENGTH, model_logprobs=[-5.0, -6.0], versions=[(0, 3)]
-        )
-    ]
+    [c] = ask(one.client(), Sampling(max_tokens=9))
+    assert (c.tokens.tolist(), c.logprobs.tolist(), c.model_logprobs.tolist()) == ([5, 6], [-5.0, -6.0], [-5.0, -6.0])
+    assert (c.tokens.dtype, c.logprobs.dtype) == (np.int32, np.float32)
+    assert c.stop is Stop.LENGTH and c.versions == [(0, 3)]
     [body] = one.bodies("/generate")
     assert (
         body["input_ids"] == [1, 2]
@@ -118,15 +118,16 @@ def test_several_samples_go_as_one_request_unless_each_has_a_seed(stub):
 def test_a_cool_draw_has_no_log_probs_of_the_model_and_a_greedy_one_is_certain(stub):
     one = stub(generate=[answer()])
     [cool] = ask(one.client(), Sampling(max_tokens=9, temperature=0.5))
-    assert cool.logprobs == [-5.0, -6.0] and cool.model_logprobs is None
+    assert cool.logprobs.tolist() == [-5.0, -6.0] and cool.model_logprobs is None
     greedy = ask(one.client(), Sampling(max_tokens=9, temperature=0, n=2, top_p=0.5))
-    assert [(c.logprobs, c.model_logprobs) for c in greedy] == [([0.0, 0.0], [-5.0, -6.0])] * 2
+    told = [(c.logprobs.tolist(), c.model_logprobs.tolist()) for c in greedy]
+    assert told == [([0.0, 0.0], [-5.0, -6.0])] * 2
 
 
 def test_a_truncated_draw_has_the_log_probs_of_what_was_left(stub):
     one = stub(generate=[[answer(output_token_sampling_logprobs=[-0.5, -0.25])]])
     [c] = ask(one.client(), Sampling(max_tokens=9, top_k=20, top_p=0.9))
-    assert (c.logprobs, c.model_logprobs) == ([-0.5, -0.25], [-5.0, -6.0])
+    assert (c.logprobs.tolist(), c.model_logprobs.tolist()) == ([-0.5, -0.25], [-5.0, -6.0])
     [body] = one.bodies("/generate")
     assert body["return_sampling_mask"] and body["input_ids"] == [[1, 2]], (
         "SGLang fails masks that are asked for with n"
@@ -136,6 +137,31 @@ def test_a_truncated_draw_has_the_log_probs_of_what_was_left(stub):
             ask(one.client(), sampling)
     with pytest.raises(ServerLost, match="sent 2 and 0 log-probs for 2 tokens"):
         ask(stub(generate=[[answer()]]).client(), Sampling(max_tokens=9, top_k=20))
+
+
+def scored(*logprobs, reason="length"):
+    told = [[None, 5, None], *([p, 5, None] for p in logprobs)]
+    return {"output_ids": [], "meta_info": {"finish_reason": {"type": reason}, "input_token_logprobs": told}}
+
+
+def test_scores_are_those_of_the_prompts_tokens(stub):
+    one = stub(generate=[[scored(-1.5, -2.5), scored()]])
+    sequences = [np.array(tokens, np.int32) for tokens in ([1, 2, 3], [4])]
+    found = one.client().score(sequences, timeout_s=5)
+    assert [each.tolist() for each in found] == [[0.0, -1.5, -2.5], [0.0]] and found[0].dtype == np.float32
+    [body] = one.bodies("/generate")
+    assert body["input_ids"] == [[1, 2, 3], [4]] and body["logprob_start_len"] == 0 and body["return_logprob"]
+    assert body["sampling_params"] == {"max_new_tokens": 0, "temperature": 1.0}
+    for broken, says in (
+        (scored(-1.5), "scored 1 of 3 tokens"),
+        (scored(-1.5, -2.5, reason="abort"), "abort"),
+        (scored(-1.5, float("nan")), "log-probs that are not numbers"),
+        ({"output_ids": []}, "not SGLang's"),
+    ):
+        with pytest.raises(ServerLost, match=says):
+            stub(generate=[[broken]]).client().score(sequences[:1], timeout_s=5)
+    with pytest.raises(RequestRefused, match="a sequence of 507 tokens: .* scores at most 506"):
+        one.client().score([np.ones(507, np.int32)], timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +186,7 @@ def test_prompts_that_sglang_would_die_of_are_not_sent(stub):
         with pytest.raises(RequestRefused, match="empty or has tokens outside of 0 to 96"):
             ask(one.client(), Sampling(max_tokens=9), prompt)
     [full] = ask(one.client(), Sampling(max_tokens=9), [1] * 506)
-    assert full.tokens == [] and full.stop is Stop.LENGTH and "/generate" not in one.paths()
+    assert len(full.tokens) == 0 and full.stop is Stop.LENGTH and "/generate" not in one.paths()
     ask(one.client(), Sampling(max_tokens=600), [1] * 500)
     assert one.bodies("/generate")[0]["sampling_params"]["max_new_tokens"] == 10
 

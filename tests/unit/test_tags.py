@@ -1,4 +1,4 @@
-"""The generator's grammar: step blocks, boxed answers and the format score, on well-formed and on any text."""
+"""Tests the generator's grammar: step blocks, boxed answers and the format score, on well-formed and random text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights: the rectangles of every family and layout, what is read, and what is refused because it would be another model."""
+"""Weights: the rectangles of every family and layout, what is read, and which models are refused."""
 
 from __future__ import annotations
 
@@ -49,9 +49,8 @@ def test_weights_of_an_unsupported_architecture_are_refused(tmp_path, family, ch
 
 @pytest.mark.parametrize("window", [None, 512, 4096])
 def test_a_window_that_no_sequence_leaves_is_harmless(tmp_path, window):
-    assert (
-        hf.read_architecture(make_model(tmp_path, "mistral", sliding_window=window)).family == "mistral"
-    )  # context of 512
+    model = make_model(tmp_path, "mistral", sliding_window=window)  # its context is 512
+    assert hf.read_architecture(model).family == "mistral"
 
 
 @pytest.mark.parametrize("family", hf.ACTOR_FAMILIES)
@@ -71,7 +70,7 @@ def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
 
 def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
     make_model(tmp_path, "qwen2")
-    tensors = hf.Tensors(tmp_path)
+    tensors = hf.DirectoryTensors(tmp_path)
     for name, wanted in load_file(tmp_path / "model.safetensors").items():
         rows, columns = wanted.shape[0], wanted.shape[1] if wanted.dim() > 1 else 1
         rect = Rect(name, rows // 3, columns // 3, rows - rows // 3, columns - columns // 3, 0, 0)
@@ -84,7 +83,10 @@ def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
 
 @dataclass(frozen=True)
 class Layout:
-    """A trainer's layout; layers per pipeline stage, in order (stages may be uneven, and more than ranks under VPP)."""
+    """A trainer's layout.
+
+    `stages` are the layers per pipeline stage, in order: they may be uneven, and with VPP more than ranks.
+    """
 
     tp: int
     stages: tuple[int, ...]
@@ -95,7 +97,7 @@ class Layout:
 
 
 def ranks(sizes: Sizes, layout: Layout):
-    """Every distinct (names of its parameters, shard) of the layout."""
+    """Yields every distinct (names of its parameters, shard) of the layout."""
     per_rank = sizes.experts // layout.ep
     start = 0
     for stage, count in enumerate(layout.stages):
@@ -116,7 +118,7 @@ def ranks(sizes: Sizes, layout: Layout):
 
 @st.composite
 def cases(draw):
-    """A family, tiny sizes that its layout divides, and the layout."""
+    """Draws a family, tiny sizes that its layout divides, and the layout."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     tp = draw(st.sampled_from([1, 2, 4]))
     kv_heads = draw(st.sampled_from([1, 2, 4]))
@@ -146,7 +148,10 @@ def cases(draw):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
 def test_weights_make_a_round_trip_through_every_layout_and_every_element_is_held_once(case):
-    """Hugging Face -> every rank's parameters -> Hugging Face, bit for bit; what is not covered is zero padding of the vocabulary."""
+    """Copies Hugging Face tensors to every rank's parameters and back, bit for bit.
+
+    What no rectangle covers is zero padding of the vocabulary.
+    """
     sizes, layout = case
     whole = numbered(sizes)
     held: list[Rect] = []
@@ -198,7 +203,10 @@ def test_weights_of_engine_ranks_cover_the_model_and_fit_their_parameters(case, 
     ("vocab", "tp", "rows"), [(151936, 4, 37984), (32000, 8, 4000), (96, 2, 64), (65, 8, 16), (130, 3, 64)]
 )
 def test_weights_of_an_engine_rank_have_the_rows_of_the_vocabulary_that_engines_give_it(vocab, tp, rows):
-    """Padded to 64 in all, as vLLM and SGLang do; four ranks of Qwen2.5 once got 38016 rows here, which no engine has."""
+    """The vocabulary is padded to 64 in all, as in vLLM and SGLang.
+
+    Padded by rank, four ranks of Qwen2.5 would get 38016 rows.
+    """
     sizes = Sizes(
         family="llama", num_layers=1, hidden=8, heads=24, kv_heads=24, head_dim=4, ffn=24, vocab=vocab, tied=True
     )
@@ -247,7 +255,7 @@ TINY = {
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
-    """The table against model directories that it did not make: every family, from the config.json in them."""
+    """Compares the table with model directories that transformers made from every family's config.json."""
     config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Model directories that are not what they should be: each is refused by file and tensor, and nothing is made of it."""
+"""Model directories with a fault: each is refused with its file and tensor, and nothing is made of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORM, UP, HEAD, EMBEDDING = (
 
 
 def sharded(folder, **overrides):
-    """A model in two files with an index."""
+    """Makes a model in two files with an index."""
     make_model(folder, "llama", num_hidden_layers=2, vocab_size=59, **overrides)
     tensors = load_file(folder / SINGLE)
     (folder / SINGLE).unlink()
@@ -40,7 +40,7 @@ def sharded(folder, **overrides):
 
 
 def rewrite(change):
-    """Changes the tensors of the file that holds all of them, or of the second of two."""
+    """Returns a function that changes the tensors of the file that holds all of them, or of the second of two files."""
 
     def apply(folder):
         file = folder / (SINGLE if (folder / SINGLE).exists() else SECOND)
@@ -52,6 +52,8 @@ def rewrite(change):
 
 
 def configure(**changes):
+    """Returns a function that changes keys of config.json."""
+
     def apply(folder):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
@@ -60,10 +62,13 @@ def configure(**changes):
 
 
 def cut(file, keep):
+    """Returns a function that keeps the first `keep` bytes of a file."""
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:keep])
 
 
 def index(change):
+    """Returns a function that changes the weight map of the index."""
+
     def apply(folder):
         tree = json.loads((folder / headers.INDEX).read_text())
         change(tree["weight_map"])
@@ -82,7 +87,7 @@ def nan(tensors):
 
 BAD = {
     "cut in its data": (cut(SECOND, -100), f"{SECOND} has .* but its tensor .* ends at .*: it was cut"),
-    "cut in its header": (cut(SECOND, 200), f"{SECOND} has 200 bytes, its header alone wants"),
+    "cut in its header": (cut(SECOND, 200), f"{SECOND} has 200 bytes, its header alone needs"),
     "git-lfs pointer": (
         lambda f: (f / SECOND).write_text(
             "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"
@@ -173,7 +178,7 @@ def test_weights_of_a_tied_model_may_hold_the_embedding_twice(tmp_path):
 
 
 def test_weights_are_read_as_views_of_the_file(tmp_path):
-    tensors = hf.Tensors(make_model(tmp_path, "qwen2"))
+    tensors = hf.DirectoryTensors(make_model(tmp_path, "qwen2"))
     whole = tensors.whole(UP)
     part = tensors.read(Rect(UP, 5, 7, 11, 13, 0, 0))
     assert part.data_ptr() == whole.data_ptr() + (5 * whole.shape[1] + 7) * whole.itemsize
@@ -190,5 +195,5 @@ def test_weights_are_written_in_any_order_and_only_as_planned(tmp_path):
     found = dict(hf.read_tensors(tmp_path))
     assert found.keys() == tensors.keys() and all(torch.equal(found[n], t) for n, t in tensors.items())
     assert len({stored.file for stored in headers.read_directory(tmp_path).values()}) == 2
-    with pytest.raises(ValueError, match="was announced"):
+    with pytest.raises(ValueError, match="was planned"):
         HfWriter(tmp_path, [Planned("a", (3, 5), torch.float32)]).write("a", torch.zeros(5, 3))

@@ -1,4 +1,4 @@
-"""The plan of a refit: executed on numbered weights it gives every engine rank its part of the model, sending each element once."""
+"""The plan of a refit, executed on numbered weights: every engine rank gets its part, and each element is sent once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from numbered import numbered
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights import copies, layouts, models, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.reshard import Places
+from megatron_rl.weights.reshard import RankPlacement
 from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
-def apart(trainer: int, engine: int, per_node: int = 8) -> tuple[Places, Places]:
-    """Trainer and engines on nodes of their own."""
+def apart(trainer: int, engine: int, per_node: int = 8) -> tuple[RankPlacement, RankPlacement]:
+    """Returns placements with trainer and engines on nodes of their own."""
     nodes = -(-trainer // per_node)
     return (
-        Places([r // per_node for r in range(trainer)], list(range(trainer))),
-        Places([nodes + r // per_node for r in range(engine)], [nodes * per_node + r for r in range(engine)]),
+        RankPlacement([r // per_node for r in range(trainer)], list(range(trainer))),
+        RankPlacement([nodes + r // per_node for r in range(engine)], [nodes * per_node + r for r in range(engine)]),
     )
 
 
-def together(trainer: int, engine: int, per_node: int = 8) -> tuple[Places, Places]:
-    """Engine rank r on the device of trainer rank r."""
-    return tuple(Places([r // per_node for r in range(n)], list(range(n))) for n in (trainer, engine))
+def together(trainer: int, engine: int, per_node: int = 8) -> tuple[RankPlacement, RankPlacement]:
+    """Returns placements with engine rank r on the device of trainer rank r."""
+    return tuple(RankPlacement([r // per_node for r in range(n)], list(range(n))) for n in (trainer, engine))
 
 
 def make_plan(sizes: Sizes, trainer: TrainerLayout, engine: EngineLayout, places=apart, **settings):
@@ -41,6 +41,7 @@ def make_plan(sizes: Sizes, trainer: TrainerLayout, engine: EngineLayout, places
 
 @st.composite
 def cases(draw):
+    """Draws sizes, a trainer's layout and an engine's layout."""
     family = draw(st.sampled_from(sorted(FAMILIES)))
     moe = FAMILIES[family].experts is not None
     tp, engine_tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
@@ -71,7 +72,7 @@ def cases(draw):
 
 
 def parameters_of(sizes: Sizes, layout: TrainerLayout) -> dict[int, dict[str, torch.Tensor]]:
-    """Rank -> its parameters, 2-D, filled from the numbered model by their own shapes."""
+    """Returns {rank: its parameters}, 2-D, filled from the numbered model by their own shapes."""
     whole = {n: t if t.dim() > 1 else t[:, None] for n, t in numbered(sizes).items()}
     out: dict[int, dict[str, torch.Tensor]] = {r: {} for r in range(layout.world)}
     for holding in layouts.trainer(sizes, layout):
@@ -107,7 +108,9 @@ def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, buck
             s.source_row[i] : s.source_row[i] + s.rows[i], s.source_column[i] : s.source_column[i] + s.columns[i]
         ]
         target = got[int(s.destination[i])][s.destination_names[s.destination_parameter[i]]]
-        target[s.row[i] : s.row[i] + s.rows[i], s.column[i] : s.column[i] + s.columns[i]] += part  # twice would show
+        target[s.row[i] : s.row[i] + s.rows[i], s.column[i] : s.column[i] + s.columns[i]] += (
+            part  # a part that came twice would show
+        )
     for rank in wanted:
         for name, tensor in wanted[rank].items():
             assert torch.equal(got[rank][name], tensor), (rank, name)
@@ -117,8 +120,8 @@ def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, buck
         i for i in range(len(s)) if places is apart or s.source[i] != s.destination[i]
     )
     assert sorted(i for b in plan.buckets + plan.local for i in range(b.first, b.last)) == [*range(len(s))]
-    for turn in {b.turn for b in plan.buckets}:
-        now = [b for b in plan.buckets if b.turn == turn]
+    for number in {b.round_number for b in plan.buckets}:
+        now = [b for b in plan.buckets if b.round_number == number]
         assert len({b.source for b in now}) == len({b.destination for b in now}) == len(now)
     assert all(b.elements <= bucket or b.last == b.first + 1 and s.rows[b.first] == 1 for b in plan.buckets)
 
@@ -152,7 +155,7 @@ def test_weights_plan_spreads_the_load_over_replicas_and_stays_on_the_node():
     for bucket in plan.buckets:
         out[bucket.source] += bucket.elements
     assert len(out) == 8 and max(out.values()) < 1.1 * min(out.values())
-    trainer, engine = Places([0, 0, 1, 1], [0, 1, 2, 3]), Places([1, 1], [8, 9])
+    trainer, engine = RankPlacement([0, 0, 1, 1], [0, 1, 2, 3]), RankPlacement([1, 1], [8, 9])
     near = reshard.plan(
         layouts.trainer(sizes, TrainerLayout(tp=2, dp=2)),
         layouts.engines(sizes, EngineLayout(tp=2)),
@@ -163,10 +166,9 @@ def test_weights_plan_spreads_the_load_over_replicas_and_stays_on_the_node():
 
 
 def test_weights_that_lie_on_the_device_already_are_not_sent():
-    """Norms and routers are held by all tensor-parallel ranks, the tied embedding by the first and the last stage."""
-    sizes = Sizes(
-        family="qwen3_moe", num_layers=2, hidden=8, heads=4, kv_heads=2, head_dim=4, ffn=8, vocab=16, tied=True, experts=4, expert_ffn=8
-    )  # fmt: skip
+    """All tensor-parallel ranks hold norms and routers; the first and the last stage hold the tied embedding."""
+    width = {"hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 8, "expert_ffn": 8}
+    sizes = Sizes(family="qwen3_moe", num_layers=2, vocab=16, tied=True, experts=4, **width)
     trainer, engine = TrainerLayout(tp=2, pp=2, ep=2), EngineLayout(replicas=4, whole=True)
     plan = make_plan(sizes, trainer, engine, together)
     s, shapes = plan.slices, rectangles.hf_shapes(sizes)
@@ -208,7 +210,7 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
 
 
 def test_weights_of_experts_are_not_held_to_the_dense_width_that_they_do_not_have():
-    """intermediate_size stands in Qwen3-MoE's config and is no layer's; whole experts are not cut by tp; a shared expert is."""
+    """No layer of Qwen3-MoE uses its config's intermediate_size. tp cuts a shared expert, but not whole experts."""
     sizes = replace(models.KNOWN["qwen3-30b-a3b"], ffn=6145)
     make_plan(sizes, TrainerLayout(tp=2), EngineLayout(tp=2))
     make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2, expert_parallel=True))

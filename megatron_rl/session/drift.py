@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import plugins
@@ -23,11 +22,12 @@ from megatron_rl.session.common import open_driver, open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.text import load_tokenizer
-from megatron_rl.training import gate, loop
+from megatron_rl.training import gate
 from megatron_rl.training.rollouts import plain
-from megatron_rl.training.turns import Players, Recipe
-from megatron_rl.types import Batch, Trajectory, pack
-from megatron_rl.world import TorchWorld
+from megatron_rl.training.turns import Recipe, Table
+from megatron_rl.training.update import Trainee, update
+from megatron_rl.types import Rollout
+from megatron_rl.world import World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
@@ -90,23 +90,23 @@ def still(config: TrainConfig) -> TrainConfig:
     return replace(config, roles=roles, run=own, evaluation=evaluation, debug=Debug())
 
 
-def measure(batch: Batch, engine: Tensor, trainer: Tensor, *, version: int) -> Gap:
-    """`engine` and `trainer`: log-probs where `batch.mask` is True, in order."""
-    gap = (engine - trainer).abs().double()
-    counts = torch.stack([part.sum() for part in batch.mask.split(batch.lengths.tolist())])  # [S] sampled tokens
-    place = torch.cat(
-        [torch.arange(n) * QUARTERS // max(1, n) for n in counts.tolist()]
-    )  # of every sampled token: its quarter
-    sums = torch.stack([part.sum() for part in gap.split(counts.tolist())])  # [S]
+def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, version: int) -> Gap:
+    """Compares log-probs [N] of all sampled tokens, response after response; `counts` [S] are the responses' lengths."""
+    gap = np.abs(engine - trainer).astype(np.float64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    place = (
+        (np.arange(len(gap)) - np.repeat(starts[:-1], counts)) * QUARTERS // np.repeat(counts, counts)
+    )  # quarter of each token
+    sums = np.add.reduceat(gap, starts[:-1][counts > 0])  # [S] of responses that are not empty
     mean = float(gap.mean())
     return Gap(
         version=version,
         tokens=len(gap),
         mean=mean,
-        error=float((sums - mean * counts).square().sum().sqrt() / counts.sum()),
-        p99=float(gap.quantile(0.99)),
+        error=float(np.sqrt(np.square(sums - mean * counts[counts > 0]).sum()) / counts.sum()),
+        p99=float(np.quantile(gap, 0.99)),
         max=float(gap.max()),
-        quarters=[float(gap[place == q].mean()) if bool((place == q).any()) else None for q in range(QUARTERS)],
+        quarters=[float(gap[place == q].mean()) if (place == q).any() else None for q in range(QUARTERS)],
     )
 
 
@@ -129,78 +129,82 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
 
 
 class Probes:
-    """Updates, refits and probes of all roles, one round after the other. The same on every rank; `texts` of the driver count."""
+    """Updates, refits and probes of all policies, one round after the other. It is the same on every rank; `texts` and `gaps` count on the
+    driver."""
 
     def __init__(
-        self, world: TorchWorld, players: Players, roles: Mapping[str, loop.Role], trained: Sequence[str], texts: Sequence[str]
+        self, world: World, table: Table, trainees: Mapping[str, Trainee], trained: Sequence[str], texts: Sequence[str]
     ) -> None:  # fmt: skip
-        self._world, self._players, self._roles, self._trained, self._texts = world, players, roles, trained, texts
-        self._drawn: dict[str, list[Trajectory]] = {}  # in the round before
-        self.gaps: dict[str, list[Gap]] = {name: [] for name in roles}
+        self._world, self._table, self._trainees, self._trained, self._texts = world, table, trainees, trained, texts
+        self._drawn: dict[str, list[Rollout]] = {}  # in the round before
+        self.gaps: dict[str, list[Gap]] = {name: [] for name in trainees}
 
-    def round(self, name: str, version: int) -> Gap:
-        """Collective. Version 0 is a refit without an update before it."""
-        role = self._roles[name]
+    def round(self, name: str, version: int) -> None:
+        """Updates a policy on what it drew before, refits its engine, and measures. Collective. Version 0 has no update before it."""
+        trainee = self._trainees[name]
         if version and name in self._trained:
-            if role.sleeps:
-                role.policy.wake()
-            loop.update(role, _with_advantages(self._drawn[name]))
-        assert role.refit is not None
-        role.refit(version)
-        if version and name in self._trained and role.sleeps:
-            role.policy.sleep()
-        self._drawn[name] = self._world.from_driver(self._draw, name, version)
-        batch = pack(self._drawn[name])
-        if not batch.mask.any():
+            if trainee.sleeps:
+                trainee.policy.wake()
+            update(self._world, trainee, _with_advantages(self._drawn[name]) if self._world.rank == 0 else None)
+        assert trainee.refit is not None
+        trainee.refit(version)
+        if version and name in self._trained and trainee.sleeps:
+            trainee.policy.sleep()
+        self._world.from_driver(self._draw, name, version)
+        engine, trainer = gate.both_logprobs(self._world, trainee.policy, self._drawn.get(name, []))
+        self._world.from_driver(self._measure, name, version, engine, trainer)
+
+    def _draw(self, name: str, version: int) -> None:
+        """Draws from the same prompts in every round, anew. Raises GateFailure when nothing was sampled."""
+        sampling = plain(self._table.samplings[name], seed=self._table.seed_for("drift", name, version))
+        self._drawn[name] = gate.probe(self._table, name, self._texts, sampling)
+        if not any(r.num_trainable for r in self._drawn[name]):
             raise gate.GateFailure(
                 f"{name}: no token was sampled after {len(self._texts)} prompts: look at data, max_prompt_tokens and the context"
             )
-        gap = measure(batch, *gate.both_logprobs(role.policy, batch), version=version)
-        self.gaps[name].append(gap)
-        return gap
 
-    def _draw(self, name: str, version: int) -> list[Trajectory]:
-        """The same prompts in every round, drawn anew."""
-        sampling = plain(self._players.samplings[name], seed=self._players.seed_for("drift", name, version))
-        return gate.probe(self._players, name, self._texts, sampling)
+    def _measure(self, name: str, version: int, engine: np.ndarray, trainer: np.ndarray) -> None:
+        counts = np.array([r.num_trainable for r in self._drawn[name]])
+        self.gaps[name].append(measure(counts, engine, trainer, version=version))
 
 
-def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, updates: int) -> int:
+def _run(config: TrainConfig, world: World, place: Place, recipe: Recipe, updates: int) -> int:
     world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
-        tokenizers = {
-            name: load_tokenizer(role.model.tokenizer or role.model.path) for name, role in config.roles.items()
-        }
+        tokenizers = {n: load_tokenizer(role.model.tokenizer or role.model.path) for n, role in config.roles.items()}
         readers, _ = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
-        fleet = open_fleet(
-            config, world, tokenizers, policies, replace(driver, tracker=None), stack
-        )  # the run's refits.jsonl is not ours
-        players = parts.players(config, fleet.engines, tokenizers, _nothing_to_grade, driver)
-        roles = {name: parts.role(config, name, policy, fleet.refits[name]) for name, policy in policies.items()}
-        prompts = readers[recipe.prompt_role].take(config.run.prompts_per_step) if world.rank == 0 else []
-        probes = Probes(world, players, roles, recipe.trained, [recipe.generator_prompt(p.payload) for p in prompts])
-        driver.say(
-            _row("role", "refit", "tokens", "mean", "p99", "max", *(f"quarter {q + 1}" for q in range(QUARTERS)))
-        )
+        quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours
+        fleet = open_fleet(config, world, tokenizers, policies, quiet, stack)
+        table = parts.table(config, fleet.engines, tokenizers, _nothing_to_grade, driver)
+        trainees = {name: parts.trainee(config, name, policy, fleet.refits[name]) for name, policy in policies.items()}
+        reader = readers[next(iter(recipe.roles()))]
+        prompts = reader.take(config.run.prompts_per_step) if world.rank == 0 else []
+        texts = [recipe.prompt(p.payload) for p in prompts]
+        probes = Probes(world, table, trainees, parts.trained_policies(config, recipe), texts)
+        quarters = (f"quarter {q + 1}" for q in range(QUARTERS))
+        driver.say(_row("role", "refit", "tokens", "mean", "p99", "max", *quarters))
         for version in range(updates + 1):
-            for name in roles:
-                driver.say(_gap_row(name, probes.round(name, version)))
-        verdicts = {name: judge(gaps, config.gate.max_logprob_gap) for name, gaps in probes.gaps.items()}
-        for name, verdict in verdicts.items():
-            driver.say(_sentence(name, verdict, config.gate.max_logprob_gap))
+            for name in trainees:
+                probes.round(name, version)
+                if world.rank == 0:
+                    driver.say(_gap_row(name, probes.gaps[name][-1]))
+        failed = False
         if world.rank == 0:
+            limit = config.gate.max_logprob_gap
+            verdicts = {name: judge(gaps, limit) for name, gaps in probes.gaps.items()}
+            for name, verdict in verdicts.items():
+                driver.say(_sentence(name, verdict, limit))
             _write(driver.directory.path / FILE_NAME, config, probes.gaps, verdicts)
             driver.say(f"written: {driver.directory.path / FILE_NAME}")
-    return int(any(verdict.grows or verdict.above for verdict in verdicts.values()))
+            failed = any(verdict.grows or verdict.above for verdict in verdicts.values())
+        return int(world.broadcast(failed))
 
 
-def _with_advantages(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def _with_advantages(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """1 and -1 by turns: gradients that would move the weights, were the rate not 0."""
-    return [
-        replace(t, advantages=[float(s) * (1 - 2 * (i % 2)) for s in t.trainable]) for i, t in enumerate(trajectories)
-    ]
+    return [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(rollouts)]
 
 
 def _refuse_a_begun_run(directory: RunDirectory) -> None:

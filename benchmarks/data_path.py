@@ -1,0 +1,228 @@
+"""What the way of rollouts costs, from an engine's answers in hand to micro-batches on every rank; no model, gloo on this machine.
+
+The driver turns answers into rollouts, gives them advantages (grpo: one number each; tango: steps are found in the text, judged at random,
+and mixed in, so that every token has its own), cuts them into micro-batches and hands them out; every rank then makes each of its batches.
+The policy is a stand-in that receives: four ranks are four replicas, eight are four replicas of two. Engines, rewards and the model's
+own layout of a micro-batch are left out.
+
+    driver_s      CPU-seconds of the driver per million tokens, all threads of the process
+    others_s      CPU-seconds of the dearest other rank per million tokens of its own replica
+    driver_bytes  most anonymous memory (RssAnon, in a run of its own) beyond what stood before the answers came, per token; answers included
+    others_bytes  likewise of the dearest other rank, per token of its own replica
+    wire          bytes that the driver wrote to sockets over those of the arrays that it had to send; each replica's are sent once
+    flat          driver_s of the largest size over that of the smallest
+
+CPU-seconds are those of the fastest of several rounds: what else runs on the machine only ever adds.
+`--only grpo/4/32` runs one case (method, ranks, million tokens) and tells its wall time and peak memory too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.cutting import Cost, Shares, micro_batches
+from megatron_rl.batches.work import Work
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.engines.base import Completion
+from megatron_rl.recipes.base import mark_steps
+from megatron_rl.text import decode
+from megatron_rl.training.rollouts import from_completion
+from megatron_rl.training.update import hand_out
+from megatron_rl.types import STEP, Marks, Prompt, Rollout, Stop
+from megatron_rl.world import Replicas, TorchWorld
+
+LENGTH, PROMPT, GROUP = 8192, 512, 16  # tokens of a rollout, of its prompt; rollouts of a prompt
+STEPS = 12  # reasoning steps of a rollout
+VOCABULARY = 32_000
+MICRO_BATCH_TOKENS = 8192
+MILLION = 1_000_000
+CASES = ("grpo/4/8.4", "grpo/8/8.4", "tango/4/8.4", "tango/8/8.4", "grpo/4/1", "grpo/4/64")
+LIMITS = {"driver_s": 0.08, "others_s": 0.03, "driver_bytes": 24.0, "others_bytes": 24.0, "wire": 1.1}
+TANGO_DRIVER_S = 0.2
+FLAT = 1.25
+
+
+class Receiver:
+    """Stands in for a policy: cuts for its replicas as a 7-billion-parameter model's would be cut."""
+
+    replays = False
+
+    def __init__(self, world: TorchWorld) -> None:
+        each = 1 if world.size <= 4 else 2
+        ranks = [[*range(first, first + each)] for first in range(0, world.size, each)]
+        groups = [dist.new_group(members, backend="gloo") for members in ranks] if each > 1 else []
+        own = groups[world.rank // each] if groups else None
+        self.replicas = Replicas(ranks=ranks, reporters=[members[0] for members in ranks], group=own)
+
+    def shares(self, lengths: np.ndarray) -> Shares:
+        cost = Cost(balance=65_000)
+        return micro_batches(lengths, max_tokens=MICRO_BATCH_TOKENS, replicas=len(self.replicas.ranks), cost=cost)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level pieces of two to seven letters, and the tags of steps."""
+    rng, letters = np.random.default_rng(0), [*"abcdefghijklmnopqrstuvwxyz"]
+    words = ["<step>", "</step>", *pre_tokenizers.ByteLevel.alphabet()]
+    known = set(words)
+    while len(words) < VOCABULARY:
+        word = "Ġ" + "".join(rng.choice(letters, rng.integers(2, 8)))
+        if word not in known:
+            known.add(word)
+            words.append(word)
+    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
+    """Prompts, and GROUP completions of each, `tokens` in all; a length is that of the longest or up to a tenth less."""
+    rng = np.random.default_rng(1)
+    prompts, completions, made = [], [], 0
+    while made < tokens:
+        prompts.append(Prompt(id=str(len(prompts)), tokens=_random_tokens(rng, PROMPT)))
+        for _ in range(GROUP):
+            length = LENGTH - PROMPT - int(rng.integers(0, LENGTH // 10))
+            own = _random_tokens(rng, length)
+            edges = np.linspace(0, length - 1, 2 * STEPS, dtype=np.int64)
+            own[edges[::2]], own[edges[1::2]] = 0, 1
+            logprobs = rng.random(length, np.float32)
+            completions.append(Completion(tokens=own, logprobs=logprobs, stop=Stop.EOS))
+            made += length + PROMPT
+    return prompts, completions
+
+
+def credited(
+    method: str, prompts: Sequence[Prompt], completions: Sequence[Completion], tokenizer: Any
+) -> list[Rollout]:
+    """Answers become rollouts with advantages; rewards and verdicts are drawn."""
+    rng, out = np.random.default_rng(2), []
+    for number, completion in enumerate(completions):
+        prompt = prompts[number // GROUP]
+        rollout = from_completion(prompt, completion, role="generator", group=prompt.id, version=3)
+        rollout = rollout.with_rewards(outcome=float(rng.random() < 0.4))
+        if method == "tango":
+            rollout = mark_steps(rollout, decode(tokenizer, rollout.response))
+            ranges = rollout.marks_of(STEP).ranges
+            assert len(ranges) == STEPS, f"{len(ranges)} steps were found of {STEPS}"
+            rollout = replace(rollout, marks={STEP: Marks(ranges, rng.choice([-1.0, 1.0], len(ranges)) / len(ranges))})
+        out.append(rollout)
+    return assign_advantages(out, reward="outcome", estimator="grpo", alpha=0.1 if method == "tango" else None)
+
+
+def one_way(world: TorchWorld, policy: Receiver, answers: Any, method: str, tokenizer: Any) -> Work:
+    """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other. Collective."""
+    rollouts = None if answers is None else credited(method, *answers, tokenizer)
+    work = hand_out(world, policy, rollouts, loss=PolicyLoss(LossConfig(kl_coef=0.0)))  # type: ignore[arg-type]
+    for micro in work.micros():
+        work.batch(micro)
+    return work
+
+
+def rank_figures(rank: int, folder: str, case: str, rounds: int, memory: bool) -> dict[str, float]:
+    """Runs one rank. Returns its CPU-seconds and its bytes, in all and per million tokens of its replica."""
+    torch.set_num_threads(1)
+    method, ranks, millions = case.split("/")
+    store = dist.FileStore(f"{folder}/{case.replace('/', '_')}_{memory}", int(ranks))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(ranks))
+    world = TorchWorld()
+    policy, tokenizer = Receiver(world), make_tokenizer() if method == "tango" and rank == 0 else None
+    small = make_answers(100_000) if rank == 0 else None
+    one_way(world, policy, small, method, tokenizer)  # imports, first pages, connections
+    world.barrier()
+    start = common.anonymous_bytes()
+    answers = make_answers(round(float(millions) * MILLION)) if rank == 0 else None
+    world.barrier()
+    if memory:
+        with common.AnonymousPeak() as peak:
+            work = one_way(world, policy, answers, method, tokenizer)
+        most = peak.mib * 2**20 + peak.start - start
+        figures = {"bytes": most, "tokens": float(work.num_tokens)}
+    else:
+        figures = {"cpu_s": float("inf")}
+        for _ in range(rounds):
+            world.barrier()
+            before, wall, written = time.process_time(), time.perf_counter(), _written()
+            work = one_way(world, policy, answers, method, tokenizer)
+            figures["cpu_s"] = min(figures["cpu_s"], time.process_time() - before)
+            figures |= {"wall_s": time.perf_counter() - wall, "written": _written() - written}
+            figures["tokens"] = float(work.num_tokens)
+            del work
+    world.barrier()
+    dist.destroy_process_group()
+    return figures
+
+
+def measure(case: str, rounds: int) -> dict[str, float]:
+    """Figures of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory costs time."""
+    method, ranks, _ = case.split("/")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for memory in (False, True):
+            tasks = [(rank, folder, case, rounds, memory) for rank in range(int(ranks))]
+            with multiprocessing.get_context("spawn").Pool(int(ranks)) as pool:
+                found[memory] = pool.starmap(rank_figures, tasks, chunksize=1)
+    (driver, *others), (driver_memory, *others_memory) = found[False], found[True]
+    each = 1 if int(ranks) <= 4 else 2
+    total = sum(one["tokens"] for one in found[False][::each])
+    sent = total if each > 1 else total - driver["tokens"]  # an own replica of several ranks is sent to its next
+    return {
+        "driver_s": driver["cpu_s"] / total * MILLION,
+        "others_s": max(one["cpu_s"] / one["tokens"] for one in others) * MILLION,
+        "driver_bytes": driver_memory["bytes"] / total,
+        "others_bytes": max(one["bytes"] / one["tokens"] for one in others_memory),
+        "wire": driver["written"] / (sent * (12 if method == "tango" else 8)),
+        "wall_s": driver["wall_s"],
+        "driver_peak_mib": driver_memory["bytes"] / 2**20,
+        "million_tokens": total / MILLION,
+    }
+
+
+def _random_tokens(rng: np.random.Generator, count: int) -> np.ndarray:
+    return rng.integers(258, VOCABULARY, count, dtype=np.int32)  # words; not the tags, not single bytes
+
+
+def _written() -> float:
+    """Bytes that this process has written to files and sockets (Linux)."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", metavar="METHOD/RANKS/MILLIONS", action="append", help="these cases alone")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    figures: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for case in track(args.only or CASES, "cases", console=Console(stderr=True)):
+        figures |= {f"{case}/{name}": value for name, value in measure(case, args.rounds).items()}
+        limits |= {f"{case}/{name}": limit for name, limit in LIMITS.items()}
+        if case.startswith("tango"):
+            limits[f"{case}/driver_s"] = TANGO_DRIVER_S
+    if not args.only:
+        figures["flat"] = figures["grpo/4/64/driver_s"] / figures["grpo/4/1/driver_s"]
+        limits["flat"] = FLAT
+    common.finish(figures, {}, args, limits=limits)
+
+
+if __name__ == "__main__":
+    main()

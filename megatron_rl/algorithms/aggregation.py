@@ -1,0 +1,42 @@
+"""What a rollout's tokens weigh in the loss of an optimizer step, and what the sum is divided by: a function of counts alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
+
+
+def aggregate(
+    kind: Aggregation, counts: np.ndarray, groups: np.ndarray, *, max_tokens: int | None = None
+) -> tuple[np.ndarray, float]:
+    """[S] numbers of labels in the loss, by weight, and [S] group numbers -> ([S] float32 weight of a rollout's tokens, denominator).
+
+    The loss of the optimizer step is sum over tokens of (weight x loss of the token) / denominator.
+    token_mean     all tokens alike: the denominator is their number (DAPO, arXiv 2503.14476)
+    sequence_mean  mean over rollouts of their token means (GRPO, arXiv 2402.03300)
+    prompt_mean    mean over prompts of the token means of their groups (ScaleRL, arXiv 2510.13786)
+    constant       sum over tokens / (S x max_tokens), so that no rollout's length counts (Dr.GRPO, arXiv 2503.20783)
+    A rollout or group without a label in the loss is in no mean. Raises ValueError for `constant` without `max_tokens`.
+    """
+    counts = np.asarray(counts, np.float64)
+    match kind:
+        case "token_mean":
+            return np.ones(len(counts), np.float32), float(counts.sum())
+        case "sequence_mean":
+            return _shares(counts), float((counts > 0).sum())
+        case "prompt_mean":
+            _, numbers = np.unique(groups, return_inverse=True)
+            totals = np.bincount(numbers, counts)
+            return _shares(totals)[numbers], float((totals > 0).sum())
+        case "constant":
+            if max_tokens is None:
+                raise ValueError("loss.aggregation = 'constant' divides by a number of tokens: set loss.max_tokens")
+            return np.ones(len(counts), np.float32), float(len(counts) * max_tokens)
+
+
+def _shares(counts: np.ndarray) -> np.ndarray:
+    """1 / counts as float32, 0 for 0."""
+    return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0).astype(np.float32)

@@ -1,0 +1,211 @@
+"""The packed batch that a loss sees, the statistics that a model gives of it, and the protocol of losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.batches.flat import Counts, Flat, fill, form_of
+from megatron_rl.types import Author, Rollout
+
+STATISTICS = ("logprobs", "entropy", "vocab_mean")  # what a model can tell of a label's distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout: what is said of position i is said of its label.
+
+    The last position of a rollout has no label. What stands at a place whose weight is 0 means nothing.
+    """
+
+    tokens: Tensor  # [N] int64
+    labels: Tensor  # [N] int64, the next token
+    mask: Tensor  # [N] bool, True where the role's policy sampled the label
+    weights: Tensor  # [N] float32, weight of the label's loss; 0 where it is not in the loss
+    engine_logprobs: Tensor  # [N] float32, of the author that sampled the label
+    advantages: Tensor  # [N] float32; zeros for a loss that uses none
+    cu_seqlens: Tensor  # [S + 1] int64
+    old_logprobs: Tensor | None = None  # [N] float32, the trainer's own at the start of the update; None: the live ones
+    reference_logprobs: Tensor | None = None  # [N] float32, the frozen reference's; None: not asked for
+    values: Mapping[str, Tensor] = field(default_factory=dict)  # [N] float32 each, what else the loss asked for by name
+    experts: Tensor | None = None  # [N, L, k] int16: the experts that the engine chose, FREE where that is not known
+
+    @property
+    def counted(self) -> Tensor:
+        """[N] bool, True where the label is in the loss: what is trained, and what a partner wrote if that has a weight."""
+        return self.weights > 0
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64, tokens of each rollout."""
+        return self.cu_seqlens.diff()
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Sums values [N] over each rollout. -> [S], with gradient."""
+        return torch.segment_reduce(values, "sum", lengths=self.lengths.to(values.device), unsafe=True)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Repeats one value per rollout at each of its positions. [S] -> [N], with gradient."""
+        return values.repeat_interleave(self.lengths.to(values.device))
+
+    def cleaned(self) -> Batch:
+        """Puts 0 wherever the label is not in the loss, so that nothing which stands there, nan included, reaches a sum or a gradient."""
+        names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
+        own = {name: value for name in names if (value := _field(self, name)) is not None}
+        clean = {name: at(self.counted, value) for name, value in own.items()}
+        return replace(self, values={n: at(self.counted, v) for n, v in self.values.items()}, **clean)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        if self.tokens.device == device:
+            return self
+        moved = {f.name: _field(self, f.name) for f in fields(self) if f.name != "values"}
+        values = {name: value.to(device) for name, value in self.values.items()}
+        return Batch(values=values, **{n: None if v is None else v.to(device) for n, v in moved.items()})  # type: ignore[arg-type]
+
+    def dummy(self, length: int) -> Batch:
+        """A batch of one sequence without labels that has the same optional fields as this one."""
+        none = torch.zeros(length)
+        empty = torch.zeros(length, dtype=torch.int64)
+        return Batch(
+            tokens=empty,
+            labels=empty,
+            mask=empty > 0,
+            weights=none,
+            engine_logprobs=none,
+            advantages=none,
+            cu_seqlens=torch.tensor([0, length]),
+            old_logprobs=None if self.old_logprobs is None else none,
+            reference_logprobs=None if self.reference_logprobs is None else none,
+            values=dict.fromkeys(self.values, none),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a model says of the labels of a batch, [N] each; None where it was not asked."""
+
+    logprobs: Tensor  # log p(label)
+    entropy: Tensor | None = None  # of the label's distribution
+    vocab_mean: Tensor | None = None  # mean over the vocabulary of log p; without gradient
+
+    def at(self, mask: Tensor) -> Statistics:
+        """The same with 0 where `mask` [N] is False."""
+        found = (None if one is None else at(mask, one) for one in (self.logprobs, self.entropy, self.vocab_mean))
+        return Statistics(*found)  # type: ignore[arg-type]
+
+
+class BatchLoss(Protocol):
+    """A loss over packed positions. It returns sums, never means: a batch may be cut into micro-batches anywhere between rollouts."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of what it reads beside log-probs: entropy, vocab_mean, old, reference, or names of Rollout.values."""
+        ...
+
+    @property
+    def uses_advantages(self) -> bool:
+        """False: it trains on rollouts that have none."""
+        ...
+
+    def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
+        """[S] weighted numbers of labels and group numbers of an optimizer step's rollouts -> ([S] float32 weights, denominator)."""
+        ...
+
+    def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the weighted sum to differentiate, and detached sums over trained labels by name."""
+        ...
+
+
+def batch_of(flat: Flat, first: int, last: int) -> Batch:
+    """Packs rollouts first .. last - 1. This is the only place where a token becomes the label of the position before it."""
+    start, end = int(flat.starts[first]), int(flat.starts[last])
+    after = slice(start + 1, end + 1)
+    mask, weights = _shares(flat, first, last)
+    tokens = torch.from_numpy(flat.tokens[start : end + 1].astype(np.int64))
+    return Batch(
+        tokens=tokens[:-1],
+        labels=tokens[1:],
+        mask=torch.from_numpy(mask),
+        weights=torch.from_numpy(weights),
+        engine_logprobs=torch.from_numpy(flat.logprobs[after]),
+        advantages=torch.from_numpy(_advantages(flat, first, last)),
+        cu_seqlens=torch.from_numpy(flat.starts[first : last + 1] - start),
+        values={name: torch.from_numpy(values[after]) for name, values in flat.values.items()},
+        experts=None if flat.experts is None else torch.from_numpy(flat.experts[start:end]),
+    )
+
+
+def pack(rollouts: Sequence[Rollout]) -> Batch:
+    """Packs rollouts in order into one batch that weighs all of them alike, with the values that they all have.
+
+    Raises ValueError for no rollouts and for a rollout without advantages.
+    """
+    if not rollouts:
+        raise ValueError("cannot pack an empty list of rollouts")
+    names = sorted(set.intersection(*({*r.values} for r in rollouts)))
+    form = form_of(rollouts, values=tuple(names), experts=True)
+    counts = Counts(len(rollouts), sum(len(r.spans) for r in rollouts), sum(len(r.tokens) for r in rollouts))
+    buffer = np.empty(form.size(counts), np.uint8)
+    alike = {"weights": np.float32(1), "numbers": np.arange(len(rollouts)), "rescored": np.bool_(False)}
+    fill(buffer, form, counts, rollouts, alike | {"micro_batches": np.int32(len(rollouts))})
+    return batch_of(Flat.over(buffer, form, counts), 0, len(rollouts))
+
+
+def at(mask: Tensor, values: Tensor) -> Tensor:
+    """Values where `mask` is True, 0 elsewhere: what stands elsewhere reaches no sum and no gradient, not even nan."""
+    return torch.where(mask, values, 0.0)
+
+
+def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
+    """Names of the statistics that a model is asked for, in the order of STATISTICS."""
+    return tuple(name for name in STATISTICS if name == "logprobs" or name in needs)
+
+
+def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
+    """Names of Rollout.values among the needs of a loss."""
+    return tuple(sorted(needs - {*STATISTICS, "old", "reference"}))
+
+
+def _field(batch: Batch, name: str) -> Tensor | None:
+    return getattr(batch, name)
+
+
+def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which labels of rollouts first .. last - 1 are trained and what each label weighs, [n] bool and [n] float32.
+
+    Spans are repeated as often as they have labels: the first loses its first token, which nothing predicts, and the last gains the
+    place behind it. Positions that end a rollout are then put to 0.
+    """
+    spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
+    authors, counts = flat.span_authors[spans], flat.span_lengths[spans].copy()
+    if len(counts):
+        counts[0] -= 1
+        counts[-1] += 1
+    repeats = flat.span_counts[first:last]
+    trained = authors == Author.POLICY
+    partner = np.repeat(flat.partner_weights[first:last], repeats) * (authors == Author.PARTNER)
+    own = np.where(trained, np.float32(1), partner) * np.repeat(flat.weights[first:last], repeats)
+    mask, weights = np.repeat(trained, counts), np.repeat(own, counts)
+    ends = flat.starts[first + 1 : last + 1] - flat.starts[first] - 1
+    mask[ends], weights[ends] = False, 0.0
+    return mask, weights
+
+
+def _advantages(flat: Flat, first: int, last: int) -> np.ndarray:
+    """[n] float32 of the labels of rollouts first .. last - 1."""
+    start, end = int(flat.starts[first]), int(flat.starts[last])
+    if flat.advantages is None:
+        return np.zeros(end - start, np.float32)
+    if flat.form.advantages == "rollout":
+        return np.repeat(flat.advantages[first:last], flat.lengths[first:last])
+    return flat.advantages[start + 1 : end + 1]

@@ -1,0 +1,84 @@
+"""Runs `train`, `drift`, `sft`, `generate` or `eval` on this process's rank, or starts the ranks first."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands import settings
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import schema as configs
+from megatron_rl.session import launch
+
+LEFT = 130  # exit status of a run that was asked to save and leave
+# Environment variables that make the libraries under torch deterministic.
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+}
+
+
+def run(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Runs the command and returns the exit status. `words`: the whole command line, for the ranks started here.
+
+    Raises ConfigError before any work; later errors in errors.EXPECTED are printed.
+    """
+    files, overrides = settings.split(args.settings)
+    schema = settings.SCHEMAS["train" if args.command == "drift" else args.command]
+    config = config_files.load(schema, files, overrides)
+    try:
+        place = launch.place_from(os.environ)
+    except ValueError as error:
+        raise configs.ConfigError(str(error)) from error
+    if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
+        print(f"{config.output} is there: nothing to do")
+        return 0
+    config_checks.check(config, place.world_size if place else config.launch.nproc)
+    if place is None and config.launch.nproc > 1:
+        return launch.start_ranks(words, config.launch.nproc, os.environ)
+    if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
+        os.environ.update(DETERMINISTIC)
+    place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
+    return _run_on_rank(args, config, place)
+
+
+def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> int:
+    command = _command(args)
+    from megatron_rl import errors
+
+    try:
+        status = command(config, place)
+        in_step = place.job is not None and place.job.step is not None
+        # srun ends the other ranks for any status but 0, and slurm/job.sh would see a fault
+        return 0 if status == LEFT and in_step else status
+    except errors.EXPECTED as error:
+        if place.local_rank == 0 and not isinstance(error, errors.DriverError):
+            where = f"rank {place.rank}: " if place.rank else ""
+            print(f"megatron-rl {args.command}: {where}{error}", file=sys.stderr)
+        return 2 if isinstance(error, configs.ConfigError) else 1
+
+
+def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
+    """Imports the command, and torch with it, and returns its function (config, place) -> exit status."""
+    if args.command == "train":
+        from megatron_rl.session.train import run
+    elif args.command == "drift":
+        from megatron_rl.session import drift
+
+        run = functools.partial(drift.run, updates=args.updates)
+    elif args.command == "sft":
+        from megatron_rl.commands.sft import run
+    elif args.command == "generate":
+        from megatron_rl.commands.generate import run
+    else:
+        from megatron_rl.commands import evaluate
+
+        run = functools.partial(evaluate.run, environment=os.environ)
+    return run

@@ -1,0 +1,26 @@
+"""`megatron-rl serve`: starts one server of a run's rollouts and keeps it alive."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from megatron_rl.commands.settings import split
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import TrainConfig
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the server's exit status, or 1 when it cannot be started. Raises ConfigError."""
+    from megatron_rl.engines.base import EngineError
+    from megatron_rl.session import serving
+
+    config = config_files.load(TrainConfig, *split(args.settings))
+    try:
+        return serving.run(
+            config, role=args.role, replica=args.replica, with_parent=args.with_parent, environment=os.environ
+        )
+    except EngineError as error:
+        print(f"megatron-rl serve: {error}", file=sys.stderr)
+        return 1

@@ -1,0 +1,63 @@
+"""The foundation of the config's dataclasses: the decorator, the error, and types that several sections share."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+import pydantic
+
+C = TypeVar("C")
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]  # a fraction of a whole, 0 to 1
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. The message names the key, the value and the cure."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def config(cls: type[C]) -> type[C]:
+    """Makes a frozen keyword-only dataclass. When it is read from a file, unknown keys and wrong types are refused."""
+    strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    cls.__pydantic_config__ = strict  # type: ignore[attr-defined]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@config
+class Use:
+    """A plug-in: the name of a Python object, and the arguments that it is built or called with."""
+
+    target: str  # the object's name as package.module:name
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments for it
+
+
+def field_comments(schema: type) -> dict[str, str]:
+    """Returns the comment of each field of a config dataclass, by the field's name; `--help` prints them.
+
+    A field's comment stands behind it on the same line, or on the lines directly above it. Inherited fields are
+    included. Fields without a comment are left out.
+    """
+    comments: dict[str, str] = {}
+    for kind in reversed(schema.__mro__):
+        if dataclasses.is_dataclass(kind):
+            comments |= _comments(inspect.getsource(kind))
+    return comments
+
+
+def _comments(source: str) -> dict[str, str]:
+    """Reads the comments of fields out of one class's source text."""
+    comments: dict[str, str] = {}
+    above: list[str] = []
+    for line in source.splitlines():
+        if text := re.match(r"    # (.*)$", line):
+            above.append(text[1])
+            continue
+        if name := re.match(r"    (\w+): ", line):
+            behind = re.search(r"  # (.*)$", line)
+            if above or behind:
+                comments[name[1]] = " ".join(above) or behind[1]  # type: ignore[index]
+        above = []
+    return comments

@@ -1,0 +1,46 @@
+"""Settings of data: problem sets, and prompt/response pairs for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from pydantic import PositiveInt
+
+from megatron_rl.config.base import Share, config
+
+
+@config
+class PromptSet:
+    """A set of problems. `path` is a JSONL or Parquet file, a directory of them, or a Hugging Face data set."""
+
+    path: str  # JSONL or Parquet file, directory of them, or Hugging Face data set
+    # Name of a ready-made mapping: eurus2_rl, eurus2_sft, deepscaler, gsm8k, math, last_letter, solutions.
+    settings: str | None = None
+    subset: str | None = None  # configuration of a Hugging Face data set; null: that of `settings`, else its only one
+    split: str = "train"  # split of a Hugging Face data set, or of a directory with files train*, test*, ...
+    # Our field name -> the row's key; dots reach inside nested values. Example: {question: problem}.
+    fields: dict[str, str] = field(default_factory=dict)
+    filters: dict[str, Any] = field(default_factory=dict)  # keep only rows whose key has this value
+    # Regular expression that finds the answer: group 1 of its last match, or the whole match where it has no groups.
+    answer_pattern: str | None = None
+    # false: take commas out of the answer (1,234 becomes 1234); null: as `settings` has it, else true.
+    answer_commas: bool | None = None
+    remove_suffix: str | None = None  # text that is cut from the end of every question
+    limit: PositiveInt | None = None  # largest number of problems: the first usable rows that pass the filters
+    shuffle: bool = True  # give the problems a new order in every epoch, the same in every run with this seed
+    max_bad_share: Share = 0.01  # refuse the set when a larger share of its rows is unusable
+
+
+@config
+class SftData:
+    """Prompt/response pairs as JSONL or Parquet; the loss is on the response alone."""
+
+    train: str  # JSONL or Parquet file, directory of them, or Hugging Face data set
+    validation: str | None = None  # pairs for the validation loss; null: none
+    prompt_field: str = "prompt"  # the row's key of the prompt
+    response_field: str = "response"  # the row's key of the response
+    append_eos: bool = True  # put the end-of-sequence token behind every response
+    shuffle: bool = True  # give the pairs a new order in every epoch
+    max_tokens: PositiveInt = 4096  # longer pairs are dropped and counted
+    max_bad_share: Share = 0.01  # refuse the data when a larger share of its rows is unusable

@@ -1,0 +1,126 @@
+"""Settings of the engines that write rollouts, and of the refits that bring new weights to them."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.base import Share, config
+
+
+@config
+class Embedded:
+    """The engine inside the trainer's own ranks."""
+
+    kind: Literal["embedded"] = "embedded"  # the engine inside the trainer's ranks
+    max_batch: PositiveInt = 256  # rows decoded together on one rank
+
+
+@config
+class Servers:
+    """Inference servers, in processes of their own: `replicas` of them for each role."""
+
+    replicas: PositiveInt = 1  # servers of each role
+    tp: PositiveInt = 1  # tensor-parallel ranks of one server
+    expert_parallel: bool = False  # give each of a server's ranks whole experts, instead of a part of every expert
+    # Addresses of servers that run already, by role. They share no directory with the run.
+    urls: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # File with the token that servers at `urls` ask for; null: the token in the run directory.
+    token_file: str | None = None
+    # true: the run starts the servers on its first rank's host. false: `megatron-rl serve` starts them, in jobs of
+    # their own.
+    start: bool = True
+    python: str | None = None  # Python interpreter of the environment that has the engine; null: that of the run
+    # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
+    host: str = "127.0.0.1"
+    # GPUs of the servers that the run starts: the first `tp` are the first server's, and so on; empty: the visible
+    # ones.
+    gpus: tuple[NonNegativeInt, ...] = ()
+    max_batch: PositiveInt = 256  # sequences that one server decodes together
+    max_model_len: PositiveInt | None = None  # longest prompt plus completion, in tokens; null: the model's own limit
+    kv_cache_gib: PositiveFloat = 1.0  # key-value cache of one server without a GPU, in GiB
+    memory_share: Share = 0.85  # share of each GPU's memory that a server may use
+    threads: PositiveInt = 1  # CPU threads of one server without a GPU
+    args: tuple[str, ...] = ()  # further words for the server's command line
+    # What becomes of a completion that a refit interrupts. continue: go on from its tokens with the new weights.
+    # restart: begin anew.
+    partial: Literal["continue", "restart"] = "continue"
+    # What a refit does to requests under way. abort: they return what they have, see `partial`. wait: they end first.
+    # keep: they stop and go on after the refit.
+    pause: Literal["abort", "wait", "keep"] = "abort"
+    # Sequences asked of one server at once; null: a quarter more than max_batch, so that the server never waits for
+    # requests.
+    max_sequences: PositiveInt | None = None
+    attempts: PositiveInt = 3  # tries of a request that living servers fail, before the run gives up
+    request_timeout_s: PositiveFloat = 600.0  # seconds for one request
+    start_timeout_s: PositiveFloat = 600.0  # seconds from a server's start until it must answer
+    lost_after_s: PositiveFloat = 15.0  # seconds without a sign of life after which a server counts as lost
+    wait_s: PositiveFloat = 1800.0  # seconds to wait while no server can be used, before the run gives up
+    restarts: NonNegativeInt = 3  # times that a server which dies is started again
+
+    @property
+    def at_once(self) -> int:
+        """Returns how many sequences are asked of one server at once."""
+        return self.max_sequences or self.max_batch + -(-self.max_batch // 4)
+
+
+@config
+class Vllm(Servers):
+    """vLLM servers."""
+
+    kind: Literal["vllm"] = "vllm"  # servers that run vLLM
+
+
+@config
+class Sglang(Servers):
+    """SGLang servers."""
+
+    kind: Literal["sglang"] = "sglang"  # servers that run SGLang
+
+
+@config
+class RefitConfig:
+    """The way the trainer's weights reach the engines after an update (docs/refit.md)."""
+
+    # How tensors travel. auto: the fastest way that trainer and engine both have.
+    transport: Literal["auto", "tcp", "gloo", "nccl", "shared_memory", "cuda_ipc", "disk"] = "auto"
+    bucket_mib: PositiveFloat = 64.0  # largest message, in MiB
+    # Compare checksums of sent and received bytes. sample: one slice in 16, other ones at every refit. full: all. off:
+    # none.
+    verify: Literal["off", "sample", "full"] = "sample"
+    # Send only what changed, where that is smaller. It costs a copy of what is sent, and stops by itself where it saves
+    # no time.
+    delta: bool = False
+    timeout_s: PositiveFloat = 600.0  # seconds for a whole refit; an engine that takes longer is left out
+    message_timeout_s: PositiveFloat = 60.0  # seconds for one message
+    directory: str | None = None  # directory for transport = disk; all ranks must see it
+
+
+@config
+class Rollouts:
+    """Settings of rollouts that are written while training goes on."""
+
+    # Turns that may be played before earlier ones are trained on. 0: play and train take turns.
+    max_staleness: NonNegativeInt = 0
+    tis_cap: PositiveFloat = 2.0  # loss.tis_cap for roles that set none, where max_staleness is above 0
+    # What to do with a rollout that several weight versions wrote. keep: use each token's log-prob as the engine gave
+    # it. rescore: compute all of them anew with the trainer. drop: leave the rollout out of the update.
+    mixed: Literal["keep", "rescore", "drop"] = "keep"
+
+
+@config
+class EndpointConfig:
+    """An OpenAI-compatible server that plays a role with weights of its own. The API key is never part of a config."""
+
+    url: str  # with or without /v1 at its end
+    model: str  # name of the model that is asked
+    key_file: str | None = None  # file that holds the API key
+    key_variable: str | None = None  # environment variable that holds the API key
+    token_prompts: bool = True  # true: it takes prompts as token ids; false: as text
+    # true: it knows, or ignores, parameters that are vLLM's (top_k, token ids in answers); false: it refuses them.
+    extensions: bool = True
+    at_once: PositiveInt = 64  # most sequences asked of it at the same time
+    attempts: PositiveInt = 6  # tries of a request that it fails
+    request_timeout_s: PositiveFloat = 600.0  # seconds to wait for one answer

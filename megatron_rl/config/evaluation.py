@@ -1,0 +1,124 @@
+"""Settings of rewards, of the evaluations during a run, and of the command `megatron-rl eval`."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.base import ConfigError, Share, config
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.engines import Embedded, Sglang, Vllm
+from megatron_rl.config.model import Model, SamplingConfig
+from megatron_rl.config.run import Launch
+
+
+@config
+class Evaluation:
+    """The evaluations on held-out problems during a training run."""
+
+    prompts: PromptSet | None = None  # the held-out problems; null: no evaluation
+    every: NonNegativeInt = 0  # steps of the recipe between evaluations; 0: only at the end
+    at_start: bool = True  # evaluate before the first step, too
+    num_prompts: PositiveInt = 256  # problems of one evaluation
+
+
+@config
+class Reward:
+    """A reward function, (response, payload) -> float in [0, 1], and the worker processes that run it."""
+
+    target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
+    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
+    workers: PositiveInt = 2  # worker processes
+    timeout_s: PositiveFloat = 5.0  # seconds for one grading; a worker that takes longer is killed
+    memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
+    max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings times out or raises
+    wrong_answer: str = "-123456.789"  # an answer that is wrong for every problem; the gate before training grades it
+    # The response that the gate before training grades; {answer} is replaced by the answer.
+    answer_format: str = "<answer>\\boxed{{answer}}</answer>"
+
+    def __post_init__(self) -> None:
+        if "{answer}" not in self.answer_format:
+            raise ConfigError(
+                f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands"
+            )
+
+
+@config
+class Judging:
+    """A verifier that weighs a generator's samples, for best of n and weighted votes."""
+
+    model: Model  # the verifier
+    template: str = "tango_verifier"  # name or file of its prompt
+    votes: PositiveInt = 1  # verifications of each sample
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the verifications
+
+
+@config
+class GradingConfig:
+    """Grade given completions: `megatron-rl eval --completions`."""
+
+    benchmark: str | None = None  # name of the benchmark whose grader is used; null: `reward`
+    reward: Reward = field(default_factory=lambda: Reward(workers=1))  # the grader and its worker processes
+
+
+@config
+class EvalConfig:
+    """Measure a model on problem sets: `megatron-rl eval`."""
+
+    # The measured model: the generator; for sets of solutions (processbench_*) the verifier; for handoff the one that
+    # begins.
+    model: Model
+    benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
+    data_dir: str | None = None  # directory with local files of the benchmarks; null: the Hugging Face hub
+    data: PromptSet | None = None  # a problem set of your own, graded by `reward`
+    limit: PositiveInt | None = None  # largest number of problems of each benchmark; null: all
+    template: str | None = None  # name or file of the prompt; null: the benchmark's own, and tango_generator for `data`
+    chat: bool = False  # put the prompt as a user's message into the tokenizer's chat template
+    # NAME.json for the figures. Beside it NAME.jsonl gets every sample, and NAME.html the report.
+    output: str | None = None
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # sampling of the answers
+    # Most tokens of prompt and answer together; max_tokens is lowered to context - prompt - 8 where needed. null: no
+    # limit.
+    context: PositiveInt | None = None
+    n: PositiveInt = 1  # samples of each problem
+    k: tuple[PositiveInt, ...] = (1,)  # the values of k for which pass@k is reported
+    seed: int = 0  # seed of all draws
+    # What is measured. solve: answers to problems. handoff: answers that two models write in turns. legibility: how
+    # hard the junior finds the texts of solve to predict (cross-entropy). drift: how far junior and base are from the
+    # model on these texts (KL).
+    measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
+    junior: Model | None = None  # the other model of handoff, legibility and drift
+    base: Model | None = None  # the model that training began from, for drift
+    max_rounds: PositiveInt = 150  # most turns in one hand-off
+    verifier: Judging | None = None  # a verifier that weighs the samples; null: none
+    # The grader of `data`. Its workers and limits are those of every benchmark's grader, too.
+    reward: Reward = field(default_factory=Reward)
+    # The engine that writes the answers.
+    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
+    launch: Launch = field(default_factory=Launch)  # number of ranks to start
+
+    def __post_init__(self) -> None:
+        if not self.benchmarks and self.data is None:
+            raise ConfigError(
+                "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own "
+                "by data.path"
+            )
+        if self.limit is not None and not self.benchmarks:
+            raise ConfigError(
+                f"limit = {self.limit} is of benchmarks, and none is named: a set of your own has data.limit"
+            )
+        if too_large := [k for k in self.k if k > self.n]:
+            raise ConfigError(
+                f"k = {list(self.k)} with n = {self.n}: pass@{too_large[0]} needs as many samples; raise n"
+            )
+        if self.junior is None and (missing := [m for m in self.measures if m != "solve"]):
+            raise ConfigError(f"measures = {list(self.measures)}: {missing[0]} needs a second model; set junior.path")
+        if {"legibility", "drift"} & set(self.measures) and "solve" not in self.measures:
+            raise ConfigError(
+                f"measures = {list(self.measures)}: legibility and drift read the texts that solve writes; add solve"
+            )
+        if self.output is not None and not self.output.endswith(".json"):
+            raise ConfigError(f"output = {self.output!r}: give NAME.json; NAME.jsonl and NAME.html go beside it")

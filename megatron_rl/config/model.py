@@ -1,0 +1,205 @@
+"""Settings of one trained model: where it comes from, how it lies over the ranks, its optimizer, loss and sampling."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.base import ConfigError, Share, config
+from megatron_rl.config.datasets import PromptSet
+from megatron_rl.config.engines import EndpointConfig
+
+Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]  # algorithms/authors.py explains each
+
+
+@config
+class Layout:
+    """The way one role's model lies over the ranks. The data-parallel size is what remains: ranks / (tp x cp x pp)."""
+
+    tp: int = 1  # number of tensor-parallel ranks
+    pp: int = 1  # number of pipeline stages
+    cp: int = 1  # number of context-parallel ranks; each holds its share of every sequence's tokens
+    vpp: int | None = None  # virtual pipeline stages on each rank (interleaved schedule); null: not interleaved
+    # Number of expert-parallel ranks; each holds its share of a layer's experts. They are taken from the tp x cp x dp
+    # ranks of a stage.
+    ep: int = 1
+    # Number of tensor-parallel ranks of each expert; null: as many as tp, so that tp alone shards the whole model.
+    etp: int | None = None
+    sequence_parallel: bool = False  # shard norms and residuals along the sequence; needs tp above 1
+    overlap_p2p: bool = False  # overlap pipeline sends with computation; vpp needs it
+
+    def __post_init__(self) -> None:
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.expert_tp}
+        for name, number in sizes.items():
+            if number < 1:
+                raise ConfigError(f"layout.{name} = {number}: give a number of ranks, at least 1")
+        if self.sequence_parallel and self.tp == 1:
+            raise ConfigError(
+                "layout.sequence_parallel = true with layout.tp = 1: set tp above 1 or sequence_parallel to false"
+            )
+        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
+            raise ConfigError(
+                f"layout.vpp = {self.vpp} with layout.pp = {self.pp}: both must be at least 2, or vpp null"
+            )
+        if self.vpp is not None and not self.overlap_p2p:
+            raise ConfigError(
+                f"layout.vpp = {self.vpp} with layout.overlap_p2p = false gives wrong gradients in Megatron-core "
+                "without an error: set layout.overlap_p2p=true"
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Returns the number of ranks of one data-parallel replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Returns the number of tensor-parallel ranks of each expert."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Returns the number of ranks that hold all experts once, over all pipeline stages."""
+        return self.expert_tp * self.ep * self.pp
+
+
+@config
+class Model:
+    """A model's files, and how it is built from them."""
+
+    # A Hugging Face model directory or hub name: config.json, tokenizer, and safetensors when init is pretrained.
+    path: str
+    tokenizer: str | None = None  # another tokenizer directory; null: `path`
+    # pretrained: load the weights from `path`. random: draw them from the seed.
+    init: Literal["pretrained", "random"] = "pretrained"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and activations
+    # Which activations are computed again in the backward pass instead of kept in memory. selective: those of
+    # recompute_modules.
+    recompute: Literal["none", "selective", "full"] = "none"
+    # Parts of a layer that recompute = selective computes again.
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
+    # Weight of the load-balancing loss of experts (as in Switch Transformer, computed per micro-batch); 0: none.
+    router_aux_loss: NonNegativeFloat = 0.0
+    # Compute matrix products in 8 bits by Transformer Engine; needs a GPU with 8-bit floats (H100 or later, not A100).
+    fp8: bool = False
+
+
+@config
+class Optimizer:
+    """Adam with decoupled weight decay. The rate warms up linearly, then it is constant or falls to `min_lr`."""
+
+    lr: NonNegativeFloat = 1e-6  # learning rate after the warm-up
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of a linear or cosine decay
+    betas: tuple[Share, Share] = (0.9, 0.999)  # Adam's decay rates of the first and second moment
+    eps: PositiveFloat = 1e-8  # Adam's small number in the denominator
+    weight_decay: NonNegativeFloat = 0.01  # coefficient of the decoupled weight decay
+    clip_grad: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
+    warmup_steps: NonNegativeInt = 0  # optimizer steps over which the rate rises from 0 to lr
+    decay: Literal["constant", "linear", "cosine"] = "constant"  # shape of the rate after the warm-up
+    # Optimizer steps until the rate is min_lr, warm-up included. linear and cosine need it.
+    decay_steps: PositiveInt | None = None
+    overlap: bool = False  # sum gradients over replicas during the last backward pass instead of after it
+
+    def __post_init__(self) -> None:
+        if self.decay != "constant" and self.decay_steps is None:
+            raise ConfigError(
+                f"optimizer.decay = {self.decay!r} needs optimizer.decay_steps: the step at which min_lr is reached"
+            )
+        if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optimizer.decay_steps = {self.decay_steps} is within warmup_steps = {self.warmup_steps}: raise it"
+            )
+        if self.min_lr > self.lr:
+            raise ConfigError(
+                f"optimizer.min_lr = {self.min_lr} is above optimizer.lr = {self.lr}: the rate falls to it"
+            )
+
+
+@config
+class LossConfig:
+    """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
+
+    # Loss of each token: clipped, gspo, cispo, rover, distilled, or module:name (see algorithms/objectives.py).
+    objective: str = "clipped"
+    objective_args: dict[str, Any] = field(default_factory=dict)  # arguments of the objective, by name
+    clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
+    clip_high: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability above 1 + clip_high are clipped
+    kl_coef: NonNegativeFloat = 0.001  # weight of the KL penalty towards the reference model; 0: no reference is kept
+    # Estimator of that KL per token (Schulman). k1: log-ratio. k2: half its square. k3: unbiased, low variance, never
+    # negative.
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    # token_mean: every trained token counts the same. sequence_mean: every sequence counts the same. prompt_mean: every
+    # prompt counts the same, and within it every token. constant: the sum over tokens is divided by the number of
+    # sequences times max_tokens (Dr.GRPO).
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
+    max_tokens: PositiveInt | None = None  # tokens of a sequence for aggregation = constant; null: sampling.max_tokens
+    # Truncated importance sampling between trainer and engine: weigh each token by min(pi_old / pi_engine, cap). null:
+    # off.
+    tis_cap: PositiveFloat | None = None
+
+
+@config
+class SamplingConfig:
+    """The way one role's rollouts are drawn. The number of samples and the seed come from the recipe."""
+
+    max_tokens: PositiveInt = 2048  # longest completion, in tokens
+    temperature: NonNegativeFloat = 1.0  # 0: always the likeliest token
+    # Draw among the likeliest tokens that have this total probability; 1: all.
+    top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    top_k: NonNegativeInt = 0  # draw among this many likeliest tokens; 0: all
+    min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest one's probability
+    stop_strings: tuple[str, ...] = ()  # texts that end a completion
+
+
+@config
+class TandemConfig:
+    """Two models that write the rollouts together: a frozen junior, and the role itself as the senior (docs/tandem.md).
+
+    The senior is trained on its own tokens.
+    """
+
+    # The junior's model directory or hub name, with the same vocabulary; null: the model that the role starts from
+    # (model.path).
+    junior: str | None = None
+    strategy: Strategy = "word"  # rule by which the author of the next token changes
+    p: Share = 0.5  # probability that a draw makes the senior the author (strategies bernoulli and word)
+    max_gap: PositiveInt = 32  # the author is drawn anew after this many tokens without a new word (strategy word)
+    chunk_size: PositiveInt = 16  # tokens that one author writes in a row (strategy chunk)
+    junior_weight: Share = 0.0  # weight of the junior's tokens in the senior's loss; the paper's runs use 0
+
+
+@config
+class RoleConfig:
+    """One role: its model and how that is sampled and trained. Every batch size counts samples (rollouts)."""
+
+    model: Model = field(default_factory=lambda: Model(path=""))  # the files of the model; needed without same_as
+    # own: the role has a policy in the trainer, which its engines take weights from. none: its engines keep the weights
+    # of model.path, and it costs the trainer no memory; it cannot be trained.
+    policy: Literal["own", "none"] = "own"
+    # Another role whose policy and engines this one shares. Only sampling, max_prompt_tokens, tandem and data are its own.
+    same_as: str | None = None
+    endpoint: EndpointConfig | None = (
+        None  # an OpenAI-compatible server that answers for this role; needs policy = none
+    )
+    layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
+    optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
+    loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of its rollouts
+    tandem: TandemConfig | None = None  # a junior that writes training rollouts along; evaluation is without it
+    max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
+    packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence
+    micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank
+    samples_per_optimizer_step: int | None = None  # B, samples in one optimizer step; null: one step per update
+    data: PromptSet | None = None  # problems for this role's turns; null: the run's `data`
+    # For models with experts: train each token with the experts that the engine chose for it. engine.kind must be vllm.
+    router_replay: bool = False
+    sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the trainer holds a model for this role alone."""
+        return self.policy == "own" and self.same_as is None

@@ -1,0 +1,79 @@
+"""Settings of a run as a whole: its length, directory and checkpoints, its ranks, its Slurm job, and its checks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megatron_rl.config.base import config
+
+
+@config
+class Run:
+    """The length of a run, its directory and its checkpoints.
+
+    A step is a step of the recipe; of SFT an optimizer step.
+    """
+
+    name: str = "run"  # name of the run
+    dir: str = "runs"  # the run directory is dir/name
+    seed: int = 0  # seed of all random numbers of the run
+    steps: int | None = None  # steps of the run; null: as many as the recipe plans; fewer end it early
+    prompts_per_step: int = 256  # P, prompts of every turn
+    save_every: NonNegativeInt = 50  # steps between checkpoints; 0: only at the end
+    keep: PositiveInt = 2  # number of newest checkpoints that are kept
+    # Write checkpoints while training goes on, by processes that hold a copy; training waits for the first one.
+    async_save: bool = False
+    # auto: continue a run that is there, else begin. never: refuse to start where a run is. must: refuse where none is;
+    # accept changes.
+    resume: Literal["auto", "never", "must"] = "auto"
+    save_rollouts_every: NonNegativeInt = 1  # keep the rollouts of every n-th turn, with their texts; 0: none
+    # Use only kernels that give the same bits every time, where there is a choice; slower on a GPU.
+    deterministic: bool = False
+    # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never.
+    hang_after_s: NonNegativeFloat = 7200.0
+
+
+@config
+class Launch:
+    """The number of ranks to start when no launcher does."""
+
+    nproc: PositiveInt = 1  # ranks that are started here when no launcher (torchrun, srun) started them
+
+
+@config
+class JobConfig:
+    """The run on a Slurm cluster, for `megatron-rl submit`. The site's profile has its own values; null takes those."""
+
+    nodes: PositiveInt = 1  # nodes of the trainer
+    time: str | None = None  # time limit of one slice, as sbatch takes it (04:00:00); null: as the profile has it
+    slices: PositiveInt = 1  # number of time slices, one after the other; each goes on from the newest checkpoint
+    # Seconds before the time limit at which the run is asked to save and leave; null: as the profile has it.
+    warning_s: PositiveInt | None = None
+    stalled: PositiveInt = 3  # starts in a row without a new checkpoint after which the job gives up
+    engine_time: str | None = None  # time limit of one server, which is then started again; null: as `time`
+
+
+@config
+class Gate:
+    """The gate before training: what must hold before the first update."""
+
+    num_prompts: PositiveInt = 4  # prompts that the gate tries
+    max_logprob_gap: NonNegativeFloat = 0.05  # largest mean |engine - trainer| log-prob of sampled tokens, in nats
+    enabled: bool = True  # false: begin without these checks
+
+
+@config
+class Debug:
+    """Replaying of rollouts, to look for faults."""
+
+    replay: str | None = None  # a run that kept every turn: train on its rollouts instead of asking an engine
+
+
+@config
+class Sinks:
+    """Further places that receive the metrics, beside metrics.jsonl."""
+
+    tensorboard: bool = False  # write TensorBoard files into the run's logs
+    wandb_project: str | None = None  # project of Weights & Biases that receives the metrics; null: none

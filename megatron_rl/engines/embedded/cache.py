@@ -1,0 +1,39 @@
+"""Keys and values of the rows that one decoder works on, in slots that are filled, moved and widened together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_rl.engines.embedded.model import Decoder
+
+GROWTH = 64  # columns added at once
+
+
+class Cache:
+    """The key/value cache of one batch under one decoder: a slot per row, a column per token."""
+
+    def __init__(self, decoder: Decoder, slots: int) -> None:
+        self._decoder, self._width = decoder, 0
+        self.layers = decoder.new_cache(slots, 0)  # one [2, slots, KV, columns, d] per layer
+
+    def reserve(self, width: int, *, used: int, slots: int) -> None:
+        """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots` in all from then on."""
+        if width <= self._width:
+            return
+        columns = -(-width // GROWTH) * GROWTH
+        wider = self._decoder.new_cache(slots, columns)
+        for held, grown in zip(self.layers, wider, strict=True):
+            grown[:, :used, :, : self._width] = held[:, :used]
+        self.layers, self._width = wider, columns
+
+    def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
+        """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d] per layer."""
+        for held, made in zip(self.layers, fresh, strict=True):
+            held[:, part, :, : made.shape[3]] = made[:, source]
+
+    def move(self, origin: Tensor, to: Tensor) -> None:
+        """Copies slots `origin` [M] to slots `to` [M]."""
+        for held in self.layers:
+            held[:, to] = held[:, origin]

@@ -1,0 +1,239 @@
+"""Continuous batching: rows that end leave their slot, waiting ones take it.
+
+R rows of a call   B rows in use   V vocabulary   h hidden size
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.engines import sampler
+from megatron_rl.engines.base import Completion
+from megatron_rl.engines.embedded import sampling as drawing
+from megatron_rl.engines.embedded.cache import Cache
+from megatron_rl.engines.embedded.ends import NO_TOKEN, Ends
+from megatron_rl.engines.embedded.model import Decoder
+from megatron_rl.engines.embedded.tandem import Writers
+from megatron_rl.engines.rounds import Row
+from megatron_rl.types import Stop
+
+COMPACT_BELOW = 0.95  # share of living rows under which the slots are packed together
+REFILL = 4  # waiting rows are prefilled when 1 / REFILL of the slots are free, many at once
+PREFILL_TOKENS = 2048  # prompt tokens, padding included, that go through the model at once
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    """One row of a call, as it waits."""
+
+    place: int  # in the call
+    tokens: np.ndarray
+    prompt: bytes  # the tokens' bytes: equal prompts are prefilled once
+    key: int  # of its random stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """The tokens drawn in one step. Rows that had ended before are among them."""
+
+    places: np.ndarray  # [B], of the rows in the call
+    offsets: np.ndarray  # [B], of the tokens in their completions
+    tokens: Tensor  # [B]
+    logprobs: Tensor  # [B]
+    model_logprobs: Tensor  # [B]
+    authors: np.ndarray | None  # [B] bool, of a tandem
+
+
+class Batch:
+    """The rows of one call with the same sampling but for seed and length. `run` draws their completions.
+
+    Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are two decoders: both
+    read every token, each with a cache of its own, and the one whose turn it is gives the next token's logits. What the host must know of
+    a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
+    """
+
+    def __init__(
+        self, decoders: Sequence[Decoder], rows: Sequence[Row], *, ends: Ends, max_batch: int, writers: Writers | None = None
+    ) -> None:  # fmt: skip
+        self._decoders, self._ends, self._writers = decoders, ends, writers
+        self._device, self._sampling = decoders[0].device, rows[0].sampling
+        context = min(decoder.arch.config.max_position_embeddings for decoder in decoders)
+        self._prompt_lengths = np.array([len(row.tokens) for row in rows])  # [R]
+        most = np.array([row.sampling.max_tokens for row in rows])
+        self._limits = np.minimum(
+            most, context - self._prompt_lengths
+        )  # [R] tokens of each completion; 0 or less: no room
+        self._lengths = np.zeros(len(rows), np.int64)  # [R] of each completion, when it has ended
+        self._stops = [Stop.LENGTH] * len(rows)
+        requests = [
+            _Request(i, r.tokens, r.tokens.tobytes(), sampler.stream_key(r.sampling.seed, r.key, r.sample))
+            for i, r in enumerate(rows)
+            if self._limits[i] > 0
+        ]
+        # Long prompts first: rows of similar length live together, and samples of one prompt are prefilled together.
+        self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
+        self._slots, self._size = min(max_batch, len(requests)), 0
+        self._caches = [Cache(decoder, self._slots) for decoder in decoders]
+        self._end_tokens = torch.from_numpy(ends.table).to(self._device)
+        state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
+        self._state = state
+        self._tokens, self._positions, self._keys = state  # [slots] each; positions: of `tokens`
+        self._places = np.zeros(self._slots, np.int64)  # [slots], in the call
+        self._counts = np.zeros(self._slots, np.int64)  # [slots], tokens drawn
+        self._alive = np.zeros(self._slots, bool)
+        self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
+        self._drawn: list[_Draw] = []
+
+    def run(self) -> list[Completion]:
+        """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are not finite."""
+        living = 0
+        while self._waiting or living:
+            free = self._slots - living
+            if self._waiting and (free >= min(len(self._waiting), max(1, self._slots // REFILL)) or not living):
+                self._pack()
+                self._admit(min(free, len(self._waiting)))
+            else:
+                if living < COMPACT_BELOW * self._size:
+                    self._pack()
+                self._step()
+            living = int(self._alive.sum())
+        return self._completions()
+
+    def _admit(self, count: int) -> None:
+        """Prefills the next `count` rows, each distinct prompt once, and draws their first tokens."""
+        self._reserve(len(self._waiting[0].tokens) + 1)
+        chunk: list[_Request] = []
+        prompts: dict[bytes, int] = {}
+        for request in (self._waiting.popleft() for _ in range(count)):
+            if request.prompt not in prompts and chunk and (len(prompts) + 1) * len(chunk[0].tokens) > PREFILL_TOKENS:
+                self._prefill(chunk, prompts)
+                chunk, prompts = [], {}
+            prompts.setdefault(request.prompt, len(prompts))
+            chunk.append(request)
+        self._prefill(chunk, prompts)
+
+    def _prefill(self, new: list[_Request], prompts: dict[bytes, int]) -> None:
+        """Puts `new` rows behind those in use; `prompts` numbers their distinct prompts."""
+        part = slice(self._size, self._size + len(new))
+        padded = np.zeros((len(prompts), len(new[0].tokens)), np.int64)
+        for request in new:
+            padded[prompts[request.prompt], : len(request.tokens)] = request.tokens
+        source = torch.tensor([prompts[r.prompt] for r in new], device=self._device)
+        last = torch.tensor([len(r.tokens) - 1 for r in new], device=self._device)
+        states = []
+        for decoder, cache in zip(self._decoders, self._caches, strict=True):
+            hidden, fresh = decoder.prefill(torch.from_numpy(padded).to(self._device))
+            states.append(hidden[source, last])
+            cache.put(part, fresh, source)
+        self._positions[part] = last
+        self._keys[part] = torch.tensor([r.key for r in new], device=self._device)
+        self._places[part] = [r.place for r in new]
+        self._counts[part], self._alive[part], self._tails[part] = 0, True, NO_TOKEN
+        self._size = part.stop
+        self._draw(states, part)
+
+    def _step(self) -> None:
+        """Decodes one token of every row in use."""
+        part = slice(0, self._size)
+        lengths = self._prompt_lengths[self._places[part]] + self._counts[part]
+        window = int(lengths[self._alive[part]].max())
+        self._reserve(window)
+        tokens, positions = self._tokens[part], self._positions[part]
+        pairs = zip(self._decoders, self._caches, strict=True)
+        self._draw([decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs], part)
+
+    def _draw(self, states: list[Tensor], part: slice) -> None:
+        """Draws the next token of the rows in slots `part` from their hidden states [B, h], and ends those that it finishes."""
+        places, offsets = self._places[part].copy(), self._counts[part].copy()
+        logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
+        positions = self._positions[part].add_(1)
+        tokens, logprobs, model_logprobs = drawing.draw(logits, self._sampling, self._keys[part], positions)
+        self._tokens[part] = tokens
+        self._counts[part] += 1
+        ended = self._end_tokens[tokens].cpu().numpy() | (self._counts[part] >= self._limits[places])
+        by_text, authors = np.zeros(len(places), bool), None
+        if self._ends.window or self._writers is not None:
+            told = tokens.cpu().numpy()
+            if self._ends.window:
+                by_text = self._by_text(told, part)
+            if self._writers is not None:
+                authors = self._writers.write(places, told)
+        self._drawn.append(_Draw(places, offsets, tokens, logprobs, model_logprobs, authors))
+        finished = np.flatnonzero((ended | by_text) & self._alive[part])
+        if len(finished):
+            self._finish(finished, part, tokens, by_text)
+
+    def _by_text(self, tokens: np.ndarray, part: slice) -> np.ndarray:
+        """Tells which of the rows in slots `part` have completed a stop string with their new tokens [B]. -> bool [B]"""
+        tails = self._tails[part]
+        tails[:, :-1] = tails[:, 1:].copy()
+        tails[:, -1] = tokens
+        found, living = np.zeros(len(tokens), bool), self._alive[part]
+        found[living] = self._ends.by_text(tails[living])
+        return found
+
+    def _finish(self, rows: np.ndarray, part: slice, tokens: Tensor, by_text: np.ndarray) -> None:
+        """Ends the `rows` of slots `part` behind their new `tokens` [B]."""
+        index = torch.from_numpy(rows).to(self._device)
+        places = self._places[part][rows]
+        self._lengths[places] = self._counts[part][rows]
+        for row, place, last in zip(rows.tolist(), places.tolist(), tokens[index].tolist(), strict=True):
+            self._stops[place] = self._ends.reason(last, bool(by_text[row]))
+        self._alive[part.start + rows] = False
+        self._positions[part][index] = 0  # a dead row must stay within the window
+
+    def _pack(self) -> None:
+        """Moves the last living rows into the slots of dead ones, so that the living stand in front."""
+        living = np.flatnonzero(self._alive)
+        to = np.flatnonzero(~self._alive[: len(living)])
+        if len(to):
+            origin = living[len(living) - len(to) :]
+            for own in (self._places, self._counts, self._tails):
+                own[to] = own[origin]
+            there, here = torch.from_numpy(to).to(self._device), torch.from_numpy(origin).to(self._device)
+            for cache in self._caches:
+                cache.move(here, there)
+            self._state[:, there] = self._state[:, here]
+        self._size = len(living)
+        self._alive[:] = np.arange(self._slots) < self._size
+
+    def _reserve(self, width: int) -> None:
+        """Makes the caches at least `width` columns wide, and without slots that no row will come to."""
+        slots = self._slots if self._waiting else self._size
+        for cache in self._caches:
+            cache.reserve(width, used=self._size, slots=slots)
+
+    def _completions(self) -> list[Completion]:
+        """Puts every row's draws together. -> [R], in the order of the call."""
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        tokens, logprobs, model_logprobs = (np.zeros(starts[-1], kind) for kind in (np.int32, np.float32, np.float32))
+        authors = None if self._writers is None else np.zeros(starts[-1], bool)
+        if self._drawn:
+            places = np.concatenate([draw.places for draw in self._drawn])
+            offsets = np.concatenate([draw.offsets for draw in self._drawn])
+            kept = offsets < self._lengths[places]  # a dead row may have been drawn a few times more
+            into = starts[places[kept]] + offsets[kept]
+            for column, parts in (
+                (tokens, [draw.tokens for draw in self._drawn]),
+                (logprobs, [draw.logprobs for draw in self._drawn]),
+                (model_logprobs, [draw.model_logprobs for draw in self._drawn]),
+            ):
+                column[into] = torch.cat(parts).cpu().numpy()[kept]
+            if authors is not None:
+                authors[into] = np.concatenate([d.authors for d in self._drawn if d.authors is not None])[kept]
+        if not np.isfinite(model_logprobs).all():
+            raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
+        ranges = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+        return [
+            Completion(
+                tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop,
+                authors=None if authors is None else authors[part],
+            )
+            for part, stop in zip(ranges, self._stops, strict=True)
+        ]  # fmt: skip

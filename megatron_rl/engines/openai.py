@@ -1,0 +1,266 @@
+"""An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it takes them.
+
+What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is refitted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.schema import ConfigError, EndpointConfig
+from megatron_rl.engines import sampler
+from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.pool import ServerEngine, given
+from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.types import Stop
+
+COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
+CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")  # under which /v1/models tells the context
+PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the endpoint names no time
+
+
+def open_endpoint(
+    role: str, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], environment: Mapping[str, str]
+) -> ServerEngine:
+    """Returns the engine of a role that an endpoint plays. `tokenizer` is that of its model, `ends` its end-of-sequence tokens.
+
+    Raises ConfigError for an API key that is not there.
+    """
+    limits = Limits(
+        servers=1, at_once=endpoint.at_once, attempts=endpoint.attempts, request_timeout_s=endpoint.request_timeout_s
+    )
+    return given(role, [OpenAiServer(endpoint, tokenizer, ends=ends, key=api_key(endpoint, environment))], limits)
+
+
+def api_key(endpoint: EndpointConfig, environment: Mapping[str, str]) -> str | None:
+    """Returns the key that the endpoint is asked with; None where its settings name none. Raises ConfigError when it is not there."""
+    if endpoint.key_file is not None:
+        try:
+            return Path(endpoint.key_file).expanduser().read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(f"key_file = {endpoint.key_file}: {error.strerror}; write the API key there") from error
+    if endpoint.key_variable is None:
+        return None
+    if not environment.get(endpoint.key_variable):
+        raise ConfigError(f"key_variable = {endpoint.key_variable}: there is no such environment variable; export it")
+    return environment[endpoint.key_variable].strip()
+
+
+class OpenAiServer:
+    """Implements server.Server over an endpoint. Verified with vLLM 0.32's own server.
+
+    Where an answer has no token ids its text is tokenised: the log-probs of such a completion are nan, as are those that are not of the
+    distribution that was sampled from (endpoints tell those of the model at temperature 1).
+    """
+
+    def __init__(self, endpoint: EndpointConfig, tokenizer: Any, *, ends: Collection[int], key: str | None) -> None:
+        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")
+        self._endpoint, self._tokenizer, self._ends = endpoint, tokenizer, frozenset(ends)
+        self._lock = threading.Lock()
+        self._asked_context, self._context = False, None
+
+    def ready(self) -> bool:
+        return self._http.answers(MODELS)
+
+    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+        """See server.Server. Raises ValueError for impossible sampling settings, and for those that the endpoint has no words for. A
+        prompt that fills the context comes back empty where the endpoint tells its context."""
+        self._check(prompt, sampling)
+        context = self._room(timeout_s)
+        room = sampling.max_tokens if context is None else context - len(prompt)
+        if room <= 0:
+            return [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
+        n = 1 if sampling.temperature == 0 else sampling.n
+        body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
+        choices = self._ask(body, n, timeout_s)
+        with self._understood():
+            return [self._completion(choice, sampling) for choice in choices] * (sampling.n // n)
+
+    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+        """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts."""
+        if not self._endpoint.token_prompts:
+            raise EngineError(f"{self.url} takes text alone (token_prompts: false): it cannot score tokens")
+        longer = [tokens.tolist() for tokens in sequences if len(tokens) > 1]
+        body = {"model": self._endpoint.model, "prompt": longer, "echo": True, "max_tokens": 0, "temperature": 1.0}
+        body |= {"logprobs": 1} | ({"return_token_ids": True} if self._endpoint.extensions else {})
+        try:
+            choices = iter(self._ask(body, len(longer), timeout_s) if longer else [])
+        except RequestRefused as error:
+            raise EngineError(f"{self.url} does not score prompts (`echo` with `logprobs`): {error}") from error
+        short = np.zeros(1, np.float32)
+        return [
+            self._scores(next(choices), tokens) if len(tokens) > 1 else short[: len(tokens)] for tokens in sequences
+        ]
+
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        raise self._its_own()
+
+    def pause(self) -> None:
+        raise self._its_own()
+
+    def update(self, version: int, wait_s: float) -> None:
+        raise self._its_own()
+
+    def resume(self) -> None:
+        raise self._its_own()
+
+    def version(self) -> int:
+        return 0
+
+    def hang_up(self) -> None:
+        self._http.hang_up()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _check(self, prompt: np.ndarray, sampling: Sampling) -> None:
+        """Raises ValueError for what cannot be asked."""
+        sampler.check(sampling)
+        if not len(prompt) or prompt.min() < 0:
+            raise RequestRefused(f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ...")
+        if sampling.tandem is not None:
+            raise RequestRefused(
+                "sampling.tandem: an endpoint has one model; a tandem needs engine.kind=vllm or embedded"
+            )
+        beyond = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop_tokens": sampling.stop_tokens}
+        if not self._endpoint.extensions and (asked := [name for name, value in beyond.items() if value]):
+            raise RequestRefused(
+                f"sampling.{asked[0]}: OpenAI's own parameters have no such word; set extensions: true"
+            )
+
+    def _request(self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, max_tokens: int) -> dict[str, Any]:
+        greedy, endpoint = sampling.temperature == 0, self._endpoint
+        body: dict[str, Any] = {
+            "model": endpoint.model,
+            "prompt": prompt.tolist() if endpoint.token_prompts else self._text(prompt),
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "seed": seed,
+        }
+        body |= {"stop": list(sampling.stop_strings)} if sampling.stop_strings else {}
+        body |= {"logprobs": 1} if sampling.logprobs else {}  # some endpoints take 0 for none
+        if endpoint.extensions:
+            body |= {
+                "top_k": 0 if greedy else sampling.top_k,
+                "min_p": 0.0 if greedy else sampling.min_p,
+                "stop_token_ids": sorted(self._ends.union(sampling.stop_tokens)),
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,
+                "add_special_tokens": False,
+                "return_token_ids": True,
+            }
+        return body
+
+    def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float) -> list[Any]:
+        """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
+        answer = self._call("POST", COMPLETIONS, body, timeout_s)
+        with self._understood():
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != count:
+            raise ServerLost(f"{self.url} sent {len(choices)} completions, not {count}", retry_after_s=PAUSE_S)
+        return choices
+
+    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        """Returns an answer's JSON. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
+        try:
+            return self._http.call(method, path, body, timeout_s=timeout_s)
+        except ServerLost as error:
+            raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
+
+    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+        stop = self._stop(choice, sampling)
+        tokens = choice.get("token_ids")
+        told = _logprobs(choice) if tokens is not None and sampling.logprobs else None
+        if tokens is None:
+            tokens = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
+            own = self._tokenizer.eos_token_id
+            tokens += [own] if stop is Stop.EOS and own is not None and tokens[-1:] != [own] else []
+        if told is not None and (len(told) != len(tokens) or not np.isfinite(told).all()):
+            raise ServerLost(f"{self.url} sent {len(told)} log-probs for {len(tokens)} tokens, or some are no numbers")
+        greedy = sampling.temperature == 0
+        plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+        unknown = np.full(len(tokens), np.nan, np.float32)
+        return Completion(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens)) if greedy else told if plain and told is not None else unknown,
+            stop=stop,
+            model_logprobs=told if plain or greedy else None,
+        )
+
+    def _stop(self, choice: Mapping[str, Any], sampling: Sampling) -> Stop:
+        """Says why a completion ended. vLLM tells by what; elsewhere stop strings and the end of the text look the same."""
+        match choice["finish_reason"], choice.get("stop_reason"):
+            case "stop", int(token):
+                return Stop.EOS if token in self._ends else Stop.STOP
+            case "stop", None:
+                return Stop.STOP if sampling.stop_strings and "stop_reason" not in choice else Stop.EOS
+            case "stop", _:
+                return Stop.STOP
+            case "length", _:
+                return Stop.LENGTH
+            case other:
+                raise ServerLost(f"{self.url} ended a completion for an unknown reason: {other}", retry_after_s=PAUSE_S)
+
+    def _scores(self, choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+        told = _logprobs(choice)
+        if told is None or len(told) < len(tokens):
+            raise EngineError(
+                f"{self.url} told {0 if told is None else len(told)} log-probs of a prompt of {len(tokens)} tokens: it does "
+                "not score prompts (`echo` with `logprobs`); give the role an engine that does"
+            )
+        return np.concatenate([np.zeros(1, np.float32), told[1 : len(tokens)]])
+
+    def _room(self, timeout_s: float) -> int | None:
+        """Returns how many tokens the model's context has; None where the endpoint does not tell."""
+        with self._lock:
+            if not self._asked_context:
+                try:
+                    listed = self._call("GET", MODELS, None, timeout_s)
+                except RequestRefused:  # it has no such route
+                    listed = None
+                self._context = _context_of(listed, self._endpoint.model)
+                self._asked_context = True
+            return self._context
+
+    def _text(self, prompt: np.ndarray) -> str:
+        return self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+
+    def _its_own(self) -> RequestRefused:
+        return RequestRefused(
+            f"{self.url}: the weights of an endpoint are its own; a role that is trained needs an engine"
+        )
+
+    @contextlib.contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Takes an answer of another shape for none at all."""
+        try:
+            yield
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+            said = f"{self.url} sent an answer that is no completion: {type(error).__name__} {error}"
+            raise ServerLost(said, retry_after_s=PAUSE_S) from error
+
+
+def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:
+    """Returns the log-probs that a choice tells of its tokens, [T] float32, nan for those it has none of; None when it tells nothing."""
+    told = (choice.get("logprobs") or {}).get("token_logprobs")
+    return None if told is None else np.array(told, object).astype(np.float32)  # null becomes nan
+
+
+def _context_of(listed: Any, model: str) -> int | None:
+    """Returns the context that /v1/models tells of a model, in any of the words for it."""
+    entries = listed.get("data") if isinstance(listed, dict) else None
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and entry.get("id") == model:
+            return next((entry[name] for name in CONTEXT_NAMES if isinstance(entry.get(name), int)), None)
+    return None

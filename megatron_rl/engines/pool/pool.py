@@ -1,0 +1,154 @@
+"""Servers as one engine. Requests go to the least loaded, failures elsewhere; none answers with weights that are not current."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_rl.config.schema import Servers
+from megatron_rl.engines.base import Tokens
+from megatron_rl.engines.pool.dispatch import Dispatcher, Request, Work
+from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
+from megatron_rl.engines.pool.refits import Refits
+from megatron_rl.engines.pool.session import PoolSession
+from megatron_rl.engines.roster import Listing, Roster
+from megatron_rl.engines.server import Server, ServerLost
+
+SCORED_SEQUENCES, SCORED_TOKENS = 32, 1 << 15  # of one request
+
+
+class ServerEngine:
+    """Implements engines.base.Engine over servers with weights of their own that nobody changes: `members` is what they are.
+
+    Requests may come from any thread; they wait while there is no server for them. `hopeless`, when set, tells why no server will come
+    any more, or None: waiting ends then.
+    """
+
+    def __init__(self, members: Members, *, look_s: float = LOOK_S) -> None:
+        self.members = members
+        self.hopeless: Callable[[], str | None] | None = None
+        self._look_s = look_s
+        self._dispatcher = Dispatcher(
+            members, look_s, tend=self.tend, refitting=self._refitting, hopeless=lambda: self.hopeless and self.hopeless()
+        )  # fmt: skip
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that servers answer with; -1 before the first refit."""
+        return self.members.version
+
+    @property
+    def failures(self) -> int:
+        """Number of requests that were sent again."""
+        return self._dispatcher.failures
+
+    def session(self) -> PoolSession:
+        """Returns a new session; see PoolSession.answers for what it raises."""
+        return PoolSession(self._dispatcher)
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """See engines.base.Engine. The sequences are spread over the servers. Raises as PoolSession.answers does."""
+        arrays = [np.array(tokens, np.int32) for tokens in sequences]
+        work, waiting, found = Work(), self._dispatcher.waiting(), dict[int, np.ndarray]()
+        try:
+            for places in _shares([len(tokens) for tokens in arrays], self.members.limits.servers):
+                self._dispatcher.submit(work, self._score, work, places, [arrays[place] for place in places])
+            while len(found) < len(arrays):
+                found |= self._dispatcher.wait(work, waiting) or {}
+        finally:
+            work.over = True
+        return [found[place] for place in range(len(arrays))]
+
+    def tend(self) -> None:
+        """See engines.base.Engine."""
+
+    def close(self) -> None:
+        """Ends what is under way: its callers get EngineError."""
+        self.members.close()
+        self._dispatcher.close()
+
+    def _refitting(self) -> bool:
+        return False
+
+    def _score(self, work: Work, places: Sequence[int], sequences: list[np.ndarray]) -> dict[int, np.ndarray]:
+        """Runs on a thread -> scores by place."""
+
+        def ask(member: Member, version: int) -> list[np.ndarray]:
+            scores = member.server.score(sequences, timeout_s=self.members.limits.request_timeout_s)
+            if not self.members.serves(member, version):
+                raise ServerLost(f"{member.server.url} did not keep version {version} of the weights while it scored")
+            return scores
+
+        scores, _ = self._dispatcher.send(work, Request(ask, len(sequences)))
+        return dict(zip(places, scores, strict=True))
+
+
+class Pool(ServerEngine):
+    """The servers of one role that a roster lists, as one engine on the driver.
+
+    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `fixed`: the servers keep the weights
+    that they are started with. `refresh`, when set, brings the given replicas to the current weights while others serve. It is called
+    when a server that has none is there, from within the owner's own calls alone, because it is collective.
+    """
+
+    def __init__(
+        self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
+        fixed: bool = False, look_s: float = LOOK_S,
+    ) -> None:  # fmt: skip
+        self.refresh: Callable[[list[int]], None] | None = None
+        self._owner = threading.get_ident()
+        members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s)
+        self._refits = Refits(members)
+        super().__init__(members, look_s=look_s)
+
+    def begin_refit(
+        self, version: int, address: Address, only: Sequence[int] | None = None, *, wait_s: float
+    ) -> list[int]:
+        """Gets the servers that live (of the replicas `only`) to take part in a refit that the trainer, at `address`, begins now.
+
+        -> their replicas. Without `only` it waits for a first; with it there may be none. They are paused as `engine.pause` says, and
+        none of them serves until it has the weights. Raises EngineError when none comes within `engine.wait_s`.
+        """
+        waiting = self._dispatcher.waiting()
+        return self._refits.begin(version, address, only, wait_s=wait_s, waiting=waiting, look_s=self._look_s)
+
+    def end_refit(self) -> int:
+        """Waits for the servers after the trainer is done: those that have the weights serve, the others are out until they take them.
+        -> how many serve."""
+        return self._refits.end()
+
+    def tend(self) -> None:
+        """Brings servers that are there without current weights to them, when the owner calls; not in the middle of a refit, which other
+        servers may be the object of."""
+        if self.refresh is None or self.version < 0 or self._refits.under_way or threading.get_ident() != self._owner:
+            return
+        if stale := self._refits.stale():
+            self.refresh(stale)
+
+    def close(self) -> None:
+        super().close()
+        self._refits.close()
+
+    def _refitting(self) -> bool:
+        return self._refits.under_way
+
+
+def given(role: str, servers: Sequence[Server], limits: Limits) -> ServerEngine:
+    """Returns an engine over servers that keep the weights they have. Each takes part from now on, and is asked whatever it failed."""
+    return ServerEngine(Members(role, limits, servers=servers))
+
+
+def _shares(lengths: Sequence[int], servers: int) -> list[list[int]]:
+    """Splits sequences of these lengths into requests -> the places of each one's sequences. Every server gets some."""
+    most = min(SCORED_SEQUENCES, -(-len(lengths) // servers))
+    shares: list[list[int]] = []
+    tokens = 0
+    for place, length in enumerate(lengths):
+        if not shares or len(shares[-1]) == most or tokens + length > SCORED_TOKENS:
+            shares.append([])
+            tokens = 0
+        shares[-1].append(place)
+        tokens += length
+    return shares

@@ -1,0 +1,62 @@
+"""Reads the sets of problems that an evaluation asks for: benchmarks by name, and a data set of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_rl.config.data_settings import resolve
+from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, Reward
+from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.evaluation.benchmarks import TANGO, benchmark, read_benchmark, solution, source_of
+
+JUDGED_TEMPLATE = "tango_verifier"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradedSet:
+    """A set of problems as it was read, and how it is asked and graded."""
+
+    name: str
+    title: str
+    problems: list[Problem]
+    reward: Reward
+    judged: bool  # true: the set holds solutions for a verifier to judge
+    template: str  # name or file of the prompt template
+
+
+def read_sets(config: EvalConfig) -> list[GradedSet]:
+    """Reads every set. Raises ConfigError for an unknown benchmark, one without data, and two sets of one name."""
+    out = []
+    for name in config.benchmarks:
+        found = benchmark(name)
+        problems = read_benchmark(found, source_of(found, config.data_dir, limit=config.limit))
+        reward = replace(config.reward, target=found.grader, args={})
+        template = config.template or found.template
+        out.append(
+            GradedSet(
+                name=name, title=found.title, problems=problems, reward=reward, judged=found.judged, template=template
+            )
+        )
+    if config.data is not None:
+        problems, name = read_problems(config.data), _name_of(config.data)
+        judged = "steps" in resolve(config.data).fields
+        if judged:
+            problems = [replace(p, values=solution(p.values)) for p in problems]
+        template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
+        out.append(
+            GradedSet(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template)
+        )
+    names = [source.name for source in out]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"benchmarks and data: {', '.join(twice)} is there twice; name it once, "
+            "or give data.path a file of another name"
+        )
+    return out
+
+
+def _name_of(source: PromptSet) -> str:
+    """Returns a data set's name: its file's, or its directory's for a file called test or train."""
+    path = Path(source.path)
+    return path.stem if path.stem not in ("test", "train") or not path.parent.name else path.parent.name

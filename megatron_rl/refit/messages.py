@@ -1,0 +1,147 @@
+"""Cuts the buckets of a plan into the slices that one rank sends or receives, and says which are packed or checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from megatron_rl.refit.base import Part
+from megatron_rl.weights.reshard import RefitBucket, RefitPlan
+
+Verify = Literal["off", "sample", "full"]
+NamedPart = tuple[str, Part]  # a parameter's name and a part of it
+SAMPLE_EVERY = 16  # with verify = sample, one slice of so many carries a checksum
+CHECKSUM_BYTES = 8
+# A run of slices of at least so many bytes may travel outside of the joined message, which saves a copy.
+ALONE_BYTES = 1 << 20
+
+
+class Move(NamedTuple):
+    """One slice: the part of a source parameter that goes to a part of a destination parameter."""
+
+    source_name: str
+    source: Part
+    destination_name: str
+    destination: Part
+
+
+class SliceRun(NamedTuple):
+    """A run of slices that follow each other in a destination parameter."""
+
+    moves: list[Move]
+    name: str
+    part: Part  # the whole run
+
+    @property
+    def sources(self) -> list[NamedPart]:
+        """Returns where the slices lie in the source's parameters."""
+        return [(move.source_name, move.source) for move in self.moves]
+
+
+class BucketMessage(NamedTuple):
+    """A bucket of the plan with its slices."""
+
+    number: int  # the position of the bucket in the plan
+    bucket: RefitBucket
+    moves: list[Move]
+    runs: list[SliceRun]
+
+    def split(self, pieces: bool, width: int) -> tuple[list[SliceRun], list[SliceRun]]:
+        """Returns (runs that travel joined in one message, runs that travel alone). Both sides come to the same result.
+
+        `pieces`: the transport sends from any memory. `width`: bytes of an element.
+        """
+        alone = [run.part.elements * width >= ALONE_BYTES for run in self.runs] if pieces else [False] * len(self.runs)
+        joined = [run for run, by_itself in zip(self.runs, alone, strict=True) if not by_itself]
+        return joined, [*itertools.compress(self.runs, alone)]
+
+    def checked(self, verify: Verify, version: int) -> list[Move]:
+        """Returns the slices that carry a checksum in the refit to `version`.
+
+        With verify = sample they change each time.
+        """
+        if verify == "off":
+            return []
+        if verify == "full":
+            return self.moves
+        return self.moves[(version + self.number) % min(SAMPLE_EVERY, len(self.moves)) :: SAMPLE_EVERY]
+
+    def label(self, version: int) -> str:
+        """Returns the name of this message in errors."""
+        source, destination = self.bucket.source, self.bucket.destination
+        return f"bucket {self.number} of refit {version}, rank {source} to engine rank {destination},"
+
+
+def elements_of(runs: Sequence[SliceRun]) -> int:
+    """Returns the number of elements of the runs."""
+    return sum(run.part.elements for run in runs)
+
+
+def rounds(
+    plan: RefitPlan,
+    buckets: Sequence[tuple[int, RefitBucket]],
+    *,
+    source: int | None,
+    destination: int | None,
+    width: int,
+) -> list[tuple[BucketMessage | None, BucketMessage | None]]:
+    """Returns (what this rank sends, what it receives) for every round in which it has a part.
+
+    `source` and `destination` are its numbers as trainer rank and as engine rank; `width` is bytes of an element.
+    """
+    found: dict[int, list[BucketMessage | None]] = {}
+    for number, bucket in buckets:
+        for side, mine in enumerate((bucket.source == source, bucket.destination == destination)):
+            if mine:
+                message = bucket_message(plan, number, bucket, width)
+                found.setdefault(bucket.round_number, [None, None])[side] = message
+    return [(found[number][0], found[number][1]) for number in sorted(found)]
+
+
+def buckets_in_first_rounds(plan: RefitPlan, elements: int) -> int:
+    """Returns the number of buckets in the first rounds, as many rounds as make more than `elements` elements."""
+    total = 0
+    for number, bucket in enumerate(plan.buckets):
+        if total > elements and bucket.round_number != plan.buckets[number - 1].round_number:
+            return number
+        total += bucket.elements
+    return len(plan.buckets)
+
+
+def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int) -> BucketMessage:
+    """Returns a bucket of the plan with its slices, grouped by run. `width`: bytes of an element."""
+    s, part = plan.slices, slice(bucket.first, bucket.last)
+    columns = (
+        *(s.source_parameter, s.source_row, s.source_column),
+        *(s.destination_parameter, s.row, s.column, s.rows, s.columns),
+    )
+    moves = []
+    for source, source_row, source_column, destination, row, column, rows, wide in zip(
+        *(c[part].tolist() for c in columns), strict=True
+    ):
+        read_from = Part(source_row, source_column, rows, wide)
+        write_to = Part(row, column, rows, wide)
+        moves.append(Move(s.source_names[source], read_from, s.destination_names[destination], write_to))
+    runs = _runs(moves, ALONE_BYTES // width)
+    return BucketMessage(number, bucket, [move for run in runs for move in run.moves], runs)
+
+
+def _runs(moves: Sequence[Move], long: int) -> list[SliceRun]:
+    """Joins slices of fewer than `long` elements that follow each other.
+
+    A longer slice stays by itself, because it may lie in one piece in the source too.
+    """
+    runs: list[SliceRun] = []
+    last: dict[str, int] = {}  # destination parameter -> position in `runs`
+    for move in moves:
+        part, at = move.destination, last.get(move.destination_name)
+        if at is not None and max(part.elements, runs[at].moves[0].destination.elements) < long:
+            whole = runs[at].part
+            if (whole.row + whole.rows, whole.column, whole.columns) == (part.row, part.column, part.columns):
+                runs[at].moves.append(move)
+                runs[at] = runs[at]._replace(part=whole._replace(rows=whole.rows + part.rows))
+                continue
+        last[move.destination_name] = len(runs)
+        runs.append(SliceRun([move], move.destination_name, part))
+    return runs

@@ -1,0 +1,72 @@
+"""Brings the servers of a pool to the trainer's weights after every update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.engines.base import EngineError
+from megatron_rl.engines.pool.pool import Pool
+from megatron_rl.refit.base import RefitError
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.session.common import Driver
+from megatron_rl.world import World
+
+REFITS = 3  # tries, when no server that took part came to the new version
+
+
+class PoolRefit:
+    """Brings a pool's servers to the trainer's weights. Every rank has one; `pool` is on the driver."""
+
+    def __init__(
+        self, world: World, role: str, side: TrainerSide, pool: Pool | None, driver: Driver, timeout_s: float
+    ) -> None:
+        self._world, self._role, self._side, self._pool, self._driver, self._timeout_s = (
+            world,
+            role,
+            side,
+            pool,
+            driver,
+            timeout_s,
+        )
+        self._call = f"refit/{role}"
+        world.serve(self._call, self._attempt)
+        if pool is not None:
+            pool.refresh = self._refresh
+
+    def __call__(self, version: int) -> None:
+        """Collective. Waits for a first server; raises EngineError when none comes, or none can be brought to the weights."""
+        why = None
+        for _ in range(REFITS):
+            replicas = self._world.from_driver(self._begin, version)
+            figures, why = self._attempt((version, replicas))
+            if self._world.from_driver(self._end):
+                self._driver.refitted({"role": self._role, "version": version, **figures})
+                return
+        raise EngineError(
+            f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: {why or 'see the log'}"
+        )
+
+    def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
+        """On every rank: the transfer -> (its figures, or why it failed)."""
+        version, replicas = order
+        try:
+            return self._side(version, replicas), None
+        except RefitError as error:
+            return {}, str(error)
+
+    def _begin(self, version: int, only: Sequence[int] | None = None) -> list[int]:
+        assert self._pool is not None
+        return self._pool.begin_refit(version, self._side.address, only, wait_s=self._timeout_s)
+
+    def _end(self) -> int:
+        assert self._pool is not None
+        return self._pool.end_refit()
+
+    def _refresh(self, replicas: list[int]) -> None:
+        """On the driver, while other servers work: brings `replicas` to the version that the pool serves."""
+        assert self._pool is not None
+        begun = self._begin(self._pool.version, replicas)
+        if begun:
+            answers = self._world.call_all(self._call, [(self._pool.version, begun)] * self._world.size)
+            if self._end():
+                self._driver.refitted({"role": self._role, "version": self._pool.version, **answers[0][0]})

@@ -1,0 +1,256 @@
+"""Builds the parts of a reinforcement-learning run, hands them to the loop, and writes the trained models at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import JobConfig, Launch, Sinks, TrainConfig, Use
+from megatron_rl.data.problems import PromptReader
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.rewards.pool import Graded, GradePool
+from megatron_rl.run.checkpoint import STATE, read_json
+from megatron_rl.run.directory import Interrupts
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.session import parts
+from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
+from megatron_rl.session.fleet import Fleet, open_fleet
+from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import decode_all, load_tokenizer
+from megatron_rl.training import loop
+from megatron_rl.training.gate import GatePlan
+from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
+from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
+from megatron_rl.training.turns import Grade, Recipe, Table
+from megatron_rl.types import Prompt
+from megatron_rl.world import TorchWorld
+
+
+def run(config: TrainConfig, place: Place) -> int:
+    """Runs on every rank. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
+    recipe: Recipe = plugins.build(config.recipe)
+    plugins.build(
+        Use(target=config.reward.target, args=config.reward.args)
+    )  # workers build their own; this raises errors early
+    config_checks.check_recipe(config, recipe)
+    with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
+        return _run(config, place, world, recipe)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Models:
+    """What a run trains and reads, before anything plays."""
+
+    tokenizers: Mapping[str, Any]
+    readers: Mapping[str, PromptReader]  # by role; roles may share one
+    held_out: list[Prompt]
+    policies: Mapping[str, MegatronPolicy]
+
+
+def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -> int:
+    schedule = recipe.schedule()[: config.run.steps]
+    turns = sum(map(len, schedule))
+    with contextlib.ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts(announce=place.rank == 0))
+        driver = stack.enter_context(open_driver(config, world, place, total_turns=turns))
+        if driver.finished:
+            return 0
+        driver.summary({"planned": turns, "finished": False})  # one that was finished goes on, with more steps
+        pool = stack.enter_context(GradePool(config.reward))
+        for line in config_checks.explain_recipe(config, recipe, place.world_size):
+            driver.say(line)
+        models = _open_models(config, recipe)
+        progress = _restore(driver, config, recipe, models)
+        leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
+        fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
+        table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
+        player = _player(config, recipe, models, table, fleet, driver, progress) if world.rank == 0 else None
+        if player is not None:
+            stack.callback(player.close)
+        setup = loop.Setup(
+            world=world,
+            trainees={n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()},
+            policy_of=parts.policy_of(config, recipe),
+            recipe=recipe,
+            table=table,
+            turns=player,
+            held_out=models.held_out,
+            hooks=_hooks(config, world, driver, _Saved(recipe, models.policies, progress, player), interrupts),
+        )
+        started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
+        driver.leave.begin()
+        stack.enter_context(freeze_garbage_collector())
+        finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
+        driver.summary(_summary(progress, before + time.monotonic() - started))
+        _finish(config, world, driver, recipe, models, progress, finished=finished, turns=turns)
+    return 0 if finished else 130
+
+
+def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
+    tokenizers = {n: load_tokenizer(role.model.tokenizer or role.model.path) for n, role in config.roles.items()}
+    readers, held_out = parts.prompts(config, recipe, tokenizers)
+    return _Models(
+        tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(config, recipe)
+    )  # fmt: skip
+
+
+def _finish(
+    config: TrainConfig, world: TorchWorld, driver: Driver, recipe: Recipe, models: _Models, progress: loop.Progress,
+    *, finished: bool, turns: int,
+) -> None:  # fmt: skip
+    """Exports the trained models of a run that is finished, and says where things are. Collective."""
+    if not finished:
+        driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
+        return
+    for name in parts.trained_policies(config, recipe):
+        target = driver.directory.path / "models" / name
+        export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+    driver.summary({"finished": True})
+    driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
+
+
+@contextlib.contextmanager
+def freeze_garbage_collector() -> Iterator[None]:
+    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once a turn, for half a
+    second, while all threads waited."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """What a checkpoint holds beside the files of the policies."""
+
+    recipe: Recipe
+    policies: Mapping[str, MegatronPolicy]
+    progress: loop.Progress
+    player: Player | None  # on the driver: only it reads data and plays
+
+    def state(self) -> dict[str, Any]:
+        """The state of rank 0; empty on the others, whose state nobody writes."""
+        if self.player is None:
+            return {}
+        return {"progress": self.progress.state_dict(), **self.player.state()}
+
+
+def _player(
+    config: TrainConfig, recipe: Recipe, models: _Models, table: Table, fleet: Fleet, driver: Driver,
+    progress: loop.Progress,
+) -> Player:  # fmt: skip
+    """Makes the source of the loop's turns, on the driver.
+
+    Turns played under other settings are not taken from the store: all that is not of the machine counts, and the form of the file.
+    """
+    store = TurnStore(
+        driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
+        decode=lambda role, sequences: decode_all(models.tokenizers[role], sequences),
+    )  # fmt: skip
+    store.clean(progress.number)
+    ahead = config.rollouts.max_staleness
+    maker: TurnMaker
+    if config.debug.replay:
+        recorded = open_replay(Path(config.debug.replay), own=driver.directory.path)
+        maker = ReplayPlayer(recipe=recipe, readers=models.readers, recorded=recorded)
+    else:
+        maker = TurnPlayer(
+            recipe=recipe,
+            readers=models.readers,
+            table=table,
+            prompts_per_step=config.run.prompts_per_step,
+            uncredited=parts.uncredited(config, recipe),
+            own_watch=Stopwatch(driver.watch.beat) if ahead else None,
+        )
+    turns = upcoming(recipe.schedule()[: config.run.steps], progress.state_dict())
+    return Player(maker, turns, store, max_staleness=ahead, watch=driver.watch, idle=fleet.tend)
+
+
+def _fingerprint(config: TrainConfig) -> str:
+    """Stands for all settings that rollouts may depend on: those of the machine, and how often is saved, are left out."""
+    free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
+    run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
+    plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
+    return fingerprint(config_files.dump(plain))
+
+
+def _one_at_a_time(grade: Grade) -> Grade:
+    """Grades for one thread at a time: rollouts ahead of training and an evaluation may want it at once."""
+    lock = threading.Lock()
+
+    def locked(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        with lock:
+            return grade(responses, payloads)
+
+    return locked
+
+
+def _plan(config: TrainConfig, models: _Models, recipe: Recipe, steps: int) -> loop.Plan:
+    reader = models.readers[next(iter(recipe.roles()))]
+    probes = models.held_out or reader.restarted().take(config.gate.num_prompts)
+    enabled = config.gate.enabled and not config.debug.replay
+    return loop.Plan(
+        steps=steps,
+        evaluate_every=config.evaluation.every,
+        evaluate_at_start=config.evaluation.at_start,
+        save_every=config.run.save_every,
+        gate=_gate(config, probes) if enabled else None,
+        mixed=config.rollouts.mixed,
+    )
+
+
+def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
+    reward = config.reward
+    return GatePlan(
+        settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format
+    )
+
+
+def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Models) -> loop.Progress:
+    if driver.resumed is None:
+        return loop.Progress()
+    state = read_json(driver.resumed / STATE)
+    for name in parts.trained_policies(config, recipe):
+        models.policies[name].load(driver.resumed / name)
+    recipe.load_state_dict(state["recipe"])
+    for name, reader in models.readers.items():
+        reader.load_state_dict(state["data"][name])
+    return loop.Progress(**state["progress"])
+
+
+def _hooks(
+    config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
+) -> loop.Hooks:  # fmt: skip
+    trained = {name: saved.policies[name] for name in parts.trained_policies(config, saved.recipe)}
+    saver = Saver(world, driver, trained, background=config.run.async_save)
+    return loop.Hooks(
+        log=driver.log,
+        save=lambda number: saver.save(number, saved.state()),
+        settle=lambda wait: saver.settle(wait=wait),
+        should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave()),
+    )
+
+
+def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:
+    """Figures of the first and last evaluation as NAME_start and NAME_end, updates by policy, wall-clock seconds."""
+    figures: dict[str, Any] = {
+        "finished": False,
+        "updates": dict(progress.updates),
+        "turns": progress.number,
+        "seconds": {"wall": seconds},
+    }
+    for suffix, evaluation in (("start", progress.first_evaluation), ("end", progress.last_evaluation)):
+        for name, value in evaluation.items():
+            figures[f"{name.replace('/', '_')}_{suffix}"] = value
+    return figures

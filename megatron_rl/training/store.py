@@ -1,0 +1,364 @@
+"""Keeps the turns of a run on disk, one Parquet file each: for a killed run, playing ahead, replays and the report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.training.rollout_table import READABLE, REPEATED, SCHEMA, from_table, num_bytes, text_parts, to_table
+from megatron_rl.training.turns import Played, Turn
+from megatron_rl.types import Rollout
+
+FORMAT = 1  # of a file; a file of another format is not read
+ROLLOUTS = "rollouts"  # the directory of the turns within a run's
+CHUNK_BYTES = 32 << 20  # of arrays that are written at once
+State = dict[str, Any]  # JSON values
+Decode = Callable[[str, Sequence[np.ndarray]], Sequence[str]]  # (role, token sequences) -> their texts
+_HEAD = b"megatron_rl"  # key of the file's metadata
+_DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, pa.ArrowException)
+_log = logging.getLogger(__name__)
+
+
+class StoreError(RuntimeError):
+    """A turn that cannot be read or must not be; the message names the file and the cure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileHead:
+    """The metadata of a file: its turn, the settings it was played under, and what is not in its rows. JSON values."""
+
+    format: int
+    number: int  # of the turn
+    roles: tuple[str, ...]  # that the turn trains, in order
+    fingerprint: str  # of the settings that it was played under
+    kept: bool  # with readable texts, for the report
+    rows: Mapping[str, int]  # number of rollouts by role, in the order of training
+    metrics: Mapping[str, Mapping[str, float]]  # by role
+    state: State  # of the player after the turn
+
+
+class TurnStore:
+    """The files turn_000012.parquet in one directory, written and removed by one driver.
+
+    A file stays until a complete checkpoint holds its turn, so that a killed run plays nothing twice. Afterwards it
+    stays
+    when its number is a multiple of `keep_every` (0: never). The texts of such a turn are decoded, by `decode`, for
+    the report.
+    """
+
+    def __init__(
+        self, directory: Path, fingerprint: str = "", *, keep_every: int = 1, decode: Decode | None = None
+    ) -> None:
+        """`fingerprint` stands for the settings of the run: `get` passes over turns that were played under others."""
+        self.directory = Path(directory)
+        self._fingerprint, self._every, self._decode = fingerprint, keep_every, decode
+        self._dropped = 0  # turns before this number were looked at by `drop`
+
+    def path(self, number: int) -> Path:
+        return self.directory / f"turn_{number:06d}.parquet"
+
+    def keeps(self, number: int) -> bool:
+        """Returns whether the turn's file stays when a checkpoint holds it."""
+        return self._every > 0 and number % self._every == 0
+
+    def put(self, turn: Turn, played: Played, state: State) -> Path:
+        """Writes the turn, whole or not at all. `state` is the player's after the turn.
+
+        Raises TypeError for a payload, metric or state that is not JSON, and OSError when the disk does not take it.
+        """
+        kept = self._decode is not None and self.keeps(turn.number)
+        head = {
+            "format": FORMAT,
+            "number": turn.number,
+            "roles": list(turn.roles),
+            "fingerprint": self._fingerprint,
+            "kept": kept,
+            "rows": {role: len(rollouts) for role, rollouts in played.rollouts.items()},
+            "metrics": _plain_numbers(played.metrics),
+            "state": state,
+        }
+        tables = _tables(turn.number, played, self._decode if kept else None)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.path(turn.number)
+        _write(path, json.dumps(head), tables)
+        return path
+
+    def get(self, turn: Turn) -> tuple[Played, State] | None:
+        """Returns what `put` was given for the turn; None when the turn is to be played.
+
+        That is so when there is no file, when it was played under other settings or for other roles, and, with a
+        warning,
+        when it is damaged.
+        """
+        path = self.path(turn.number)
+        if not path.is_file():
+            return None
+        try:
+            with _opened(path) as file:
+                head = _head(file)
+                if (head.fingerprint, head.roles) != (self._fingerprint, turn.roles) or head.number != turn.number:
+                    return None
+                return Played(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+        except _UNREADABLE as error:
+            _log.warning("%s cannot be read (%s): turn %d is played again", path, _one_line(error), turn.number)
+            return None
+
+    def read(self, turn: Turn) -> tuple[Played, State]:
+        """Returns the turn whatever settings it was played under, for a replay.
+
+        Raises FileNotFoundError when it is not there, and StoreError when it is damaged or trained other roles.
+        """
+        path = self.path(turn.number)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"no {path}: turn {turn.number} ({', '.join(turn.roles)}) was not kept there. "
+                "A run keeps every turn with run.save_rollouts_every=1; replay such a run, or fewer steps (run.steps)"
+            )
+        try:
+            with _opened(path) as file:
+                head = _head(file)
+                if head.roles == turn.roles:
+                    return Played(rollouts=_rollouts(file, head), metrics=head.metrics), head.state
+        except _UNREADABLE as error:
+            raise StoreError(
+                f"{path} cannot be read ({_one_line(error)}): bring a whole copy of it, or replay another run"
+            ) from None
+        raise StoreError(
+            f"{path} trained {', '.join(head.roles)}; turn {turn.number} of this run trains {', '.join(turn.roles)}: "
+            "replay a run of the same recipe and arguments"
+        )
+
+    def drop(self, before: int) -> None:
+        """Removes files of turns before number `before`, which a complete checkpoint holds, unless they are kept.
+
+        A file that was written to be kept stays also when the run went on with another `keep_every`.
+        """
+        for path in turn_files(self.directory):
+            number = turn_number(path)
+            if self._dropped <= number < before and not self.keeps(number) and not _was_kept(path):
+                path.unlink()
+        self._dropped = max(self._dropped, before)
+
+    def clean(self, number: int) -> None:
+        """Removes what nobody will read when a run goes on at turn `number`.
+
+        These are turns from there on that were played under other settings or are damaged, and files not written to
+        their end.
+        """
+        for path in self.directory.glob(".turn_*.tmp"):
+            path.unlink()
+        for path in turn_files(self.directory):
+            if turn_number(path) >= number:
+                head = _head_of(path, "it is removed")
+                if head is None or head.fingerprint != self._fingerprint:
+                    path.unlink()
+
+
+def open_replay(place: Path, *, own: Path) -> TurnStore:
+    """Returns the store to replay from. `place` is a run directory or its rollouts, `own` this run's directory.
+
+    Raises FileNotFoundError when no turn is there, and StoreError for the run's own turns, which it would write over.
+    """
+    place = Path(place)
+    directory = place / ROLLOUTS if (place / ROLLOUTS).is_dir() else place
+    if directory.resolve() == (Path(own) / ROLLOUTS).resolve():
+        raise StoreError(f"debug.replay = {place} is this run itself: give the replaying run another run.name")
+    if not turn_files(directory):
+        raise FileNotFoundError(
+            f"debug.replay = {place}: no turn_*.parquet there; give the directory of a run that kept its turns "
+            "(run.save_rollouts_every=1)"
+        )
+    return TurnStore(directory)
+
+
+def fingerprint(settings: str) -> str:
+    """Returns a short text that differs where the settings or the files' format do."""
+    return hashlib.sha256(f"{FORMAT}\n{settings}".encode()).hexdigest()[:16]
+
+
+def turn_files(directory: Path) -> list[Path]:
+    """Returns the files of the turns in a run's directory of rollouts, by turn."""
+    return sorted(Path(directory).glob("turn_*.parquet"), key=turn_number)
+
+
+def turn_number(path: Path) -> int:
+    return int(path.stem.removeprefix("turn_"))
+
+
+def readable_files(directory: Path) -> dict[str, list[Path]]:
+    """Returns by role the files with readable texts, by turn. A file that cannot be read is left out with a warning."""
+    by_role: dict[str, list[Path]] = {}
+    for path in turn_files(directory):
+        head = _head_of(path, "it is left out")
+        for role in head.rows if head is not None and head.kept else ():
+            by_role.setdefault(role, []).append(path)
+    return by_role
+
+
+def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
+    """Returns the columns for people of one file, a mapping per rollout; of one role if it is named.
+
+    `rewards` is a mapping too. The texts are None in a file that was not kept for the report. Raises StoreError for a
+    damaged file.
+    """
+    try:
+        with _opened(path) as file:
+            rows = file.read(columns=READABLE.names).to_pylist()
+    except _UNREADABLE as error:
+        raise StoreError(f"{path} cannot be read ({_one_line(error)}): remove it") from None
+    return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows if role in (None, row["role"])]
+
+
+def _tables(number: int, played: Played, decode: Decode | None) -> Iterator[pa.Table]:
+    """Yields the rows role by role, in pieces of about CHUNK_BYTES, so that writing takes little memory."""
+    for role, rollouts in played.rollouts.items():
+        for chunk in _chunks(rollouts):
+            texts = None if decode is None else _decoded(role, chunk, decode)
+            yield to_table(number, chunk, texts)
+
+
+def _chunks(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
+    first, size = 0, 0
+    for place, rollout in enumerate(rollouts):
+        size += num_bytes(rollout)
+        if size >= CHUNK_BYTES or place == len(rollouts) - 1:
+            yield rollouts[first : place + 1]
+            first, size = place + 1, 0
+
+
+def _decoded(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[list[str]]:
+    parts = [text_parts(rollout) for rollout in rollouts]
+    texts = iter(decode(role, [tokens for of_one in parts for tokens in of_one]))
+    return [[next(texts) for _ in of_one] for of_one in parts]
+
+
+def _plain_numbers(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {role: {name: float(value) for name, value in figures.items()} for role, figures in metrics.items()}
+
+
+def _write(path: Path, head: str, tables: Iterator[pa.Table]) -> None:
+    """Writes a file through a temporary neighbour and a rename, pushed to the disk before it has its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    schema = SCHEMA.with_metadata({_HEAD: head.encode()})
+    try:
+        with pq.ParquetWriter(
+            temporary,
+            schema,
+            compression="zstd",
+            compression_level=1,
+            use_dictionary=REPEATED,  # pyright: ignore[reportArgumentType]  # the stub knows no column names
+            column_encoding={"logprobs.list.element": "BYTE_STREAM_SPLIT"},
+            write_statistics=False,
+            write_page_checksum=True,
+        ) as writer:
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=table.num_rows)
+        _seal(temporary)
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _seal(path: Path) -> None:
+    """Puts a digest of a Parquet file's footer before it, where readers pass over it.
+
+    Pages have checksums; footers, which say what the pages are, have none.
+    """
+    with path.open("r+b") as file:
+        footer = _footer(file)
+        file.seek(-len(footer), os.SEEK_END)
+        file.write(_digest(footer) + footer)
+
+
+def _footer(file: BinaryIO) -> bytes:
+    """Returns the footer with the bytes after it. Raises OSError or ValueError for a file too short to have one."""
+    file.seek(-_TAIL_BYTES, os.SEEK_END)
+    length = int.from_bytes(file.read(4), "little") + _TAIL_BYTES
+    file.seek(-length, os.SEEK_END)
+    return file.read(length)
+
+
+def _opened(path: Path) -> pq.ParquetFile:
+    """Raises ValueError for a file without our digest of its footer, which tells where and what its pages are."""
+    with path.open("rb") as file:
+        footer = _footer(file)
+        file.seek(-len(footer) - _DIGEST_BYTES, os.SEEK_END)
+        if file.read(_DIGEST_BYTES) != _digest(footer):
+            raise ValueError("it is damaged, or it is no turn of a run")
+    return pq.ParquetFile(path, page_checksum_verification=True)
+
+
+def _head(file: pq.ParquetFile) -> _FileHead:
+    """Raises ValueError for a file of another format, and for one with rows missing."""
+    values = json.loads(file.metadata.metadata[_HEAD])
+    if values["format"] != FORMAT:
+        raise ValueError(f"its format is {values['format']}, and this version reads {FORMAT}")
+    head = _FileHead(**{**values, "roles": tuple(values["roles"])})
+    if file.metadata.num_rows != sum(head.rows.values()):
+        raise ValueError(f"it has {file.metadata.num_rows} rows of {sum(head.rows.values())}")
+    return head
+
+
+def _head_of(path: Path, consequence: str) -> _FileHead | None:
+    """Returns None, with a warning, for a file that cannot be read."""
+    try:
+        with _opened(path) as file:
+            return _head(file)
+    except _UNREADABLE as error:
+        _log.warning("%s cannot be read (%s): %s", path, _one_line(error), consequence)
+        return None
+
+
+def _was_kept(path: Path) -> bool:
+    head = _head_of(path, "it is removed")
+    return head is not None and head.kept
+
+
+def _rollouts(file: pq.ParquetFile, head: _FileHead) -> dict[str, list[Rollout]]:
+    """Returns the rollouts by role, in the order that they were played in."""
+    found = [
+        rollout for group in range(file.num_row_groups) for rollout in from_table(file.read_row_group(group, _EXACTLY))
+    ]
+    by_role: dict[str, list[Rollout]] = {role: [] for role in head.rows}
+    for rollout in found:
+        by_role[rollout.role].append(rollout)
+    if {role: len(rollouts) for role, rollouts in by_role.items()} != dict(head.rows):
+        raise ValueError("its rows are not those of its roles")
+    return by_role
+
+
+_EXACTLY = [
+    name
+    for name in SCHEMA.names
+    if name in {"role", "group", "stop", "rewards", "advantage"} or name not in READABLE.names
+]
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,146 @@
+"""One update of a policy: its rollouts are handed out, scored by earlier weights where the loss asks, and trained on step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from megatron_rl.batches.batch import BatchLoss
+from megatron_rl.batches.dealing import Cutter, Dealt, deal
+from megatron_rl.batches.work import Outline, Work
+from megatron_rl.types import Rollout
+from megatron_rl.world import Replicas, World
+
+SUMMED = (
+    "trained_tokens",
+    "packed_tokens",
+    "micro_batches",
+)  # over an update's optimizer steps; other figures are averaged
+
+
+class Policy(Cutter, Protocol):
+    """A trained model. Every method but those of `Cutter` is collective; `work` is that of the rank's own replica."""
+
+    @property
+    def replicas(self) -> Replicas: ...
+
+    def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
+        """One optimizer step on `work.steps[step]` -> figures over all replicas."""
+        ...
+
+    def statistics(
+        self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
+    ) -> dict[str, Tensor]:
+        """Statistics of every label in the loss, 0 elsewhere, [N] float32 on CPU by name; nothing on ranks that take no loss."""
+        ...
+
+    def loss(self, work: Work, loss: BatchLoss) -> float:
+        """Mean loss of all of `work`, which is one step, without an update."""
+        ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A model and what it is trained with. A frozen player has a policy too; it is never updated."""
+
+    policy: Policy
+    loss: BatchLoss
+    refit: Callable[[int], None] | None = (
+        None  # (version): brings its engine to the policy's weights; collective. None: it has no engine
+    )
+    samples_per_optimizer_step: int | None = None  # None: one optimizer step per update
+    sleeps: bool = False  # off-load between this role's turns
+
+
+def update(
+    world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None, *, rescore: bool = False
+) -> dict[str, float]:
+    """Trains on [S] rollouts of the driver, None on other ranks, in ceil(S / B) optimizer steps of nearly equal size. Collective.
+
+    `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the policy's figures, the
+    same on every rank: means over the optimizer steps, sums of those in SUMMED.
+    Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has begun.
+    """
+    policy, loss = trainee.policy, trainee.loss
+    work = hand_out(
+        world, policy, rollouts, loss=loss, samples_per_step=trainee.samples_per_optimizer_step, rescore=rescore
+    )
+    if "reference" in loss.needs:
+        work = replace(work, reference_logprobs=policy.statistics(work, reference=True).get("logprobs"))
+    old = len(work.steps) > 1 or "old" in loss.needs
+    if old or work.rescored:
+        names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
+        found = policy.statistics(work, names)
+        if work.rescored and found:
+            work = work.rescore(found["logprobs"])
+        if old and found:
+            values = {"old_vocab_mean": found["vocab_mean"]} if "vocab_mean" in names else {}
+            work = replace(work, old_logprobs=found["logprobs"], values=values)
+    steps = [policy.update(work, step, loss) for step in range(len(work.steps))]
+    means = {name: fmean(s[name] for s in steps) for name in steps[0]}
+    sums = {name: sum(s[name] for s in steps) for name in SUMMED if name in steps[0]}
+    return means | sums | {"optimizer_steps": float(len(steps))}
+
+
+def mean_loss(world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None) -> float:
+    """Returns the mean loss of the driver's rollouts without an update. Collective."""
+    return trainee.policy.loss(hand_out(world, trainee.policy, rollouts, loss=trainee.loss), trainee.loss)
+
+
+def policy_logprobs(
+    world: World, policy: Policy, rollouts: Sequence[Rollout] | None, *, reference: bool = False
+) -> list[np.ndarray] | None:
+    """Log-probs of the driver's rollouts under the policy as it is now, or under its reference. Collective.
+
+    -> [S] arrays [T] float32 on the driver, 0 for tokens that are not in the loss; None elsewhere.
+    """
+    kept: list[Dealt] = []
+    work = hand_out(world, policy, rollouts, keep=kept)
+    own = policy.statistics(work, reference=reference).get("logprobs")
+    sizes = [counts.tokens for counts in kept[0].outline.counts] if kept else []
+    gathered = world.hand_in(None if own is None else own.numpy(), sizes, policy.replicas)
+    if gathered is None:
+        return None
+    out: list[np.ndarray] = [np.empty(0, np.float32)] * len(kept[0].rollouts)
+    for order, values in zip(kept[0].orders, gathered, strict=True):
+        place = 0
+        for number in order.tolist():
+            length = len(kept[0].rollouts[number].tokens)
+            out[number] = np.concatenate([np.zeros(1, np.float32), values[place : place + length - 1]])
+            place += length
+    return out
+
+
+def hand_out(
+    world: World,
+    policy: Policy,
+    rollouts: Sequence[Rollout] | None,
+    *,
+    loss: BatchLoss | None = None,
+    samples_per_step: int | None = None,
+    rescore: bool = False,
+    keep: list[Dealt] | None = None,
+) -> Work:
+    """Gives every rank the work of its replica out of the driver's rollouts. Collective.
+
+    What the driver finds wrong is raised on every rank before anything is sent. `keep` takes the driver's table of who got what.
+    """
+    dealt: list[Dealt] = [] if keep is None else keep
+
+    def prepare() -> Outline:
+        assert rollouts is not None
+        dealt.append(deal(rollouts, policy, loss=loss, samples_per_step=samples_per_step, rescore=rescore))
+        return dealt[0].outline
+
+    outline = world.from_driver(prepare)
+    buffer = world.hand_out(outline.sizes, lambda replica: dealt[0].buffer(replica), policy.replicas)
+    return Work.over(buffer, outline, policy.replicas.of(world.rank))

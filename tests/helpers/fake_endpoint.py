@@ -1,0 +1,79 @@
+"""An OpenAI-compatible endpoint without a model, which goes wrong as it is told to and keeps what it was asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeEndpoint:
+    """Writes the tokens 10, 11, ... for every prompt, or the text "abc". Listens from its making to `close`.
+
+    `ids`: it gives token ids. `scores`: it echoes prompts with log-probs. `faults`: (status, headers, body) of the next answers.
+    """
+
+    def __init__(
+        self, *, key: str = "sk-secret", ids: bool = True, scores: bool = True, context: int | None = None
+    ) -> None:
+        self.key, self.ids, self.scores, self.context = key, ids, scores, context
+        self.asked: list[dict[str, Any]] = []
+        self.faults: list[tuple[int, dict[str, str], str]] = []
+        self.end: dict[str, Any] = {"finish_reason": "length", "stop_reason": None}
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def models(self) -> Any:
+        return {"data": [{"id": "other", "max_model_len": 1}, {"id": "judge", "max_model_len": self.context}]}
+
+    def completions(self, body: dict[str, Any]) -> Any:
+        self.asked.append(body)
+        if body.get("echo"):
+            told = [{"token_logprobs": [None, *(-0.5 * t for t in prompt[1:])]} for prompt in body["prompt"]]
+            return {
+                "choices": [
+                    {"index": i, "text": "", "finish_reason": "length", "logprobs": each if self.scores else None}
+                    for i, each in enumerate(told)
+                ]
+            }
+        tokens = list(range(10, 10 + body["max_tokens"]))
+        choices = []
+        for index in reversed(range(body["n"])):
+            choice = {"index": index, "text": "abc", **self.end}
+            if self.ids:
+                choice["token_ids"] = tokens
+            if "logprobs" in body:
+                choice["logprobs"] = {"token_logprobs": [-0.5] * len(tokens)}
+            choices.append(choice)
+        return {"choices": choices}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeEndpoint
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._send(200, {}, json.dumps(self.fake.models()))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {self.fake.key}":
+            return self._send(401, {}, "{}")
+        if self.fake.faults:
+            return self._send(*self.fake.faults.pop(0))
+        return self._send(200, {}, json.dumps(self.fake.completions(body)))
+
+    def _send(self, status: int, headers: dict[str, str], text: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: Any) -> None: ...

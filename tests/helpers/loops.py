@@ -1,0 +1,139 @@
+"""A whole run of the loop on a table of logits that really learns: the parts of it, its log, and where it stands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from fake_engines import TableEngine
+from fake_policy import TablePolicy
+from toys import EOS, characters, graded, streaming
+
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.spread import SpreadEngine
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.training import loop
+from megatron_rl.training.player import Player, ReplayPlayer, TurnPlayer, upcoming
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.turns import Table
+from megatron_rl.training.update import Trainee
+from megatron_rl.types import Prompt
+from megatron_rl.world import OneProcess
+
+ALPHABET = "?12345abcde"  # the answer to 1 is a, to 2 is b, ...
+VOCAB = len(ALPHABET) + 1
+TOKENIZER = characters(ALPHABET)
+right = graded(
+    lambda response, payload: response.startswith(payload["answer"]) or f"{{{payload['answer']}}}" in response
+)
+
+
+class Questions:
+    """An endless stream of prompts, by its place."""
+
+    def __init__(self, place=0):
+        self.place = place
+
+    def take(self, count):
+        self.place += count
+        return [self.prompt(i) for i in range(self.place - count, self.place)]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    @staticmethod
+    def prompt(i):
+        question, answer = "12345"[i % 5], "abcde"[i % 5]
+        tokens = TOKENIZER("?" + question)["input_ids"]
+        return Prompt(id=str(i), tokens=tokens, payload={"question": question, "answer": answer})
+
+
+class Log:
+    """Lines as metrics.jsonl would have them, and the checkpoints, in memory."""
+
+    def __init__(self):
+        self.lines, self.saved = [], {}
+
+    def __call__(self, step, scope, metrics, *, turn):
+        self.lines.append((turn, step, scope, dict(metrics)))
+
+    def series(self, name, scope="generator"):
+        return [m[name] for _, _, s, m in self.lines if s == scope and name in m]
+
+
+def make(template, log, directory, **own):
+    """The parts of a run; `directory` holds its store of turns. `own`: grade, policy, state (of a checkpoint), stop_after, world, recipe,
+    replay (a directory), and fields of Trainee."""
+    parts = {
+        "grade": right,
+        "policy": None,
+        "state": None,
+        "stop_after": None,
+        "world": OneProcess(),
+        "recipe": None,
+        "replay": None,
+    }
+    settings = {name: value for name, value in own.items() if name not in parts}
+    parts |= {name: value for name, value in own.items() if name in parts}
+    world, state = parts["world"], parts["state"] or {}
+    policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1, world=world)
+    recipe = parts["recipe"] or Grpo(updates=25, group_size=8, template=template)
+    engine = SpreadEngine(world, "generator", TableEngine(VOCAB, EOS))
+    table = Table(
+        engines={"generator": engine},
+        tokenizers={"generator": TOKENIZER},
+        samplings={"generator": Sampling(max_tokens=2)},
+        max_prompt_tokens={"generator": 8},
+        grade=parts["grade"],
+        seed=3,
+    )
+    trainee = Trainee(
+        policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=streaming(policy, engine), **settings
+    )
+    player = None
+    progress = loop.Progress(**state.get("progress", {}))
+    if world.rank == 0:
+        readers = {"generator": Questions()}
+        if state:
+            readers["generator"].load_state_dict(state["data"]["generator"])
+        if parts["replay"] is None:
+            maker = TurnPlayer(recipe=recipe, readers=readers, table=table, prompts_per_step=10)
+        else:
+            maker = ReplayPlayer(recipe=recipe, readers=readers, recorded=TurnStore(parts["replay"]))
+        turns = upcoming(recipe.schedule(), progress.state_dict())
+        player = Player(maker, turns, TurnStore(directory), max_staleness=0)
+
+    def save(number):
+        assert policy.asleep == settings.get("sleeps", False)
+        log.saved[number] = {"table": policy.table.detach().clone()}
+        if player is not None:
+            log.saved[number]["state"] = json.loads(json.dumps({"progress": progress.state_dict(), **player.state()}))
+        return number
+
+    stop = parts["stop_after"]
+    hooks = loop.Hooks(
+        log=log, save=save, should_stop=lambda: stop is not None and len(log.series("skipped")) >= stop
+    )  # fmt: skip
+    setup = loop.Setup(
+        world=world,
+        trainees={"generator": trainee},
+        policy_of={"generator": "generator"},
+        recipe=recipe,
+        table=table,
+        turns=player,
+        held_out=Questions().take(5),
+        hooks=hooks,
+    )
+    return setup, progress
+
+
+def without_engine(setup):
+    """The same run with nobody to ask: what a replay has."""
+    table = Table(engines={}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=right)
+    trainees = {name: replace(trainee, refit=None) for name, trainee in setup.trainees.items()}
+    return replace(setup, table=table, trainees=trainees, held_out=())

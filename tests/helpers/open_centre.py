@@ -1,0 +1,309 @@
+"""Toy versions of methods that a stranger to this project might add. Each is one small piece of code that touches nothing else: they are the
+test of the centre's design (tests/multi/test_open_centre.py counts their lines and trains them through the real loop)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.losses import Statistics, objective
+from megatron_rl.batches.batch import Batch
+from megatron_rl.recipes.grpo import GENERATOR, Grpo
+from megatron_rl.text import decode_all
+from megatron_rl.training.rollouts import sample, tokenize
+from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.types import Author, Prompt, Rollout, Stop, spans_of
+
+LINES: dict[str, int] = {}  # name of a toy: the most lines that it may have
+
+
+def within(lines: int) -> Any:
+    """Notes how many lines the decorated toy may have."""
+
+    def note(toy: Any) -> Any:
+        LINES[toy.__name__] = lines
+        return toy
+
+    return note
+
+
+def texts_of(table: Table, role: str, rollouts: Sequence[Rollout]) -> list[str]:
+    return decode_all(table.tokenizers[role], [r.response for r in rollouts])
+
+
+# Rewards of texts that a random model earns now and then, so that toys learn something within a few updates.
+
+
+def share_of_vowels(response: str, payload: Mapping[str, Any]) -> float:
+    return sum(c in "aeiou" for c in response) / max(1, len(response))
+
+
+def has_capital(response: str, payload: Mapping[str, Any]) -> float:
+    return float(any(c.isupper() for c in response[:1]))
+
+
+@within(60)
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling(Grpo):
+    """GRPO that takes more prompts until enough groups have rewards that differ (DAPO, arXiv 2503.14476)."""
+
+    groups: int = 4  # with signal, that an update trains on
+    rounds: int = 10  # of taking more prompts, at most
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        kept: list[Rollout] = []
+        taken = 0
+        for number in range(self.rounds):
+            prompts = source.take(self.groups)
+            taken += len(prompts)
+            rollouts = super().play(replace(turn, number=turn.number * self.rounds + number), _Given(prompts), table)
+            kept += [r for r in rollouts[GENERATOR] if np.abs(r.advantages).max() > 1e-6]
+            if len({r.group + r.payload["question"] for r in kept}) >= self.groups:
+                break
+        table.note(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})
+        return {GENERATOR: kept}
+
+
+@dataclass
+class _Given:
+    """A source of prompts that are at hand."""
+
+    prompts: list[Prompt]
+
+    def take(self, count: int | None = None) -> list[Prompt]:
+        return self.prompts
+
+
+@within(25)
+@objective(needs=("old",))
+def sequence_ratio(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Any:
+    """GSPO (arXiv 2507.18071): one clipped importance ratio per sequence, the geometric mean of its tokens'. -> [N]"""
+    log_ratio = live.logprobs - batch.old_logprobs
+    mean = batch.sequence_means(log_ratio.detach())  # [N], the mean over each position's sequence
+    ratio = (mean + live.logprobs - live.logprobs.detach()).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -(ratio * batch.advantages).minimum(clipped * batch.advantages)
+
+
+@within(25)
+def median_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Compares each reward with the median of its group. [B] each -> [B]"""
+    out = np.empty_like(rewards)
+    for group in np.unique(groups):
+        own = groups == group
+        out[own] = rewards[own] - np.median(rewards[own])
+    return out
+
+
+@within(170)
+@dataclass(frozen=True, kw_only=True)
+class Evolve(Recipe):
+    """A proposer writes questions, a solver answers them, a judge marks the answers; all three are trained from the same episodes
+    (Multi-Agent Evolve, arXiv 2510.23595). The roles have models of their own, or share one by `same_as`."""
+
+    updates: int
+    answers: int = 4  # of the solver to each proposed question
+    proposals: int = 4  # from each seed prompt
+
+    def roles(self) -> Mapping[str, Part]:
+        return {
+            "proposer": Part(samples=self.proposals),
+            "solver": Part(samples=self.proposals * self.answers),
+            "judge": Part(samples=self.proposals * self.answers),
+        }
+
+    def schedule(self) -> Schedule:
+        return [[("proposer", "solver", "judge")]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return f"Ask like {payload['question']}:"
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        proposed = self._write(turn, table, "proposer", source.take(), self.proposals)
+        questions = texts_of(table, "proposer", proposed)
+        solved = self._write(turn, table, "solver", self._put(table, "solver", questions), self.answers)
+        answers = texts_of(table, "solver", solved)
+        asked = [f"{r.payload['question']} {a}" for r, a in zip(solved, answers, strict=True)]
+        judged = self._write(turn, table, "judge", self._put(table, "judge", asked), 1)
+        marks = [self._mark(text) for text in texts_of(table, "judge", judged)]
+        score = [None if mark is None else mark / 9 for mark in marks]
+        scored = [r.with_rewards(score=s) for r, s in zip(solved, score, strict=True) if s is not None]
+        ease: dict[int, list[float]] = {}
+        for i, s in enumerate(score):
+            ease.setdefault(i // self.answers, []).append(s if s is not None else np.nan)
+        difficulty = {i: 1.0 - float(np.nanmean(s)) for i, s in ease.items() if not np.isnan(s).all()}
+        proposers = [proposed[i].with_rewards(difficulty=d) for i, d in difficulty.items()]
+        judges = [
+            replace(r.with_rewards(form=float(m is not None)), group="judge")
+            for r, m in zip(judged, marks, strict=True)
+        ]
+        return {
+            "proposer": assign_advantages(proposers, reward="difficulty", estimator="dr_grpo"),
+            "solver": assign_advantages(scored, reward="score", estimator="dr_grpo"),
+            "judge": assign_advantages(judges, reward="form", estimator="dr_grpo"),
+        }
+
+    def _write(self, turn: Turn, table: Table, role: str, prompts: Sequence[Prompt], n: int) -> list[Rollout]:
+        sampling = replace(table.samplings[role], n=n, seed=table.seed_for(turn.number, role))
+        return sample(table, role, prompts, sampling)
+
+    def _put(self, table: Table, role: str, questions: Sequence[str]) -> list[Prompt]:
+        """Questions as prompts of a role, as long as it takes."""
+        limit = table.max_prompt_tokens[role]
+        return [
+            Prompt(id=str(i), tokens=tokenize(table.tokenizers[role], f"{text}=")[-limit:], payload={"question": text})
+            for i, text in enumerate(questions)
+        ]
+
+    @staticmethod
+    def _mark(text: str) -> int | None:
+        """The judge's mark, 0 to 9; None where it wrote none: that answer has no score, which is not a score of 0."""
+        return next((int(c) for c in text if c in "0123456789"), None)
+
+
+@within(140)
+@dataclass(frozen=True, kw_only=True)
+class Rubric(Recipe):
+    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A failed veto item
+    makes the reward 0 (rubric anchors, arXiv 2508.12790)."""
+
+    updates: int
+    group_size: int = 4
+
+    def roles(self) -> Mapping[str, Part]:
+        return {"writer": Part(samples=self.group_size), "judge": Part(trained=False)}
+
+    def schedule(self) -> Schedule:
+        return [[("writer",)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return str(payload["question"])
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        sampling = replace(table.samplings["writer"], n=self.group_size, seed=table.seed_for(turn.number, "writer"))
+        written = sample(table, "writer", source.take(), sampling)
+        session, asked = table.session("judge"), []
+        judging = replace(table.samplings["judge"], seed=table.seed_for(turn.number, "judge"), logprobs=False)
+        for i, (rollout, text) in enumerate(zip(written, texts_of(table, "writer", written), strict=True)):
+            for k, item in enumerate(rollout.payload["rubric"]):
+                tokens = tokenize(table.tokenizers["judge"], f"{item['ask']} {text}")
+                session.ask(len(asked), tokens, judging)
+                asked.append((i, k))
+        marks: dict[int, dict[int, bool]] = {}
+        for key, [said] in session.answers():
+            i, k = asked[key]
+            marks.setdefault(i, {})[k] = "YES" in decode_all(table.tokenizers["judge"], [said.tokens])[0]
+        rewarded = [r.with_rewards(rubric=self._reward(r.payload["rubric"], marks[i])) for i, r in enumerate(written)]
+        table.note("writer", {"items": float(len(asked))})
+        return {"writer": assign_advantages(rewarded, reward="rubric", estimator="grpo")}
+
+    @staticmethod
+    def _reward(rubric: Sequence[Mapping[str, Any]], marks: Mapping[int, bool]) -> float:
+        if any(item.get("veto") and not marks[k] for k, item in enumerate(rubric)):
+            return 0.0
+        return sum(float(item["weight"]) for k, item in enumerate(rubric) if marks[k])
+
+
+class Counting:
+    """An environment of two turns: the model writes, a tool says how many letters there were, the model goes on."""
+
+    def begin(self, task: Mapping[str, Any]) -> str:
+        return str(task["question"])
+
+    def step(self, turn: int, text: str) -> tuple[str | None, float]:
+        """What the tool says to the model's text (None: the episode is over), and the reward so far."""
+        letters = sum(c.isalpha() for c in text)
+        return (f"[{letters}]", 0.0) if turn == 0 else (None, letters / max(1, len(text)))
+
+
+@within(120)
+@dataclass(frozen=True, kw_only=True)
+class ToolTurns(Recipe):
+    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are never trained on."""
+
+    updates: int
+    group_size: int = 4
+
+    def roles(self) -> Mapping[str, Part]:
+        return {"agent": Part(samples=self.group_size)}
+
+    def schedule(self) -> Schedule:
+        return [[("agent",)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return Counting().begin(payload)
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        prompts = [p for p in source.take() for _ in range(self.group_size)]
+        sampling = replace(table.samplings["agent"], n=1, seed=table.seed_for(turn.number, "agent"))
+        session, tokenizer = table.session("agent"), table.tokenizers["agent"]
+        so_far = [np.asarray(p.tokens, np.int32) for p in prompts]
+        parts = [[(len(p.tokens), Author.ENVIRONMENT, -1)] for p in prompts]
+        logprobs = [[np.zeros(len(p.tokens), np.float32)] for p in prompts]
+        rewards, turns = {}, dict.fromkeys(range(len(prompts)), 0)
+        keys = {}
+        for i, tokens in enumerate(so_far):
+            keys[i] = i
+            session.ask(i, tokens, sampling)
+        for key, [said] in session.answers():
+            i = keys[key]
+            so_far[i] = np.concatenate([so_far[i], said.tokens])
+            parts[i].append((len(said.tokens), Author.POLICY, table.engines["agent"].version))
+            logprobs[i].append(said.logprobs)
+            answer, rewards[i] = Counting().step(turns[i], decode_all(tokenizer, [said.tokens])[0])
+            turns[i] += 1
+            if answer is not None:
+                told = np.asarray(tokenize(tokenizer, answer), np.int32)
+                so_far[i] = np.concatenate([so_far[i], told])
+                parts[i].append((len(told), Author.ENVIRONMENT, -1))
+                logprobs[i].append(np.zeros(len(told), np.float32))
+                keys[len(keys)] = i
+                session.ask(len(keys) - 1, so_far[i], sampling, after=key)
+        rollouts = [
+            Rollout(
+                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]), spans=spans_of(*parts[i]),
+                stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
+            )
+            for i, p in enumerate(prompts)
+        ]  # fmt: skip
+        return {"agent": assign_advantages(rollouts, reward="letters", estimator="grpo")}
+
+
+@within(20)
+@objective(needs=("teacher_logprobs",), uses_advantages=False)
+def toward_teacher(live: Statistics, batch: Batch) -> Any:
+    """On-policy distillation: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
+    return 0.5 * (live.logprobs - batch.values["teacher_logprobs"]) ** 2
+
+
+@within(40)
+@dataclass(frozen=True, kw_only=True)
+class Distil(Recipe):
+    """A student writes, and is drawn to what a teacher with fixed weights thinks of every token that it wrote."""
+
+    updates: int
+
+    def roles(self) -> Mapping[str, Part]:
+        return {"student": Part(), "teacher": Part(trained=False)}
+
+    def schedule(self) -> Schedule:
+        return [[("student",)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return str(payload["question"])
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        sampling = replace(table.samplings["student"], n=1, seed=table.seed_for(turn.number, "student"))
+        written = sample(table, "student", source.take(), sampling)
+        scores = table.engines["teacher"].score([r.tokens for r in written])
+        gap = np.concatenate([(r.logprobs - s)[r.trainable] for r, s in zip(written, scores, strict=True)])
+        table.note("student", {"teacher_gap": float(np.abs(gap).mean())})
+        return {
+            "student": [
+                replace(r, advantages=0.0, values={"teacher_logprobs": s}) for r, s in zip(written, scores, strict=True)
+            ]
+        }

@@ -1,0 +1,79 @@
+"""Refits of a pool's servers as a run makes them: all servers come to the weights, late ones too, and one that reaches nobody is tried again."""
+
+from __future__ import annotations
+
+import pytest
+from fake_fleet import ADDRESS, Fleet, expected, fleet_in
+from fake_vllm import UPDATE
+
+from megatron_rl.engines.base import EngineError, Sampling, complete
+from megatron_rl.refit.base import RefitError
+from megatron_rl.session.fleet import PoolRefit
+from megatron_rl.world import OneProcess
+
+SAMPLING = Sampling(max_tokens=8, n=2, seed=5)
+PROMPTS = [[i + 1, 4] for i in range(6)]
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    with fleet_in(tmp_path) as made:
+        yield made
+
+
+def right(groups) -> bool:
+    return [[c.tokens.tolist() for c in group] for group in groups] == [
+        expected(p, SAMPLING, i) for i, p in enumerate(PROMPTS)
+    ]
+
+
+class Side:
+    """The trainer's side of a refit, which fails as often as it is told to."""
+
+    address = ADDRESS
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures, self.calls = failures, []
+
+    def __call__(self, version: int, replicas: list[int]) -> dict[str, float]:
+        self.calls.append((version, list(replicas)))
+        if len(self.calls) <= self.failures:
+            raise RefitError("no engine answered")
+        return {"refit/seconds": 0.5}
+
+
+class Driver:
+    def __init__(self) -> None:
+        self.lines = []
+
+    def refitted(self, figures) -> None:
+        self.lines.append(figures)
+
+
+def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(fleet: Fleet):
+    fakes = [fleet.start(0)]
+    pool, side, driver = fleet.open(), Side(), Driver()
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    refit(7)
+    fakes.append(fleet.start(1))
+    fleet.living(2)
+    assert right(complete(pool, PROMPTS, SAMPLING)) and side.calls == [(7, [0]), (7, [1])]
+    assert driver.lines == [{"role": "generator", "version": 7, "refit/seconds": 0.5}] * 2
+    fakes[1].fail(UPDATE, "error", "error")
+    refit(8)
+    assert fakes[1].version == "7" and driver.lines[2]["version"] == 8
+    pool.members.by_replica[1].troubled = -1e9  # long ago
+    assert right(complete(pool, PROMPTS, SAMPLING)) and len(side.calls) == 4
+    assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
+
+
+def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(fleet: Fleet):
+    fake = fleet.start()
+    pool, side, driver = fleet.open(replicas=1), Side(failures=1), Driver()
+    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, 5.0)
+    fake.fail(UPDATE, "error")
+    refit(1)
+    assert len(side.calls) == 2 and len(driver.lines) == 1 and fake.version == "1"
+    fake.fail(UPDATE, *["error"] * 3)
+    with pytest.raises(EngineError, match="3 refits to version 2 reached no engine"):
+        refit(2)

@@ -1,0 +1,430 @@
+"""The store of turns: what is read is what was written, to the last bit; damage is noticed; what need not stay goes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.training import store as store_module
+from megatron_rl.training.store import (
+    ROLLOUTS,
+    StoreError,
+    TurnStore,
+    fingerprint,
+    open_replay,
+    read_rows,
+    readable_files,
+    turn_files,
+    turn_number,
+)
+from megatron_rl.training.turns import Played, Turn
+from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
+
+WORDS = ["<pad>", "Q", "?", "<step>a</step>", "<step>b", "</step>", "!", "é<>&"]
+TURN = Turn(step=3, index=1, roles=("generator",), number=12, updates={"generator": 9})
+
+
+def decode(role, sequences):
+    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
+
+
+def rollout(**changes) -> Rollout:
+    values = {
+        "role": "generator",
+        "group": "p1",
+        "tokens": [1, 2, 3, 4, 5, 6],
+        "logprobs": [0.0, 0.0, -1.0, -1.0, -1.0, -1.0],
+        "spans": spans_of((2, Author.ENVIRONMENT, -1), (4, Author.POLICY, 4)),
+        "payload": {"question": "Q?", "answer": 42, "correct": True, "verdicts": [True, None], "review": "fine"},
+        "marks": {STEP: Marks(np.array([(2, 3), (3, 5)]), np.array([0.5, -0.5]))},
+        "rewards": {"outcome": 1.0, "format": 0.25},
+        "advantages": [0.0, 0.0, 1.5, 2.5, 3.5, 4.5],
+    }
+    return Rollout(**{**values, **changes})
+
+
+def bare(**changes) -> Rollout:
+    """Nothing but tokens."""
+    spans = spans_of((1, Author.ENVIRONMENT, -1), (1, Author.POLICY, 0))
+    values = {"role": "generator", "group": "0", "tokens": [1, 7], "logprobs": [0.0, -1.0], "spans": spans}
+    return Rollout(**{**values, **changes})
+
+
+def bits(value):
+    """Returns what two values must share to be the same to the last bit."""
+    if isinstance(value, Rollout):
+        return [(name, bits(getattr(value, name))) for name in Rollout.__dataclass_fields__]
+    if isinstance(value, Marks):
+        return bits(value.ranges), bits(value.scores)
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, Mapping):
+        return [(name, bits(inner)) for name, inner in value.items()]  # in order
+    if isinstance(value, (list, tuple)):
+        return [bits(inner) for inner in value]
+    return struct.pack("<d", value) if isinstance(value, float) else value
+
+
+def played(*rollouts: Rollout, **more: list[Rollout]) -> Played:
+    by_role = {"generator": list(rollouts), **more} if rollouts or not more else more
+    return Played(rollouts=by_role, metrics={"generator": {"loss": 0.1, "seconds/rollout": 2.0}})
+
+
+def put_and_get(store: TurnStore, what: Played, turn: Turn = TURN) -> Played:
+    store.put(turn, what, {"data": {"position": 7}})
+    found = store.get(turn)
+    assert found is not None and found[1] == {"data": {"position": 7}}
+    return found[0]
+
+
+def odd_rollouts() -> list[Rollout]:
+    """Every field in every form that it may have."""
+    nan = np.frombuffer(struct.pack("<II", 0x7FC00001, 0xFFC12345), np.float32)  # two that are not the same NaN
+    tool = spans_of((1, 2, -1), (1, 0, 3), (2, 2, -1), (1, 1, -1), (1, 0, 4))
+    experts = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2) - 1
+    return [
+        rollout(logprobs=[0.0, -0.0, *nan, -1e-45, -np.inf]),
+        rollout(spans=tool, partner_weight=0.1 + 0.2, stop=Stop.LENGTH),
+        rollout(advantages=0.1 + 0.2, rewards={"z": -0.0, "a": float("nan"), "m": 1e-300}),
+        rollout(advantages=None, marks={}, payload={}, rewards={}),
+        rollout(advantages=math.nan, stop=Stop.ABORTED),
+        rollout(marks={"step": Marks([]), "z": Marks([], []), "a": Marks([(0, 6)]), "b": Marks([(1, 1)], [math.nan])}),
+        rollout(values={"teacher": np.arange(6, dtype=np.float32) / 3, "a": np.full(6, nan[1])}, experts=experts),
+        rollout(values={"a": np.zeros(6, np.float32)}, experts=np.empty((5, 0, 2), np.int16)),
+        rollout(experts=np.asfortranarray(experts)),
+        rollout(payload={"a": [1, 2.5, None, {"b": "é\ud800\x00"}], "big": 2**70, "nan": math.inf}, group="é/0:\t"),
+        bare(tokens=[], logprobs=[], spans=[]),
+        bare(spans=spans_of((2, Author.ENVIRONMENT, -1)), advantages=[1.0, 2.0]),
+        bare(tokens=[2**31 - 1, 0]),
+    ]
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_every_field_comes_back_to_the_last_bit(tmp_path, every):
+    rollouts = [*odd_rollouts(), bare(), rollout()]
+    texts = ["x" * 4] * 1000
+    store = TurnStore(tmp_path, keep_every=every, decode=lambda role, sequences: texts[: len(sequences)])
+    found = put_and_get(store, played(*rollouts))
+    for place, (before, after) in enumerate(zip(rollouts, found.rollouts["generator"], strict=True)):
+        assert bits(after) == bits(before), place
+        assert type(after.advantages) is type(before.advantages)
+    assert found.metrics == {"generator": {"loss": 0.1, "seconds/rollout": 2.0}}
+
+
+def test_what_was_read_may_be_written_to(tmp_path):
+    found = put_and_get(TurnStore(tmp_path), played(rollout())).rollouts["generator"][0]
+    assert found.tokens.flags.writeable and found.logprobs.flags.writeable and found.advantages.flags.writeable
+
+
+def test_roles_stay_in_their_order_and_one_may_have_no_rollouts(tmp_path):
+    turn = Turn(step=0, index=0, roles=("z", "a", "m"), number=0)
+    by_role = {"z": [rollout(role="z", group=str(i)) for i in range(3)], "a": [], "m": [bare(role="m")]}
+    found = put_and_get(TurnStore(tmp_path), Played(rollouts=by_role, metrics={}), turn)
+    assert list(found.rollouts) == ["z", "a", "m"] and bits(found.rollouts) == bits(by_role)
+
+
+def test_a_turn_without_rollouts_is_a_turn(tmp_path):
+    assert put_and_get(TurnStore(tmp_path), Played(rollouts={"generator": []}, metrics={})).rollouts == {
+        "generator": []
+    }
+    assert read_rows(tmp_path / "turn_000012.parquet") == []
+
+
+def test_many_rollouts_are_written_in_pieces_and_come_back_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "CHUNK_BYTES", 256)
+    rollouts = [rollout(group=str(i), tokens=[i] * 6) for i in range(50)]
+    found = put_and_get(TurnStore(tmp_path), played(*rollouts))
+    assert pq.ParquetFile(tmp_path / "turn_000012.parquet").num_row_groups > 10
+    assert bits(found.rollouts["generator"]) == bits(rollouts)
+
+
+def test_rollouts_of_one_problem_share_its_payload_again(tmp_path):
+    payload = {"question": "Q?"}
+    first, second, other = put_and_get(
+        TurnStore(tmp_path), played(bare(payload=payload), bare(payload=payload), bare(payload={"question": "!"}))
+    ).rollouts["generator"]
+    assert first.payload is second.payload and other.payload == {"question": "!"}
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+
+
+@st.composite
+def any_rollout(draw):
+    length = draw(st.integers(0, 40))
+    floats = np.frombuffer(draw(st.binary(min_size=4 * length, max_size=4 * length)), np.float32)
+    numbers = np.frombuffer(draw(st.binary(min_size=4 * length, max_size=4 * length)), np.int32)
+    cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=4))) if length > 1 else []
+    ends = [*cuts, length] if length else []
+    spans = [(a, b, draw(st.integers(0, 2)), draw(st.integers(-1, 9))) for a, b in zip([0, *cuts], ends, strict=False)]
+    ranges = st.lists(st.tuples(st.integers(0, length), st.integers(0, length)), max_size=3)
+    marks = {}
+    for label in draw(st.lists(names, max_size=2, unique=True)):
+        found = draw(ranges)
+        scores = draw(st.none() | st.just(np.frombuffer(random.Random(length).randbytes(8 * len(found)), np.float64)))
+        marks[label] = Marks(np.array(found, np.int32).reshape(-1, 2), scores)
+    experts = np.arange(max(length - 1, 0) * 6, dtype=np.int16).reshape(-1, 3, 2)
+    return Rollout(
+        role=draw(st.sampled_from(["a", "b"])), group=draw(names), tokens=numbers, logprobs=floats, spans=spans,
+        stop=draw(st.sampled_from(list(Stop))),
+        payload=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)),
+        rewards=draw(st.dictionaries(names, st.floats(allow_nan=False), max_size=2)), marks=marks,
+        advantages=draw(st.sampled_from([None, floats[::-1].copy()]) | st.floats()), partner_weight=draw(st.floats()),
+        values=draw(st.dictionaries(names, st.just(floats), max_size=2)),
+        experts=draw(st.sampled_from([None, experts])),
+    )  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(rollouts=st.lists(any_rollout(), max_size=6))
+def test_any_rollouts_come_back_to_the_last_bit(tmp_path_factory, rollouts):
+    directory = tmp_path_factory.mktemp("any")
+    turn = Turn(step=0, index=0, roles=("a", "b"), number=0)
+    by_role = {role: [r for r in rollouts if r.role == role] for role in turn.roles}
+    found = put_and_get(TurnStore(directory), Played(rollouts=by_role, metrics={}), turn)
+    assert bits(found.rollouts) == bits(by_role)
+
+
+def test_a_payload_that_is_not_json_is_named_and_nothing_is_left(tmp_path):
+    store = TurnStore(tmp_path)
+    with pytest.raises(TypeError, match="group 'p1': its payload is not JSON .*set"):
+        store.put(TURN, played(rollout(), rollout(payload={"a": {1, 2}})), {})
+    with pytest.raises(TypeError, match="an array of float64 where the store keeps float32"):
+        store.put(TURN, played(rollout(values={"teacher": np.zeros(6)})), {})
+    with pytest.raises(TypeError, match="experts of type int64"):
+        store.put(TURN, played(rollout(experts=np.zeros((5, 1, 1), np.int64))), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_turn_whose_writing_fails_leaves_the_one_before_as_it_was(tmp_path):
+    TurnStore(tmp_path).put(TURN, played(rollout()), {"before": 1})
+
+    def fail(role, sequences):
+        raise RuntimeError("no tokenizer")
+
+    with pytest.raises(RuntimeError, match="no tokenizer"):
+        TurnStore(tmp_path, decode=fail).put(TURN, played(bare()), {"before": 2})
+    found = TurnStore(tmp_path).get(TURN)
+    assert (
+        found is not None
+        and found[1] == {"before": 1}
+        and [p.name for p in tmp_path.iterdir()] == ["turn_000012.parquet"]
+    )
+
+
+def test_turns_of_other_settings_or_roles_are_passed_over(tmp_path):
+    assert fingerprint("a: 1") == fingerprint("a: 1") != fingerprint("a: 2")
+    TurnStore(tmp_path, "one").put(TURN, played(rollout()), {})
+    assert TurnStore(tmp_path, "one").get(TURN) is not None
+    assert TurnStore(tmp_path, "two").get(TURN) is None
+    assert TurnStore(tmp_path, "one").get(Turn(step=3, index=1, roles=("generator", "verifier"), number=12)) is None
+    assert TurnStore(tmp_path, "one").get(Turn(step=3, index=2, roles=("generator",), number=13)) is None
+
+
+def test_a_file_under_the_number_of_another_turn_is_passed_over(tmp_path):
+    store = TurnStore(tmp_path)
+    store.put(TURN, played(rollout()), {}).rename(store.path(13))
+    assert store.get(Turn(step=3, index=2, roles=("generator",), number=13)) is None
+
+
+def test_a_cut_file_is_played_again_with_a_warning(tmp_path, caplog):
+    store = TurnStore(tmp_path)
+    path = store.put(TURN, played(*odd_rollouts()), {})
+    whole = path.read_bytes()
+    for size in [*range(0, 64), *range(64, len(whole), 97), len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        caplog.clear()
+        assert store.get(TURN) is None
+        assert "turn_000012.parquet cannot be read" in caplog.text and "turn 12 is played again" in caplog.text
+    with pytest.raises(StoreError, match="cannot be read .*: bring a whole copy"):
+        store.read(TURN)
+    with pytest.raises(StoreError, match="remove it"):
+        read_rows(path)
+    assert readable_files(tmp_path) == {}
+
+
+def test_a_changed_byte_never_makes_another_turn_of_it(tmp_path, caplog):
+    """Pages carry checksums, the footer has our digest; a page's header that is wrong cannot be followed."""
+    caplog.set_level(logging.CRITICAL)
+    store = TurnStore(tmp_path)
+    before = played(*odd_rollouts())
+    path = store.put(TURN, before, {"position": 1})
+    whole, draw = path.read_bytes(), random.Random(0)
+    for _ in range(400):
+        changed = bytearray(whole)
+        changed[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        found = store.get(TURN)
+        assert found is None or (bits(found[0].rollouts) == bits(before.rollouts) and found[1] == {"position": 1})
+
+
+def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
+    store = TurnStore(tmp_path)
+    pq.write_table(pa.table({"a": [1]}), store.path(12))
+    assert store.get(TURN) is None and "is no turn of a run" in caplog.text
+    store.path(12).unlink()
+    store.path(12).mkdir()
+    assert store.get(TURN) is None
+    store.path(12).rmdir()
+    path = store.put(TURN, played(rollout()), {})
+    table = pq.read_table(path)
+    head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
+    pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
+    store_module._seal(path)
+    assert store.get(TURN) is None and "its format is 99, and this version reads 1" in caplog.text
+
+
+def put_turns(store: TurnStore, count: int, first: int = 0) -> None:
+    for number in range(first, count):
+        store.put(Turn(step=number, index=0, roles=("generator",), number=number), played(rollout()), {"n": number})
+
+
+def numbers(directory) -> list[int]:
+    return [turn_number(path) for path in turn_files(directory)]
+
+
+def test_a_turn_stays_until_a_checkpoint_holds_it_and_afterwards_if_it_is_kept(tmp_path):
+    store = TurnStore(tmp_path, keep_every=3, decode=decode)
+    put_turns(store, 8)
+    assert numbers(tmp_path) == list(range(8))
+    store.drop(5)
+    assert numbers(tmp_path) == [0, 3, 5, 6, 7]
+    store.drop(8)
+    assert numbers(tmp_path) == [0, 3, 6]
+    assert {role: [turn_number(p) for p in found] for role, found in readable_files(tmp_path).items()} == {
+        "generator": [0, 3, 6]
+    }
+
+
+@pytest.mark.parametrize(("every", "left"), [(0, []), (1, [0, 1, 2, 3])])
+def test_no_turn_or_every_turn_is_kept(tmp_path, every, left):
+    store = TurnStore(tmp_path, keep_every=every, decode=decode)
+    put_turns(store, 4)
+    store.drop(4)
+    assert numbers(tmp_path) == left
+
+
+def test_what_was_kept_stays_when_the_run_goes_on_keeping_fewer(tmp_path):
+    put_turns(TurnStore(tmp_path, keep_every=1, decode=decode), 3)
+    store = TurnStore(tmp_path, keep_every=10, decode=decode)
+    put_turns(store, 6, first=3)
+    store.drop(6)
+    assert numbers(tmp_path) == [0, 1, 2]
+
+
+def test_texts_are_decoded_for_kept_turns_alone(tmp_path):
+    asked = []
+
+    def count(role, sequences):
+        asked.append(role)
+        return decode(role, sequences)
+
+    store = TurnStore(tmp_path, keep_every=2, decode=count)
+    put_turns(store, 3)
+    assert len(asked) == 2
+    with_text, without = (read_rows(store.path(number))[0] for number in (0, 1))
+    assert with_text["text"] == "<step>a</step><step>b</step>!" and with_text["question"] == "Q?"
+    hidden = ("prompt", "text", "steps", "question", "answer", "review")
+    assert [without[name] for name in hidden] == [None] * 6
+    assert without["num_tokens"] == 4 and without["rewards"] == with_text["rewards"]
+
+
+def test_a_run_that_goes_on_removes_what_it_will_not_read(tmp_path, caplog):
+    put_turns(TurnStore(tmp_path, "old"), 6)
+    put_turns(TurnStore(tmp_path, "new"), 5, first=4)
+    (tmp_path / ".turn_000009.parquet.tmp").write_bytes(b"half")
+    (tmp_path / "turn_000007.parquet").write_bytes(b"half")
+    TurnStore(tmp_path, "new").clean(3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"turn_00000{n}.parquet" for n in (0, 1, 2, 4)]
+    TurnStore(tmp_path / "nothing here", "new").clean(0)
+
+
+def test_a_replay_reads_a_run_or_its_rollouts_whatever_its_settings(tmp_path):
+    run, own = tmp_path / "run", tmp_path / "own"
+    put_turns(TurnStore(run / ROLLOUTS, "its own"), 2)
+    turn = Turn(step=1, index=0, roles=("generator",), number=1)
+    for place in (run, run / ROLLOUTS):
+        found, state = open_replay(place, own=own).read(turn)
+        assert state == {"n": 1} and bits(found.rollouts["generator"]) == bits([rollout()])
+    with pytest.raises(FileNotFoundError, match=r"turn 5 \(generator\) was not kept there.*run.save_rollouts_every=1"):
+        open_replay(run, own=own).read(Turn(step=5, index=0, roles=("generator",), number=5))
+    with pytest.raises(StoreError, match="trained generator; turn 1 of this run trains judge, generator"):
+        open_replay(run, own=own).read(Turn(step=1, index=0, roles=("judge", "generator"), number=1))
+
+
+def test_a_replay_of_nothing_or_of_itself_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run.save_rollouts_every=1"):
+        open_replay(tmp_path / "nowhere", own=tmp_path)
+    put_turns(TurnStore(tmp_path / ROLLOUTS), 1)
+    for place in (tmp_path, tmp_path / ROLLOUTS):
+        with pytest.raises(StoreError, match="is this run itself"):
+            open_replay(place, own=tmp_path)
+
+
+def test_the_readable_columns_are_those_of_the_report(tmp_path):
+    store = TurnStore(tmp_path, decode=decode)
+    path = store.put(TURN, played(rollout(), bare(), bare(advantages=0.5)), {})
+    full, empty, one = read_rows(path)
+    assert full == {
+        "turn": 12,
+        "role": "generator",
+        "group": "p1",
+        "question": "Q?",
+        "answer": "42",
+        "prompt": "Q?",
+        "text": "<step>a</step><step>b</step>!",
+        "stop": "eos",
+        "version": 4,
+        "num_tokens": 4,
+        "correct": True,
+        "rewards": {"outcome": 1.0, "format": 0.25},
+        "steps": ["<step>a</step>", "<step>b</step>"],
+        "verdicts": [1, None],
+        "step_rewards": [0.5, -0.5],
+        "step_advantages": [1.5, 3.5],
+        "advantage": 1.5,
+        "review": "fine",
+    }
+    assert (empty["text"], empty["advantage"], empty["verdicts"], empty["correct"]) == ("é<>&", None, None, None)
+    assert (empty["steps"], empty["step_rewards"], empty["step_advantages"], one["advantage"]) == ([], [], [], 0.5)
+
+
+def test_step_advantages_are_those_of_trained_tokens(tmp_path):
+    """The last trained token of a step counts; a partner or an environment may have written the end of it, or all."""
+    spans = spans_of((1, 2, -1), (2, 0, 0), (1, 1, -1), (2, 2, -1))
+    changed = rollout(spans=spans, marks={STEP: Marks([(1, 4), (4, 6), (0, 1)])})
+    number = rollout(spans=spans, marks={STEP: Marks([(1, 4), (4, 6)])}, advantages=0.5)
+    untrained = rollout(spans=spans_of((6, 2, -1)), marks={STEP: Marks([(1, 4)])})
+    path = TurnStore(tmp_path, decode=decode).put(TURN, played(changed, number, untrained), {})
+    assert [row["step_advantages"] for row in read_rows(path)] == [[1.5, 0.0, 0.0], [0.5, 0.0], [0.0]]
+
+
+@pytest.mark.parametrize("verdicts", [[1, -1], [True, False], [1.0, 0]])
+def test_verdicts_in_any_usual_form(tmp_path, verdicts):
+    path = TurnStore(tmp_path, decode=decode).put(TURN, played(rollout(payload={"verdicts": verdicts})), {})
+    assert read_rows(path)[0]["verdicts"] == [1, -1]
+
+
+def test_rows_of_one_role(tmp_path):
+    turn = Turn(step=0, index=0, roles=("a", "b"), number=0)
+    by_role = {"a": [rollout(role="a")], "b": [bare(role="b"), bare(role="b")]}
+    store = TurnStore(tmp_path, decode=decode)
+    path = store.put(turn, Played(rollouts=by_role, metrics={}), {})
+    assert [len(read_rows(path, role)) for role in ("a", "b", None)] == [1, 2, 3]
+    assert readable_files(tmp_path) == {"a": [path], "b": [path]}
