@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 
 PRESETS = {
     "tiny": dict(
@@ -131,13 +131,13 @@ def compare(
     engine = EmbeddedEngine(directory, max_batch=len(prompts))
     engine.load_pretrained()
     model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
-    recordings = [row[0].tokens for row in engine.generate(prompts, sampling)]
+    recordings = [row[0].tokens.tolist() for row in complete(engine, prompts, sampling)]
     if generate_recorded(model, prompts, recordings, batches[0]) != recordings:
         raise RuntimeError("transformers did not generate the recorded tokens: the comparison is void")
     best = min(batches, key=lambda b: cpu_seconds(lambda: generate_recorded(model, prompts, recordings, b)))
     pairs = []
     for _ in range(rounds):
-        ours = cpu_seconds(lambda: engine.generate(prompts, sampling))
+        ours = cpu_seconds(lambda: complete(engine, prompts, sampling))
         pairs.append((ours, cpu_seconds(lambda: generate_recorded(model, prompts, recordings, best))))
     lengths = [len(r) for r in recordings]
     return {

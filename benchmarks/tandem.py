@@ -30,12 +30,11 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.algorithms.authors import Rule, boundaries
 from megatron_rl.config.schema import Vllm
-from megatron_rl.engines.base import Completion, Sampling, Tandem
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.base import Engine, Sampling, TandemSampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.text import load_tokenizer
 
 BARS = {"embedded/ratio_cpu": 0.5, "vllm/ratio_cpu": 0.5}
-Generate = Callable[[list[list[int]], Sampling], list[list[Completion]]]
 Rate = tuple[float, float]  # tokens per second, and per CPU-second
 
 
@@ -48,15 +47,15 @@ def make_pair(directory: Path, preset: str, max_tokens: int) -> None:
     ).save_pretrained(directory)
 
 
-def rate(generate: Generate, prompts: list[list[int]], sampling: Sampling, spent: Callable[[], float]) -> Rate:
+def rate(engine: Engine, prompts: list[list[int]], sampling: Sampling, spent: Callable[[], float]) -> Rate:
     """Raises RuntimeError for a tandem without authors, or with a senior that wrote all or nothing."""
     cpu, start = spent(), time.perf_counter()
-    groups = generate(prompts, sampling)
+    groups = complete(engine, prompts, sampling)
     seconds, cpu = time.perf_counter() - start, spent() - cpu
     drawn = [c for group in groups for c in group]
     tokens = sum(len(c.tokens) for c in drawn)
     if sampling.tandem is not None:
-        share = sum(sum(c.authors or []) for c in drawn) / tokens
+        share = sum(0 if c.authors is None else int(c.authors.sum()) for c in drawn) / tokens
         if not 0.3 < share < 0.7:
             raise RuntimeError(f"the senior wrote {share:.2f} of the tokens: the comparison is void")
     return tokens / seconds, tokens / cpu
@@ -77,8 +76,8 @@ def embedded_figures(model: Path, args: argparse.Namespace) -> dict[str, float]:
     pairs = []
     for number in range(args.rounds + 1):
         alone = Sampling(max_tokens=args.max_tokens, seed=number)
-        both = replace(alone, tandem=Tandem(rule=Rule()))
-        pairs.append(tuple(rate(engine.generate, prompts, sampling, time.process_time) for sampling in (alone, both)))
+        both = replace(alone, tandem=TandemSampling(rule=Rule()))
+        pairs.append(tuple(rate(engine, prompts, sampling, time.process_time) for sampling in (alone, both)))
     return ratios(pairs[1:])  # the first warms up
 
 
@@ -93,12 +92,12 @@ def vllm_figures(model: Path, folder: Path, args: argparse.Namespace) -> dict[st
             pools.append(stack.enter_context(served.open_pool(folder / name, model, settings, EOS, boundaries=own)))
         for number in range(args.rounds + 1):
             alone = Sampling(max_tokens=args.max_tokens, n=args.samples, seed=number)
-            asked = (alone, replace(alone, tandem=Tandem(rule=Rule())))
+            asked = (alone, replace(alone, tandem=TandemSampling(rule=Rule())))
             row = []
             for (pool, server), sampling in zip(pools, asked, strict=True):
                 row.append(
                     rate(
-                        pool.generate,
+                        pool,
                         prompts,
                         sampling,
                         lambda server=server: common.cpu_seconds([server]) + time.process_time(),

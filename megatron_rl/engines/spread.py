@@ -1,9 +1,9 @@
-"""One engine on every rank, used as one: the driver's rows are dealt to all ranks, and each generates its share."""
+"""One engine on every rank, used as one: the rows of a round are dealt to all ranks, and each draws its share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from megatron_rl.world import World
 
 
 class RowEngine(Protocol):
-    """An engine of this rank alone whose draws depend on a row's key, sample and seed, not on its neighbours."""
+    """An engine of this rank alone whose draws depend on a row's key and sample and the seed, not on its neighbours."""
 
     version: int
 
@@ -31,27 +31,18 @@ class RowEngine(Protocol):
 E = TypeVar("E", bound=RowEngine)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The rows of one rank as they travel: each prompt once, and of its rows the key and the samples."""
-
-    prompts: list[np.ndarray]
-    keys: list[int]
-    samplings: list[Sampling]
-    rows: list[tuple[int, int]]  # (place among the prompts, sample)
-
-
 class SpreadEngine(Generic[E]):
-    """Implements engines.base.Engine over a world. Every rank makes it, under the same `name` and over its own `engine`.
+    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own `engine`.
 
-    What it generates does not depend on the number of ranks, as far as a row's log-probs do not depend on its neighbours.
+    Implements engines.base.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the number of ranks, as
+    far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank fails.
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
         self._world, self._engine = world, engine
         self._generate, self._score = f"generate/{name}", f"score/{name}"
-        world.serve(self._generate, self._generate_here)
-        world.serve(self._score, self._score_here)
+        world.serve(self._generate, lambda rows: engine.generate_rows(rows) if rows else [])
+        world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
 
     @property
     def version(self) -> int:
@@ -62,78 +53,53 @@ class SpreadEngine(Generic[E]):
         """This rank's own engine."""
         return self._engine
 
-    def session(self) -> RoundSession:
-        """Opens a session on the driver, inside `world.from_driver`. Reading its answers raises FollowerError when a rank fails."""
-        return RoundSession(self._run, self._engine.check_ask)
-
-    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Scores on all ranks; see engines.base.Engine. Raises FollowerError when a rank fails."""
-        arrays = [np.asarray(tokens, np.int32) for tokens in sequences]
-        order = sorted(
-            range(len(arrays)), key=lambda i: -len(arrays[i])
-        )  # dealt longest first, so that shares are alike
-        ranks = self._world.size
-        answers = self._world.call_all(self._score, [[arrays[i] for i in order[rank::ranks]] for rank in range(ranks)])
-        found = {i: answers[place % ranks][place // ranks] for place, i in enumerate(order)}
-        return [found[i] for i in range(len(arrays))]
-
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes the weights on this rank. Called on every rank: the stream is collective."""
         self._engine.load(weights, version=version)
 
+    def session(self) -> RoundSession:
+        """Opens a session whose rounds all ranks draw together."""
+        return RoundSession(self.generate_rows, self._engine.check_ask)
+
+    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
+        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to each other in `rows`."""
+        samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
+        shares = deal(samples, self._world.size)
+        answers = self._world.call_all(self._generate, [[rows[i] for i in share] for share in shares])
+        return _in_order(shares, answers)
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        """Computes log-probabilities as engines.base.Engine.score says, on all ranks. [S][T] -> [S] arrays [T] float32."""
+        arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
+        ranks = self._world.size
+        by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+        shares = [by_length[rank::ranks] for rank in range(ranks)]
+        return _in_order(shares, self._world.call_all(self._score, [[arrays[i] for i in share] for share in shares]))
+
     def tend(self) -> None:
         """Does nothing: there are no servers."""
 
-    def _run(self, rows: Sequence[Row]) -> list[Completion]:
-        """Draws a round's completions on all ranks. [R] rows -> [R] completions, in order."""
-        groups: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(row.key, []).append(place)
-        shares = deal([len(places) for places in groups.values()], self._world.size)
-        lists = list(groups.values())
-        chosen = [[lists[i][j] for i, j in share] for share in shares]
-        answers = self._world.call_all(self._generate, [_packed([rows[place] for place in own]) for own in chosen])
-        found = dict(
-            pair for own, answer in zip(chosen, answers, strict=True) for pair in zip(own, answer, strict=True)
-        )
-        return [found[place] for place in range(len(rows))]
 
-    def _generate_here(self, share: _Share) -> list[Completion]:
-        rows = [Row(share.prompts[i], share.keys[i], j, share.samplings[i]) for i, j in share.rows]
-        return self._engine.generate_rows(rows) if rows else []
-
-    def _score_here(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        return self._engine.score(sequences) if sequences else []
+T = TypeVar("T")
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[list[tuple[int, int]]]:
-    """Deals the samples of P prompts with sizes[i] samples each -> one list of (prompt, sample) per rank.
+def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -> list[T]:
+    """Puts the ranks' answers to their shares in the order of the whole."""
+    found: dict[int, T] = {}
+    for share, answer in zip(shares, answers, strict=True):
+        found |= zip(share, answer, strict=True)
+    return [found[i] for i in range(len(found))]
 
-    Whole prompts go to one rank, so that a prompt is prefilled once; only the samples of the last P mod ranks prompts are dealt apart.
-    With equal sizes the lists' lengths are at most one apart.
+
+def deal(samples: Sequence[int], ranks: int) -> list[list[int]]:
+    """Deals the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per rank, their
+    lengths at most one apart.
+
+    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided between two. Asks
+    that follow each other go to different ranks, because neighbours in a data set are often of one difficulty.
     """
-    whole = len(sizes) - len(sizes) % ranks
-    shares: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for i in range(whole):
-        shares[i % ranks] += [(i, j) for j in range(sizes[i])]
-    rest = [(i, j) for i in range(whole, len(sizes)) for j in range(sizes[i])]
-    size, extra = divmod(len(rest), ranks)
-    start = 0
-    for rank in range(ranks):
-        end = start + size + (rank < extra)
-        shares[rank] += rest[start:end]
-        start = end
-    return shares
-
-
-def _packed(rows: Sequence[Row]) -> _Share:
-    """Puts every prompt in once."""
-    places = {key: i for i, key in enumerate(dict.fromkeys(row.key for row in rows))}
-    first = {row.key: row for row in reversed(rows)}
-    asks = [first[key] for key in places]
-    return _Share(
-        prompts=[row.tokens for row in asks],
-        keys=list(places),
-        samplings=[row.sampling for row in asks],
-        rows=[(places[row.key], row.sample) for row in rows],
-    )
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])
+    asks = [i for rank in range(ranks) for i in range(rank, len(samples), ranks)]
+    rows = [row for i in asks for row in range(starts[i], starts[i + 1])]
+    cuts = [rank * len(rows) // ranks for rank in range(ranks + 1)]
+    return [[int(row) for row in rows[a:b]] for a, b in zip(cuts, cuts[1:], strict=False)]
