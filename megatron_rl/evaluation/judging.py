@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.evaluation.draw import limit
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
 
 Item = TypeVar("Item")  # what is judged: a solution, a pair of answers, ...
 Opinion = TypeVar("Opinion")  # what a judgement says, as it was read
-ROOM = 8  # tokens of the context that stay free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,8 @@ class Judging(Generic[Item, Opinion]):
         prompt = self._question.prompt(item)
         if prompt is None:
             return False
-        most = self._sampling.max_tokens
-        if self._context is not None:
-            most = min(most, self._context - len(prompt.tokens) - ROOM)
-        if most < 1:
+        most = limit(len(prompt.tokens), self._sampling.max_tokens, self._context)
+        if not most:
             return False
         self._asked[key] = (item, prompt)
         self.session.ask(key, prompt.tokens, replace(self._sampling, max_tokens=most))
