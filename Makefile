@@ -140,7 +140,7 @@ check: setup ## format, lint, types, layering
 	$(PY) -m pytest tests/unit/test_layering.py -q
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed
-	@missed=0; for name in rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published grading; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
+	@missed=0; for name in data_path rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published grading; do $(PY) benchmarks/$$name.py --check || missed=1; done; exit $$missed
 
 clean: ## remove the environment and all runs
 	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo runs

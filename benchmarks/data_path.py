@@ -1,15 +1,18 @@
-"""What the way of rollouts costs, from an engine's answers in hand to micro-batches on every rank; no model, gloo on this machine.
+"""What the way of rollouts costs, from an engine's answers in hand to micro-batches on every rank; no model, gloo on
+this machine.
 
-The driver turns answers into rollouts, gives them advantages (grpo: one number each; tango: steps are found in the text, judged at random,
-and mixed in, so that every token has its own), cuts them into micro-batches and hands them out; every rank then makes each of its batches.
-The policy is a stand-in that receives: four ranks are four replicas, eight are four replicas of two. Engines, rewards and the model's
-own layout of a micro-batch are left out.
+The driver turns answers into rollouts, gives them advantages (grpo: one number each; tango: steps are found in the
+text, judged at random, and mixed in, so that every token has its own), cuts them into micro-batches and hands them out;
+every rank then makes each of its batches. The policy is a stand-in that receives: four ranks are four replicas, eight
+are four replicas of two. Engines, rewards and the model's own layout of a micro-batch are left out.
 
     driver_s      CPU-seconds of the driver per million tokens, all threads of the process
     others_s      CPU-seconds of the dearest other rank per million tokens of its own replica
-    driver_bytes  most anonymous memory (RssAnon, in a run of its own) beyond what stood before the answers came, per token; answers included
+    driver_bytes  most anonymous memory (RssAnon, in a run of its own) beyond what stood before the answers came, per
+    token; answers included
     others_bytes  likewise of the dearest other rank, per token of its own replica
-    wire          bytes that the driver wrote to sockets over those of the arrays that it had to send; each replica's are sent once
+    wire          bytes that the driver wrote to sockets over those of the arrays that it had to send; each replica's
+    are sent once
     flat          driver_s of the largest size over that of the smallest
 
 CPU-seconds are those of the fastest of several rounds: what else runs on the machine only ever adds.
@@ -93,7 +96,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
-    """Prompts, and GROUP completions of each, `tokens` in all; a length is that of the longest or up to a tenth less."""
+    """Prompts, and GROUP completions of each, `tokens` in all; a length is that of the longest or up to a tenth
+    less."""
     rng = np.random.default_rng(1)
     prompts, completions, made = [], [], 0
     while made < tokens:
@@ -109,13 +113,12 @@ def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
     return prompts, completions
 
 
-def credited(
-    method: str, prompts: Sequence[Prompt], completions: Sequence[Completion], tokenizer: Any
-) -> list[Rollout]:
-    """Answers become rollouts with advantages; rewards and verdicts are drawn."""
+def credited(method: str, prompts: Sequence[Prompt], completions: list[Completion], tokenizer: Any) -> list[Rollout]:
+    """Turns answers into rollouts with advantages; rewards and verdicts are drawn. Each answer is let go when it is a
+    rollout, as those of a session are."""
     rng, out = np.random.default_rng(2), []
-    for number, completion in enumerate(completions):
-        prompt = prompts[number // GROUP]
+    for number in range(len(completions)):
+        prompt, completion = prompts[-1 - number // GROUP], completions.pop()
         rollout = from_completion(prompt, completion, role="generator", group=prompt.id, version=3)
         rollout = rollout.with_rewards(outcome=float(rng.random() < 0.4))
         if method == "tango":
@@ -128,7 +131,8 @@ def credited(
 
 
 def one_way(world: TorchWorld, policy: Receiver, answers: Any, method: str, tokenizer: Any) -> Work:
-    """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other. Collective."""
+    """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other.
+    Collective."""
     rollouts = None if answers is None else credited(method, *answers, tokenizer)
     work = hand_out(world, policy, rollouts, loss=PolicyLoss(LossConfig(kl_coef=0.0)))  # type: ignore[arg-type]
     for micro in work.micros():
@@ -159,8 +163,9 @@ def rank_figures(rank: int, folder: str, case: str, rounds: int, memory: bool) -
         figures = {"cpu_s": float("inf")}
         for _ in range(rounds):
             world.barrier()
+            again = answers and (answers[0], [*answers[1]])
             before, wall, written = time.process_time(), time.perf_counter(), _written()
-            work = one_way(world, policy, answers, method, tokenizer)
+            work = one_way(world, policy, again, method, tokenizer)
             figures["cpu_s"] = min(figures["cpu_s"], time.process_time() - before)
             figures |= {"wall_s": time.perf_counter() - wall, "written": _written() - written}
             figures["tokens"] = float(work.num_tokens)
@@ -171,7 +176,8 @@ def rank_figures(rank: int, folder: str, case: str, rounds: int, memory: bool) -
 
 
 def measure(case: str, rounds: int) -> dict[str, float]:
-    """Figures of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory costs time."""
+    """Figures of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory
+    costs time."""
     method, ranks, _ = case.split("/")
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -48,8 +48,9 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
     labels = torch.randint(vocab, (tokens,))
     with common.AnonymousPeak() as peak:
         if way == "chunked":
-            found, _ = forward.vocab_parallel_logprobs(
-                hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=dist.group.WORLD
+            group = dist.group.WORLD
+            [found] = forward.vocab_parallel_statistics(
+                hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"]
             )
         else:
             found = (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]

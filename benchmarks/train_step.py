@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -31,10 +32,13 @@ from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.batches.batch import Batch, pack
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
-from megatron_rl.types import Batch, Stop, Trajectory, pack
+from megatron_rl.training.update import Trainee, update
+from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
+from megatron_rl.world import OneProcess, TorchWorld
 
 ALONE = Layout()
 RANKS = 2
@@ -67,24 +71,21 @@ LAYOUTS = {
 BARS = {"equal/ratio": 0.95, "varied/ratio": 1.5}
 
 
-def trajectories(kind: str, count: int, length: int, vocab: int) -> list[Trajectory]:
-    """Returns `count` random sequences. `length` is the length of all (equal) or the longest allowed (varied)."""
+def rollouts(kind: str, count: int, length: int, vocab: int) -> list[Rollout]:
+    """Returns `count` random sequences; `length` is the length of all (equal) or the longest allowed (varied)."""
     rng = random.Random(0)
     out = []
     for i in range(count):
         prompt = 1 if kind == "equal" else 32
         n = length if kind == "equal" else min(length, prompt + 8 + int(rng.lognormvariate(4.0, 0.8)))
-        tokens = [rng.randrange(vocab) for _ in range(n)]
-        trainable = [j >= prompt for j in range(n)]
         out.append(
-            Trajectory(
+            Rollout(
+                role="model",
                 group=str(i),
-                tokens=tokens,
-                trainable=trainable,
-                logprobs=[0.0] * n,
-                version=0,
-                stop=Stop.EOS,
-                advantages=[1.0] * n,
+                tokens=[rng.randrange(vocab) for _ in range(n)],  # type: ignore[arg-type]
+                logprobs=np.zeros(n, np.float32),
+                spans=spans_of((prompt, Author.ENVIRONMENT, NO_VERSION), (n - prompt, Author.POLICY, 0)),
+                advantages=1.0,
             )
         )
     return out
@@ -117,14 +118,17 @@ def transformers_step(directory: Path, batch: Batch, rows: int) -> Callable[[], 
     return step
 
 
-def our_step(directory: Path, batch: Batch, *, packed: bool, budget: int, layout: Layout = ALONE) -> Callable[[], None]:
-    """Returns a training step of our actor. `budget`: tokens of a micro-batch."""
+def our_step(
+    directory: Path, samples: list[Rollout], *, packed: bool, budget: int, layout: Layout = ALONE
+) -> Callable[[], object]:
+    """Returns an update as the loop makes it, the way of the rollouts to this rank included."""
     role = RoleConfig(
         model=Model(path=str(directory)), optimizer=Optimizer(lr=1e-5), loss=LossConfig(kl_coef=0.0), packed=packed,
         micro_batch_tokens=budget // layout.cp, layout=layout,
     )  # fmt: skip
-    policy, loss = MegatronPolicy(role, parallel.create(layout)), CompletionLoss()
-    return lambda: policy.update(batch, loss) and None
+    world = TorchWorld() if dist.get_world_size() > 1 else OneProcess()
+    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(layout)), loss=CompletionLoss())
+    return lambda: update(world, trainee, samples if world.rank == 0 else None)
 
 
 def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse.Namespace) -> list[float]:
@@ -132,8 +136,8 @@ def rank_seconds(rank: int, folder: str, name: str, packed: bool, args: argparse
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/{name}_{packed}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    batch = pack(trajectories("varied", args.sequences, args.length, PRESETS[args.preset]["vocab_size"]))
-    step = our_step(Path(folder), batch, packed=packed, budget=args.rows * args.length, layout=LAYOUTS[name])
+    samples = rollouts("varied", args.sequences, args.length, PRESETS[args.preset]["vocab_size"])
+    step = our_step(Path(folder), samples, packed=packed, budget=args.rows * args.length, layout=LAYOUTS[name])
     step()
     seconds = []
     for _ in range(args.rounds):
@@ -159,10 +163,10 @@ def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, f
     return figures
 
 
-def measure(ours: Callable[[], None], theirs: Callable[[], None], rounds: int) -> tuple[float, float]:
-    """Returns the CPU seconds (ours, theirs) of the fastest round of each: other work only ever adds to them."""
+def measure(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
+    """Returns the CPU seconds (ours, theirs) of the fastest round of each: what else runs on the machine only ever adds."""
 
-    def cpu(step: Callable[[], None]) -> float:
+    def cpu(step: Callable[[], object]) -> float:
         start = time.process_time()
         step()
         return time.process_time() - start
@@ -192,9 +196,10 @@ def main() -> None:
         torch.manual_seed(0)
         Qwen2ForCausalLM(Qwen2Config(**PRESETS[args.preset], max_position_embeddings=2048)).save_pretrained(folder)
         for kind in ("equal", "varied"):
-            batch = pack(trajectories(kind, args.sequences, args.length, PRESETS[args.preset]["vocab_size"]))
+            samples = rollouts(kind, args.sequences, args.length, PRESETS[args.preset]["vocab_size"])
+            batch = pack(samples)
             budget = args.rows * args.length
-            ours = our_step(Path(folder), batch, packed=kind == "varied", budget=budget)
+            ours = our_step(Path(folder), samples, packed=kind == "varied", budget=budget)
             seconds, theirs = measure(ours, transformers_step(Path(folder), batch, args.rows), args.rounds)
             tokens = len(batch.tokens)
             figures |= {

@@ -1,4 +1,5 @@
-"""The ranks of a run as a value: what only rank 0 decides reaches all, and rank 0 can put all ranks to work on its behalf."""
+"""The ranks of a run as a value: what only rank 0 decides reaches all, and rank 0 can put all ranks to work on its
+behalf."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class World(Protocol):
         ...
 
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs `function(*args)` on rank 0 and returns its result on every rank; an exception there is raised on every rank."""
+        """Runs `function(*args)` on rank 0 and returns its result on every rank; an exception there is raised on every
+        rank."""
         ...
 
     def serve(self, name: str, handler: Handler) -> None:
@@ -61,19 +63,20 @@ class World(Protocol):
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         """Inside `from_driver`, on rank 0: runs the handler on every rank at the same time -> results by rank.
 
-        Raises FollowerError with the rank and its traceback when a handler raised anywhere, after all ranks have answered.
+        Raises FollowerError with the rank and its traceback when a handler raised anywhere, after all ranks have
+        answered.
         """
         ...
 
     def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
-        """Collective: gives every rank its replica's bytes, [sizes[replica]] uint8. `make(replica)` is called on rank 0 alone, once per
-        replica, and must not raise: other ranks wait. Rank 0 sends each replica's bytes once, to its first rank, and holds one buffer
-        beside its own; a replica's other ranks get them from the first."""
+        """Collective: gives every rank its replica's bytes, [sizes[replica]] uint8. `make(replica)` is called on rank 0
+        alone, once per replica, and must not raise: other ranks wait. Rank 0 sends each replica's bytes once, to its
+        first rank, and holds one buffer beside its own; a replica's other ranks get them from the first."""
         ...
 
     def hand_in(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
-        """Collective: brings the array [size] float32 of each replica's reporter to rank 0, which knows the sizes. -> [replicas] arrays
-        there, None elsewhere."""
+        """Collective: brings the array [size] float32 of each replica's reporter to rank 0, which knows the sizes. ->
+        [replicas] arrays there, None elsewhere."""
         ...
 
 
@@ -111,12 +114,13 @@ class OneProcess:
 class TorchWorld:
     """All ranks of the default process group, over a gloo group of its own (objects never travel through NCCL).
 
-    While rank 0 runs a function in `from_driver`, the other ranks wait for its orders: run a served handler, or take the result.
+    While rank 0 runs a function in `from_driver`, the other ranks wait for its orders: run a served handler, or take
+    the result.
     """
 
     def __init__(self, timeout: timedelta = timedelta(hours=2)) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
         self._driving = False  # inside from_driver, on rank 0
 
@@ -157,7 +161,8 @@ class TorchWorld:
             return [self._handlers[name](args_per_rank[0])]
         if not self._driving:
             raise RuntimeError(
-                "call_all outside from_driver: the other ranks do not listen; call it from a function given to from_driver"
+                "call_all outside from_driver: the other ranks do not listen; call it from a function given to "
+                "from_driver"
             )
         self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
         answers = self._collect(name, args_per_rank[0])

@@ -1,4 +1,4 @@
-"""What a rollout's tokens weigh in the loss of an optimizer step, and what the sum is divided by: a function of counts alone."""
+"""Weights of rollouts in the loss of an optimizer step, and the number that the sum is divided by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "constant"]
 def aggregate(
     kind: Aggregation, counts: np.ndarray, groups: np.ndarray, *, max_tokens: int | None = None
 ) -> tuple[np.ndarray, float]:
-    """[S] numbers of labels in the loss, by weight, and [S] group numbers -> ([S] float32 weight of a rollout's tokens, denominator).
+    """[S] numbers of labels in the loss, by weight, and [S] group numbers -> ([S] float32 weight of a rollout's tokens,
+    denominator).
 
     The loss of the optimizer step is sum over tokens of (weight x loss of the token) / denominator.
     token_mean     all tokens alike: the denominator is their number (DAPO, arXiv 2503.14476)

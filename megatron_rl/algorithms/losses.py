@@ -1,4 +1,5 @@
-"""Losses on log-probabilities: weighted sums over positions, which the caller divides once, by the denominator of the optimizer step."""
+"""Losses on log-probabilities: weighted sums over positions, which the caller divides once, by the denominator of the
+optimizer step."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from megatron_rl.config.schema import LossConfig
 
 
 class PolicyLoss:
-    """An objective named in the config, with truncated importance sampling, KL to a frozen reference and an entropy bonus."""
+    """An objective named in the config, with truncated importance sampling, KL to a frozen reference and an entropy
+    bonus."""
 
     uses_advantages: bool
     needs: frozenset[str]
@@ -30,31 +32,33 @@ class PolicyLoss:
         self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """[S] weighted numbers of labels and group numbers -> ([S] float32 weights of the rollouts' tokens, denominator)."""
+        """[S] weighted numbers of labels and group numbers -> ([S] float32 weights of the rollouts' tokens,
+        denominator)."""
         return aggregate(self.config.aggregation, counts, groups, max_tokens=self.config.max_tokens)
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Live statistics of a micro-batch of whole sequences -> (weighted sum to minimise, detached sums by name).
 
-        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever stands at a
-        place without weight, nan included, reaches neither value nor gradient. The sums, over trained tokens and unweighted:
-        ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the objective's own (clip_frac: the clip
-        decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy || reference), whatever `kl` is).
-        Tokens with a weight that are not trained (a junior's) are in the loss alone, with its truncated importance sampling off.
-        Raises ValueError when the reference is needed and a batch with a trained token has none.
+        `old_logprobs` None means that the live ones are the old ones (ratio 1 in value, not in gradient). Whatever
+        stands at a place without weight, nan included, reaches neither value nor gradient. The sums, over trained
+        tokens and unweighted: ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the
+        objective's own (clip_frac: the clip decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy ||
+        reference), whatever `kl` is). Tokens with a weight that are not trained (a junior's) are in the loss alone,
+        with its truncated importance sampling off. Raises ValueError when the reference is needed and a batch with a
+        trained token has none.
         """
         config = self.config
         live, batch = live.at(batch.counted), self._complete(live, batch).cleaned()
-        assert batch.old_logprobs is not None and live.entropy is not None
+        assert live.entropy is not None
         answer = self._objective(live, batch, **self._args)
         per_token, figures = answer if isinstance(answer, tuple) else (answer, {})
-        gap = at(batch.mask, batch.old_logprobs - batch.engine_logprobs)  # no gradient: neither side is live
+        gap = at(batch.mask, batch.old - batch.engine_logprobs)  # no gradient: neither side is live
         if config.tis_cap is not None:
             per_token = per_token * gap.exp().clamp(max=config.tis_cap)
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * live.entropy
         sums = {
-            "ratio": (live.logprobs.detach() - batch.old_logprobs).exp(),
+            "ratio": (live.logprobs.detach() - batch.old).exp(),
             "entropy": live.entropy.detach(),
             "engine_gap": gap.abs(),
             "engine_kl": k3(-gap, torch.zeros_like(gap)),
@@ -69,12 +73,13 @@ class PolicyLoss:
         return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
 
     def _complete(self, live: Statistics, batch: Batch) -> Batch:
-        """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have none."""
+        """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have
+        none."""
         if "reference" in self.needs and batch.reference_logprobs is None:
             if batch.mask.any():
                 raise ValueError(
-                    f"loss.kl_coef = {self.config.kl_coef} or loss.objective = {self.config.objective!r} needs the reference's "
-                    "log-probs: compute them, or set kl_coef to 0"
+                    f"loss.kl_coef = {self.config.kl_coef} or loss.objective = {self.config.objective!r} needs the "
+                    "reference's log-probs: compute them, or set kl_coef to 0"
                 )
             batch = replace(batch, reference_logprobs=torch.zeros_like(batch.engine_logprobs))
         if "vocab_mean" in self.needs and "old_vocab_mean" not in batch.values:
@@ -103,7 +108,8 @@ class CompletionLoss:
 
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Estimates KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL Divergence).
+    """Estimates KL(p || q) from tokens drawn from p (`logprobs` log p, `other` log q; Schulman, Approximating KL
+    Divergence).
 
     log p - log q: unbiased, high variance. As a loss its gradient is zero in expectation: it pulls nowhere.
     """

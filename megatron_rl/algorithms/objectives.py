@@ -1,7 +1,8 @@
 """Objectives of policy losses: functions from log-probs and advantages to a loss per token, named in the config.
 
-A new one is a function (live, batch, **args) -> [N] per-token loss, or that and detached figures [N] by name. What it reads is 0 wherever a
-label is not in the loss; `batch.old_logprobs` is always there (the live ones' values in a first optimizer step).
+A new one is a function (live, batch, **args) -> [N] per-token loss, or that and detached figures [N] by name. What it
+reads is 0 wherever a label is not in the loss; `batch.old` are the log-probs at the start of the update
+(the live ones' in a first optimizer step).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def objective(
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
-    """The objective of a word of WORDS or of `module:name`. Raises ConfigError for an unknown one or for arguments that it does not take."""
+    """The objective of a word of WORDS or of `module:name`. Raises ConfigError for an unknown one or for arguments that
+    it does not take."""
     if ":" not in name and name not in WORDS:
         raise ConfigError(f"loss.objective = {name!r}: it is one of {', '.join(sorted(WORDS))}, or module:name")
     found = WORDS[name] if name in WORDS else plugins.find(name)
@@ -57,17 +59,19 @@ def find(name: str, args: Mapping[str, Any]) -> Objective:
 
 
 def clipped(live: Statistics, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Answer:
-    """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form; clip_frac counts tokens whose loss the clip decides."""
-    ratio = (live.logprobs - batch.old_logprobs).exp()
+    """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form; clip_frac counts tokens whose loss the clip
+    decides."""
+    ratio = (live.logprobs - batch.old).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     gains, bounded_gains = ratio * batch.advantages, bounded * batch.advantages
     return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
 
 
 def gspo(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Answer:
-    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071); its gradient is shared out over the tokens."""
+    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071); its gradient is shared out over the
+    tokens."""
     counts = batch.sequence_sums(batch.counted.to(live.logprobs.dtype)).clamp(min=1)
-    log_ratio = live.logprobs - batch.old_logprobs
+    log_ratio = live.logprobs - batch.old
     mean = batch.sequence_sums(log_ratio.detach()) / counts
     ratio = (batch.spread(mean) + live.logprobs - live.logprobs.detach()).exp()
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -77,14 +81,16 @@ def gspo(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: f
 
 def cispo(live: Statistics, batch: Batch, *, cap: float = 5.0) -> Answer:
     """REINFORCE with the ratio, capped at `cap`, as a weight without gradient (CISPO, arXiv 2506.13585)."""
-    ratio = (live.logprobs - batch.old_logprobs).exp().detach()
+    ratio = (live.logprobs - batch.old).exp().detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
 
 
 @objective(needs=["vocab_mean", "old"])
 def rover(live: Statistics, batch: Batch, *, temperature: float = 1.0) -> Answer:
-    """Regresses T log(p / p_old) onto the advantage plus its mean over the vocabulary at the next position (ROVER, arXiv 2509.24981)."""
-    value = temperature * (live.logprobs - batch.old_logprobs)
+    """Regresses T log(p / p_old) onto the advantage plus its mean over the vocabulary at the next position (ROVER,
+    arXiv 2509.24981)."""
+    assert live.vocab_mean is not None  # it is asked for
+    value = temperature * (live.logprobs - batch.old)
     means = temperature * (live.vocab_mean - batch.values["old_vocab_mean"])
     later = torch.cat([means[1:], means.new_zeros(1)])  # a rollout's last position has no label: 0
     return (value - (batch.advantages + later).detach()) ** 2
@@ -92,9 +98,9 @@ def rover(live: Statistics, batch: Batch, *, temperature: float = 1.0) -> Answer
 
 @objective(needs=["teacher_logprobs"], uses_advantages=False)
 def distilled(live: Statistics, batch: Batch) -> Answer:
-    """On-policy distillation: the advantage of a sampled token is log p of the teacher minus that of the policy."""
+    """Distils on-policy: the advantage of a sampled token is log p of the teacher minus that of the policy."""
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
-    return -(live.logprobs - batch.old_logprobs).exp() * gain, {"teacher_gap": -gain}
+    return -(live.logprobs - batch.old).exp() * gain, {"teacher_gap": -gain}
 
 
 WORDS: Mapping[str, Any] = {

@@ -18,7 +18,8 @@ STATISTICS = ("logprobs", "entropy", "vocab_mean")  # what a model can tell of a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout: what is said of position i is said of its label.
+    """Rollouts packed end to end. Position i predicts token i + 1 of the same rollout: what is said of position i is
+    said of its label.
 
     The last position of a rollout has no label. What stands at a place whose weight is 0 means nothing.
     """
@@ -37,8 +38,16 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """[N] bool, True where the label is in the loss: what is trained, and what a partner wrote if that has a weight."""
+        """[N] bool, True where the label is in the loss: what is trained, and what a partner wrote if that has a
+        weight."""
         return self.weights > 0
+
+    @property
+    def old(self) -> Tensor:
+        """The trainer's log-probs at the start of the update, [N]; a loss fills them in for its objective."""
+        if self.old_logprobs is None:
+            raise ValueError("this batch has no old log-probs: take the live ones, as PolicyLoss does")
+        return self.old_logprobs
 
     @property
     def num_sequences(self) -> int:
@@ -58,11 +67,13 @@ class Batch:
         return values.repeat_interleave(self.lengths.to(values.device))
 
     def cleaned(self) -> Batch:
-        """Puts 0 wherever the label is not in the loss, so that nothing which stands there, nan included, reaches a sum or a gradient."""
+        """Puts 0 wherever the label is not in the loss, so that nothing which stands there, nan included, reaches a sum
+        or a gradient."""
         names = ("engine_logprobs", "advantages", "old_logprobs", "reference_logprobs")
         own = {name: value for name in names if (value := _field(self, name)) is not None}
         clean = {name: at(self.counted, value) for name, value in own.items()}
-        return replace(self, values={n: at(self.counted, v) for n, v in self.values.items()}, **clean)  # type: ignore[arg-type]
+        values = {name: at(self.counted, value) for name, value in self.values.items()}
+        return replace(self, values=values, **clean)  # type: ignore[arg-type]
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device."""
@@ -70,7 +81,8 @@ class Batch:
             return self
         moved = {f.name: _field(self, f.name) for f in fields(self) if f.name != "values"}
         values = {name: value.to(device) for name, value in self.values.items()}
-        return Batch(values=values, **{n: None if v is None else v.to(device) for n, v in moved.items()})  # type: ignore[arg-type]
+        own = {name: None if value is None else value.to(device) for name, value in moved.items()}
+        return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:
         """A batch of one sequence without labels that has the same optional fields as this one."""
@@ -92,7 +104,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a model says of the labels of a batch, [N] each; None where it was not asked."""
+    """Statistics that a model gives of the labels of a batch, [N] each; None where it was not asked."""
 
     logprobs: Tensor  # log p(label)
     entropy: Tensor | None = None  # of the label's distribution
@@ -105,7 +117,8 @@ class Statistics:
 
 
 class BatchLoss(Protocol):
-    """A loss over packed positions. It returns sums, never means: a batch may be cut into micro-batches anywhere between rollouts."""
+    """A loss over packed positions. It returns sums, never means: a batch may be cut into micro-batches anywhere
+    between rollouts."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -118,7 +131,8 @@ class BatchLoss(Protocol):
         ...
 
     def aggregate(self, counts: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, float]:
-        """[S] weighted numbers of labels and group numbers of an optimizer step's rollouts -> ([S] float32 weights, denominator)."""
+        """[S] weighted numbers of labels and group numbers of an optimizer step's rollouts -> ([S] float32 weights,
+        denominator)."""
         ...
 
     def __call__(self, live: Statistics, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -127,7 +141,8 @@ class BatchLoss(Protocol):
 
 
 def batch_of(flat: Flat, first: int, last: int) -> Batch:
-    """Packs rollouts first .. last - 1. This is the only place where a token becomes the label of the position before it."""
+    """Packs rollouts first .. last - 1. This is the only place where a token becomes the label of the position before
+    it."""
     start, end = int(flat.starts[first]), int(flat.starts[last])
     after = slice(start + 1, end + 1)
     mask, weights = _shares(flat, first, last)
@@ -156,8 +171,8 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
     form = form_of(rollouts, values=tuple(names), experts=True)
     counts = Counts(len(rollouts), sum(len(r.spans) for r in rollouts), sum(len(r.tokens) for r in rollouts))
     buffer = np.empty(form.size(counts), np.uint8)
-    alike = {"weights": np.float32(1), "numbers": np.arange(len(rollouts)), "rescored": np.bool_(False)}
-    fill(buffer, form, counts, rollouts, alike | {"micro_batches": np.int32(len(rollouts))})
+    alike = {"weights": np.ones(1), "numbers": np.arange(len(rollouts)), "rescored": np.zeros(1, bool)}
+    fill(buffer, form, counts, rollouts, alike | {"micro_batches": np.array([len(rollouts)])})
     return batch_of(Flat.over(buffer, form, counts), 0, len(rollouts))
 
 
@@ -181,10 +196,11 @@ def _field(batch: Batch, name: str) -> Tensor | None:
 
 
 def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which labels of rollouts first .. last - 1 are trained and what each label weighs, [n] bool and [n] float32.
+    """Returns which labels of rollouts first .. last - 1 are trained and what each label weighs, [n] bool and [n]
+    float32.
 
-    Spans are repeated as often as they have labels: the first loses its first token, which nothing predicts, and the last gains the
-    place behind it. Positions that end a rollout are then put to 0.
+    Spans are repeated as often as they have labels: the first loses its first token, which nothing predicts, and the
+    last gains the place behind it. Positions that end a rollout are then put to 0.
     """
     spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
     authors, counts = flat.span_authors[spans], flat.span_lengths[spans].copy()

@@ -1,4 +1,5 @@
-"""Cuts a batch of sequences into micro-batches by token budget, balanced over micro-batches and data-parallel replicas by cost."""
+"""Cuts a batch of sequences into micro-batches by token budget, balanced over micro-batches and data-parallel replicas
+by cost."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ from megatron_rl.weights.sizes import Sizes
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sequence costs to train on, in tokens that attend to nothing: L + L^2 / balance. `balance` 0: its tokens."""
+    """The cost of training on a sequence, in tokens that attend to nothing: L + L^2 / balance. `balance` 0: its
+    tokens."""
 
     balance: float = 0.0
 
     @classmethod
     def of_model(cls, sizes: Sizes, experts_per_token: int) -> Self:
-        """The balance is the length at which a layer's causal attention (2 L^2 x heads x head size FLOPs) costs as much as its products
-        with the weights that a token meets (2 L x their number)."""
+        """The balance is the length at which a layer's causal attention (2 L^2 x heads x head size FLOPs) costs as much
+        as its products with the weights that a token meets (2 L x their number)."""
         attention = 2 * sizes.hidden * (sizes.heads + sizes.kv_heads) * sizes.head_dim
         wide = sizes.expert_ffn * experts_per_token + sizes.shared_ffn if sizes.experts else sizes.ffn
         return cls(balance=(attention + 3 * sizes.hidden * wide) / (sizes.heads * sizes.head_dim))
@@ -51,14 +53,16 @@ def micro_batches(
 ) -> Shares:
     """[S] lengths -> M micro-batches for each of the replicas, each within `max_tokens`.
 
-    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (beyond 64 of them, within a sixty-fourth of
-    it); sequences are dealt dearest first to the cheapest micro-batch that has room, then micro-batches are dealt to replicas the same
-    way. A list is empty only when there are fewer sequences than lists. Raises ValueError when one sequence alone exceeds the budget.
+    The number of micro-batches is the smallest multiple of `multiple` that the budget allows (beyond 64 of them, within
+    a sixty-fourth of it); sequences are dealt dearest first to the cheapest micro-batch that has room, then
+    micro-batches are dealt to replicas the same way. A list is empty only when there are fewer sequences than lists.
+    Raises ValueError when one sequence alone exceeds the budget.
     """
     sizes = np.asarray(lengths, np.int64)
     if sizes.max() > max_tokens:
         raise ValueError(
-            f"a sequence of {sizes.max()} tokens exceeds micro_batch_tokens = {max_tokens}: raise it or shorten max_tokens"
+            f"a sequence of {sizes.max()} tokens exceeds micro_batch_tokens = {max_tokens}: "
+            "raise it or shorten max_tokens"
         )
     costs = (cost or Cost()).of(sizes)
     order = np.argsort(-sizes, kind="stable")
@@ -80,7 +84,8 @@ def micro_batches(
 def _over_replicas(
     bins: list[list[int]], weights: Sequence[float], replicas: int
 ) -> tuple[list[list[list[int]]], list[float]]:
-    """Gives every replica one bin of each size class, the least loaded one the dearest. -> [replicas][M] bins and the replicas' loads."""
+    """Gives every replica one bin of each size class, the least loaded one the dearest. -> [replicas][M] bins and the
+    replicas' loads."""
     by_weight = sorted(range(len(bins)), key=lambda b: (-weights[b], b))
     shares: list[list[list[int]]] = [[] for _ in range(replicas)]
     loads = [0.0] * replicas
@@ -97,10 +102,11 @@ def _imbalance(loads: Sequence[float]) -> float:
 
 
 def _deal(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[int] | None:
-    """Deals sequences, longest first, each to the cheapest of `count` bins that has room. [S] -> [S] bins; None where there is no room.
+    """Deals sequences, longest first, each to the cheapest of `count` bins that has room. [S] -> [S] bins; None where
+    there is no room.
 
-    A bin without room for a sequence waits aside until a sequence comes that is short enough: lengths fall, so that each bin is put aside
-    at most once per sequence that it holds.
+    A bin without room for a sequence waits aside until a sequence comes that is short enough: lengths fall, so that
+    each bin is put aside at most once per sequence that it holds.
     """
     open_bins = [(0.0, b) for b in range(count)]
     aside: list[tuple[int, float, int]] = []  # (-room, weight, bin)

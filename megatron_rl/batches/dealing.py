@@ -1,4 +1,5 @@
-"""Deals an update's rollouts out to replicas: optimizer steps, micro-batches, weights in the loss; on the driver, from spans and lengths."""
+"""Deals an update's rollouts out to replicas: optimizer steps, micro-batches, weights in the loss; on the driver, from
+spans and lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Cutter(Protocol):
         ...
 
     def shares(self, lengths: np.ndarray) -> Shares:
-        """Cuts sequences of [S] lengths into micro-batches for its replicas. A function of lengths alone; not collective."""
+        """Cuts sequences of [S] lengths into micro-batches for its replicas. A function of lengths alone; not
+        collective."""
         ...
 
 
@@ -98,10 +100,12 @@ def deal(
     samples_per_step: int | None = None,
     rescore: bool = False,
 ) -> Dealt:
-    """Cuts [S] rollouts into ceil(S / samples_per_step) optimizer steps of nearly equal size, in order, and each into micro-batches.
+    """Cuts [S] rollouts into ceil(S / samples_per_step) optimizer steps of nearly equal size, in order, and each into
+    micro-batches.
 
-    Without a loss (log-probs alone) neither advantages nor trained tokens are asked for. Raises ValueError for no rollouts, for a step
-    without a trained token, for a rollout longer than a micro-batch and for one that lacks what the loss asks for.
+    Without a loss (log-probs alone) neither advantages nor trained tokens are asked for. Raises ValueError for no
+    rollouts, for a step without a trained token, for a rollout longer than a micro-batch and for one that lacks what
+    the loss asks for.
     """
     if not rollouts:
         raise ValueError("no rollouts: nothing to train on")
@@ -137,7 +141,8 @@ def deal(
 
 
 def split(sequences: int, size: int | None) -> list[range]:
-    """S sequences -> ceil(S / size) consecutive ranges whose lengths are at most one apart; all in one when `size` is None."""
+    """S sequences -> ceil(S / size) consecutive ranges whose lengths are at most one apart; all in one when `size` is
+    None."""
     count = 1 if size is None else -(-sequences // size)
     return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
 

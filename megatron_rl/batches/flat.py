@@ -1,4 +1,5 @@
-"""Rollouts laid end to end in one buffer of bytes: the form in which they travel, and from which a batch is made when its turn comes."""
+"""Rollouts laid end to end in one buffer of bytes: the form in which they travel, and from which a batch is made when
+its turn comes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron_rl.types import FREE, Rollout
 
 
 class Counts(NamedTuple):
-    """How much one buffer holds."""
+    """The numbers of what one buffer holds."""
 
     sequences: int
     spans: int
@@ -23,14 +24,15 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """Which arrays the buffers of one update hold, the same for all replicas."""
+    """The arrays that the buffers of one update hold, the same for all replicas."""
 
     advantages: Literal["none", "rollout", "token"] = "rollout"
     values: tuple[str, ...] = ()  # names out of Rollout.values
     experts: tuple[int, int] | None = None  # layers, experts of a token
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
-        """Yields (name, dtype, shape) of the arrays in the order in which they stand, wider types first so that all are aligned.
+        """Yields (name, dtype, shape) of the arrays in the order in which they stand, wider types first so that all are
+        aligned.
 
         Arrays of tokens have one place more than tokens: a batch that begins one place later is then a view.
         """
@@ -59,7 +61,8 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flat:
-    """Arrays over one buffer: what belongs to token j of a rollout stands at token j, not yet shifted to the position that predicts it."""
+    """Arrays over one buffer: what belongs to token j of a rollout stands at token j, not yet shifted to the position
+    that predicts it."""
 
     form: Form
     tokens: np.ndarray  # [N + 1] int32
@@ -110,8 +113,8 @@ def views(buffer: np.ndarray, form: Form, counts: Counts) -> dict[str, np.ndarra
 def fill(
     buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], own: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes rollouts in order into `buffer`; `own` holds the arrays [S] or [M] that are not theirs: weights, numbers, rescored,
-    micro_batches."""
+    """Writes rollouts in order into `buffer`; `own` holds the arrays [S] or [M] that are not theirs: weights, numbers,
+    rescored, micro_batches."""
     arrays = views(buffer, form, counts)
     for name, values in own.items():
         arrays[name][...] = values
@@ -142,7 +145,8 @@ def fill(
 def form_of(
     rollouts: Sequence[Rollout], *, values: tuple[str, ...] = (), advantages: bool = True, experts: bool = False
 ) -> Form:
-    """Returns what buffers of these rollouts hold: `values` by name, advantages and the engine's experts where they are wanted.
+    """Returns what buffers of these rollouts hold: `values` by name, advantages and the engine's experts where they are
+    wanted.
 
     Raises ValueError for a rollout that lacks what is wanted, and for experts of different models.
     """
@@ -151,8 +155,8 @@ def form_of(
             raise ValueError(f"group {r.group!r} has no advantages: assign them before training (assign_advantages)")
         if missing := [name for name in values if name not in r.values]:
             raise ValueError(
-                f"group {r.group!r} has no values {', '.join(missing)!r}, which the loss asks for: the recipe must give "
-                f"one per token (Rollout.values); it has {sorted(r.values)}"
+                f"group {r.group!r} has no values {', '.join(missing)!r}, which the loss asks for: the recipe must "
+                f"give one per token (Rollout.values); it has {sorted(r.values)}"
             )
     shapes = {r.experts.shape[1:] for r in rollouts if r.experts is not None} if experts else set()
     if len(shapes) > 1:

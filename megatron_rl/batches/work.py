@@ -1,4 +1,5 @@
-"""What one replica trains on in an update: its own rollouts in the order of its micro-batches, and the statistics of earlier weights."""
+"""What one replica trains on in an update: its own rollouts in the order of its micro-batches, and the statistics of
+earlier weights."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class StepTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What every rank is told of an update before its own rollouts come; a few hundred bytes."""
+    """The summary that every rank is told of an update before its own rollouts come; a few hundred bytes."""
 
     form: Form
     steps: Sequence[StepTotals]
@@ -43,7 +44,7 @@ class Outline:
 
 
 class Micro(NamedTuple):
-    """Where a micro-batch stands in a replica's work."""
+    """The place of a micro-batch in a replica's work."""
 
     first: int  # rollout
     last: int  # rollout behind its last one
@@ -53,7 +54,8 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """The rollouts of one replica, held as flat arrays. A micro-batch is a slice of them; its batch is made when its turn comes.
+    """The rollouts of one replica, held as flat arrays. A micro-batch is a slice of them; its batch is made when its
+    turn comes.
 
     The tensors are of positions, as in `Batch`; ranks that take no loss leave them out.
     """
@@ -97,7 +99,8 @@ class Work:
         return replace(batch, values={**batch.values, **values}, **held) if held or values else batch
 
     def rescore(self, logprobs: Tensor) -> Work:
-        """The same work with the trainer's log-probs [N] in place of the engine's for the rollouts that several versions wrote."""
+        """The same work with the trainer's log-probs [N] in place of the engine's for the rollouts that several
+        versions wrote."""
         flat = self.flat
         ours = torch.from_numpy(np.repeat(flat.rescored, flat.lengths))
         return replace(self, engine_logprobs=torch.where(ours, logprobs, torch.from_numpy(flat.logprobs[1:])))

@@ -182,9 +182,8 @@ class RoleConfig:
     policy: Literal["own", "none"] = "own"
     # Another role whose policy and engines this one shares. Only sampling, max_prompt_tokens, tandem and data are its own.
     same_as: str | None = None
-    endpoint: EndpointConfig | None = (
-        None  # an OpenAI-compatible server that answers for this role; needs policy = none
-    )
+    # An OpenAI-compatible server that answers for this role; needs policy = none.
+    endpoint: EndpointConfig | None = None
     layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss

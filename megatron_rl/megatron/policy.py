@@ -42,7 +42,8 @@ _OWN_WRITER = (
 
 
 class MegatronPolicy:
-    """One model on this rank's part of a layout. Every method is collective: all ranks of the world call it in the same order.
+    """One model on this rank's part of a layout. Every method is collective: all ranks of the world call it in the same
+    order.
 
     A policy that is not trainable has no optimizer and no gradient buffers. The reference is the policy's own start
     (`model.path`), kept once in host memory and swapped in for a forward pass.
@@ -75,7 +76,7 @@ class MegatronPolicy:
 
     @property
     def replicas(self) -> Replicas:
-        """Which ranks hold each replica of the model."""
+        """The ranks that hold each replica of the model."""
         return self.groups.replicas
 
     @property
@@ -97,10 +98,10 @@ class MegatronPolicy:
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
-        """One optimizer step on the replica's share of `work.steps[step]`. Returns means over all replicas: `loss` by the step's
-        denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how uneven these are
-        (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are given.
-        Raises FloatingPointError when the gradient is not finite."""
+        """One optimizer step on the replica's share of `work.steps[step]`. Returns means over all replicas: `loss` by
+        the step's denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how
+        uneven these are (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are
+        given. Raises FloatingPointError when the gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self._asleep:
@@ -136,8 +137,8 @@ class MegatronPolicy:
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, of this replica's work, on the ranks of the last
-        stage; nothing on the others."""
+        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, of this replica's work, on
+        the ranks of the last stage; nothing on the others."""
         into = torch.zeros(len(names), work.num_tokens)
         with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
@@ -150,14 +151,15 @@ class MegatronPolicy:
         return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
 
     def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given. Collective:
-        consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib` MiB."""
+        """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given.
+        Collective: consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib`
+        MiB."""
         named = [*models.named_parameters(self.chunks)]
         return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype)
 
     @property
     def trainer_layout(self) -> TrainerLayout:
-        """Which rectangles the ranks hold, for the plan of a refit."""
+        """The rectangles that the ranks hold, for the plan of a refit."""
         layout = self.role.layout
         fused = models.uses_transformer_engine()
         return TrainerLayout(
@@ -171,13 +173,16 @@ class MegatronPolicy:
         )
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in place."""
+        """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in
+        place."""
         return {name: parameter.detach() for name, parameter in models.named_parameters(self.chunks)}
 
     def save(self, directory: Path, *, background: bool = False) -> None:
-        """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be empty.
+        """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be
+        empty.
 
-        In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it has.
+        In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it
+        has.
         """
         with self._awake(), self.groups.active(), _signals_wait():
             state = self._sharded_state(loading=False)
@@ -186,12 +191,13 @@ class MegatronPolicy:
                 self._saves.schedule_async_request(request)
 
     def saved(self, *, wait: bool) -> bool:
-        """Whether all that `save` began is written; with `wait` it is. Raises what a writer raised, on every rank."""
+        """Tells whether all that `save` began is written; with `wait` it is. Raises what a writer raised."""
         self._saves.maybe_finalize_async_calls(blocking=wait)
         return not self._saves.get_num_unfinalized_calls()
 
     def load(self, directory: Path) -> None:
-        """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this role's settings."""
+        """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this
+        role's settings."""
         with self._awake(), self.groups.active():
             state = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
             for i, chunk in enumerate(self.chunks):
@@ -204,7 +210,8 @@ class MegatronPolicy:
                 self.scheduler.load_state_dict(state["scheduler"])
 
     def sleep(self) -> None:
-        """Frees gradients and moves the optimizer's state to host memory until `wake`. Forward passes, weights and saving still work."""
+        """Frees gradients and moves the optimizer's state to host memory until `wake`. Forward passes, weights and
+        saving still work."""
         if self.trainable:
             offload.sleep(self.chunks, self.optimizer)
             self._asleep = True
@@ -227,11 +234,13 @@ class MegatronPolicy:
         ):
             if number % by:
                 raise ConfigError(
-                    f"{self.role.model.path}: {what} = {number} is not divisible by {by}: change layout tp, pp, vpp, ep or etp"
+                    f"{self.role.model.path}: {what} = {number} is not divisible by {by}: "
+                    "change layout tp, pp, vpp, ep or etp"
                 )
         if not arch.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
             raise ConfigError(
-                f"{self.role.model.path} has no experts: set layout.ep to 1 and layout.etp to null, not {layout.ep}, {layout.etp}"
+                f"{self.role.model.path} has no experts: set layout.ep to 1 and layout.etp to null, not "
+                f"{layout.ep}, {layout.etp}"
             )
         if self.role.router_replay and not arch.experts:
             raise ConfigError(f"router_replay = true, and {self.role.model.path} has no experts: set it to false")
@@ -242,7 +251,8 @@ class MegatronPolicy:
             )
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
-        """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers initialisation)."""
+        """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers
+        initialisation)."""
         if self.role.model.init == "random":
             torch.manual_seed(seed)
             made = copies.by_expert(
@@ -286,7 +296,8 @@ class MegatronPolicy:
         if experts.shape[1:] != wanted or highest >= self.arch.experts:
             raise ValueError(
                 f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
-                f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: another model"
+                f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: "
+                "another model"
             )
 
     def _sum_over_replicas(self, results: list[dict[str, Any]]) -> dict[str, float]:
@@ -342,7 +353,8 @@ class MegatronPolicy:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Core's writer processes, forked inside, inherit this: a signal to the whole group must not kill them in the middle of a file."""
+    """Core's writer processes, forked inside, inherit this: a signal to the whole group must not kill them in the
+    middle of a file."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
     try:
         yield

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 @dataclass(frozen=True)
 class Cut:
-    """How the tokens of a micro-batch lie over the ranks of one replica."""
+    """The way in which the tokens of a micro-batch lie over the ranks of one replica."""
 
     packed: bool  # sequences end to end; else a row for each, padded
     parts: int = 1  # tensor ranks that share out a rank's tokens (sequence parallelism)
@@ -34,7 +34,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What this rank's model sees of some sequences, and how its answer goes back to their packed positions."""
+    """The part of some sequences that this rank's model sees, and the way back to their positions."""
 
     batch: Batch  # N tokens, the same on all context-parallel ranks
     start: int  # place of its first token in the replica's work
@@ -49,7 +49,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over micro-batches is for: the gradient of a loss, its value, or statistics of every label."""
+    """The purpose of a pass over micro-batches: the gradient of a loss, its value, or statistics of every label."""
 
     names: tuple[str, ...] = ("logprobs",)  # statistics that the model is asked for
     loss: BatchLoss | None = None  # None: statistics are written to `into`
@@ -59,8 +59,8 @@ class Pass:
 
 
 def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
-    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. A batch without sequences becomes a dummy
-    without labels, so that a rank with nothing to do still takes part."""
+    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. A batch without sequences
+    becomes a dummy without labels, so that a rank with nothing to do still takes part."""
     context, multiple = cut.context, cut.context.multiple(cut.parts)
     part = batch if batch.num_sequences else batch.dummy(multiple)
     if cut.packed:
@@ -99,11 +99,11 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
 def run(
     chunks: Sequence[Any], micro_batches: Iterable[MicroBatch], *, count: int, longest: int, what: Pass
 ) -> list[dict]:
-    """Runs `count` micro-batches, the longest of so many tokens, through this rank's pipeline stage; each is made when the first model
-    chunk asks for it. Call with the layout's groups active.
+    """Runs `count` micro-batches, the longest of so many tokens, through this rank's pipeline stage; each is made when
+    the first model chunk asks for it. Call with the layout's groups active.
 
-    With `what.backward`, gradients of scale * (sum of the losses) accumulate in the chunks. Returns one dict of sums per micro-batch on
-    the last stage, `loss` among them (empty where there is no loss), and an empty list elsewhere.
+    With `what.backward`, gradients of scale * (sum of the losses) accumulate in the chunks. Returns one dict of sums
+    per micro-batch on the last stage, `loss` among them (empty where there is no loss), and an empty list elsewhere.
     """
     iterators = list(itertools.tee(micro_batches, len(chunks)))
     schedule = get_forward_backward_func()
@@ -130,7 +130,8 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """[len(names), n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of micro-batches."""
+    """[len(names), n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
+    micro-batches."""
     index = micro.answers.to(answer.device)
     whole = torch.zeros(len(what.names), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, index, answer.float())

@@ -1,4 +1,5 @@
-"""One update of a policy: its rollouts are handed out, scored by earlier weights where the loss asks, and trained on step by step."""
+"""One update of a policy: its rollouts are handed out, scored by earlier weights where the loss asks, and trained on
+step by step."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class Policy(Cutter, Protocol):
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Statistics of every label in the loss, 0 elsewhere, [N] float32 on CPU by name; nothing on ranks that take no loss."""
+        """Statistics of every label in the loss, 0 elsewhere, [N] float32 on CPU by name; nothing on ranks that take no
+        loss."""
         ...
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
@@ -64,11 +66,13 @@ class Trainee:
 def update(
     world: World, trainee: Trainee, rollouts: Sequence[Rollout] | None, *, rescore: bool = False
 ) -> dict[str, float]:
-    """Trains on [S] rollouts of the driver, None on other ranks, in ceil(S / B) optimizer steps of nearly equal size. Collective.
+    """Trains on [S] rollouts of the driver, None on other ranks, in ceil(S / B) optimizer steps of nearly equal size.
+    Collective.
 
-    `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the policy's figures, the
-    same on every rank: means over the optimizer steps, sums of those in SUMMED.
-    Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has begun.
+    `rescore`: rollouts that several weight versions wrote count as written by the trainer as it is now. Returns the
+    policy's figures, the same on every rank: means over the optimizer steps, sums of those in SUMMED.
+    Raises ValueError for rollouts that cannot be trained on, there and DriverError elsewhere, before any rank has
+    begun.
     """
     policy, loss = trainee.policy, trainee.loss
     work = hand_out(
@@ -132,7 +136,8 @@ def hand_out(
 ) -> Work:
     """Gives every rank the work of its replica out of the driver's rollouts. Collective.
 
-    What the driver finds wrong is raised on every rank before anything is sent. `keep` takes the driver's table of who got what.
+    What the driver finds wrong is raised on every rank before anything is sent. `keep` takes the driver's table of who
+    got what.
     """
     dealt: list[Dealt] = [] if keep is None else keep
 

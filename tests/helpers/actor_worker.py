@@ -57,7 +57,8 @@ def two_roles(path: str) -> dict[str, float]:
 
 
 def interleaved(path: str) -> float:
-    """The interleaved schedule with one sequence, and with a number of micro-batches that the stages need not divide."""
+    """The interleaved schedule with one sequence, and with a number of micro-batches that the stages need not
+    divide."""
     vpp, plain = make(path, Layout(pp=2, vpp=2, overlap_p2p=True)), make(path, Layout())
     rollouts = make_rollouts(97)
     parts = [rollouts[:n] for n in range(1, len(rollouts) + 1)]
@@ -87,7 +88,8 @@ EXPERTS = (
 
 
 def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
-    """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last bit."""
+    """Save under one layout, load under another, go on: the next updates agree; the same layout agrees to the last
+    bit."""
     errors: dict[str, Any] = {}
     for name, first, second in layouts:
         policy = make(path, first)
@@ -119,7 +121,7 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
 
 
 def refusals(directory: Path) -> dict[str, str]:
-    """What the policy says to models and layouts that it cannot train right."""
+    """Returns what the policy says to models and layouts that it cannot train right."""
     out = {}
     for name, model, layout in (
         ("dense", "model", Layout(ep=2)),
@@ -181,7 +183,8 @@ def holdings(path: str) -> dict[str, Any]:
 
 
 def head() -> dict[str, float]:
-    """The vocabulary-parallel log-probabilities in many chunks against torch's log_softmax over the whole vocabulary."""
+    """The vocabulary-parallel log-probabilities in many chunks against torch's log_softmax over the whole
+    vocabulary."""
     forward.CHUNK_ELEMENTS["cpu"] = 1
     errors = {}
     for vocab, rows, kept in (

@@ -1,4 +1,5 @@
-"""A policy small enough for tests, which really learns: a table of next-token logits, on one process or one replica per rank."""
+"""A policy small enough for tests, which really learns: a table of next-token logits, on one process or one replica per
+rank."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from megatron_rl.world import Replicas
 class TablePolicy:
     """Next-token logits are a table indexed by the last two tokens. The verbs are those of the Megatron policy.
 
-    Every rank of the default process group is a replica. Sums are taken in float64 and rounded once, so that any number of ranks gives
-    the same bits.
+    Every rank of the default process group is a replica. Sums are taken in float64 and rounded once, so that any number
+    of ranks gives the same bits.
     """
 
     replays = False
@@ -58,7 +59,7 @@ class TablePolicy:
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Of the labels in the loss; 0 elsewhere. -> [N] float32 by name."""
+        """Gives statistics of the labels in the loss; 0 elsewhere. -> [N] float32 by name."""
         out = torch.zeros(len(names), work.num_tokens)
         for micro in work.micros():
             batch = work.batch(micro)
@@ -130,5 +131,5 @@ def _over_ranks(values: Tensor) -> Tensor:
 
 
 def _rounded(value: float) -> float:
-    """To float32: what the order of float64 sums changes is gone."""
+    """Rounds to float32: what the order of float64 sums changes is gone."""
     return float(np.float32(value))

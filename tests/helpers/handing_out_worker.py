@@ -1,4 +1,5 @@
-"""Runs on four ranks without a model: rollouts go out to two replicas of two ranks, an update is made, log-probs come back."""
+"""Runs on four ranks without a model: rollouts go out to two replicas of two ranks, an update is made, log-probs come
+back."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def make_rollouts(count: int = 12) -> list[Rollout]:
     rng = np.random.default_rng(1)
     return [
         Rollout(
-            role="generator", group=str(i // 4), tokens=rng.integers(0, VOCAB, SIZE + i), logprobs=-rng.random(SIZE + i),
+            role="generator", group=str(i // 4),
+            tokens=rng.integers(0, VOCAB, SIZE + i), logprobs=-rng.random(SIZE + i),
             spans=spans_of((20, 2, -1), (SIZE - 20 + i, 0, 5)), advantages=float(rng.normal()),
         )
         for i in range(count)
@@ -72,7 +74,7 @@ class Pairs(TablePolicy):
 
 
 def refused(world, policy, loss) -> str:
-    """What a rank hears of rollouts that cannot be trained on."""
+    """Returns what a rank hears of rollouts that cannot be trained on."""
     bad = [Rollout(role="a", group="7", tokens=[1], logprobs=[0], spans=spans_of((1, 2, -1)))]
     try:
         hand_out(world, policy, bad if world.rank == 0 else None, loss=loss)

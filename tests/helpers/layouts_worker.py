@@ -1,4 +1,5 @@
-"""Runs on every rank: our policy against Hugging Face transformers on the same batch, for the cases named on the command line."""
+"""Runs on every rank: our policy against Hugging Face transformers on the same batch, for the cases named on the
+command line."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def _world(group: object) -> World:
 
 
 def world() -> World:
-    """That of this process's ranks, made once."""
+    """Returns the world of this process's ranks, made once."""
     return _world(dist.group.WORLD)
 
 
@@ -88,7 +89,7 @@ def learn(policy: MegatronPolicy, rollouts: Sequence[Rollout] | None = None, los
 
 
 def logprobs_of(policy: MegatronPolicy, rollouts: Sequence[Rollout], *, reference: bool = False) -> torch.Tensor:
-    """Of every position of the packed rollouts, on every rank. -> [N]"""
+    """Gives the log-prob of every position of the packed rollouts, on every rank. -> [N]"""
     found = world().broadcast(policy_logprobs(world(), policy, own(rollouts), reference=reference))
     return torch.cat([torch.from_numpy(np.append(one[1:], np.float32(0))) for one in found])
 
@@ -96,7 +97,8 @@ def logprobs_of(policy: MegatronPolicy, rollouts: Sequence[Rollout], *, referenc
 def work_of(
     policy: MegatronPolicy, rollouts: Sequence[Rollout], loss, extra: dict[str, torch.Tensor] | None = None
 ) -> tuple[Work, torch.Tensor]:
-    """This rank's work, with `extra` [N] of the packed rollouts, and where its positions stand among all. Collective."""
+    """This rank's work, with `extra` [N] of the packed rollouts, and where its positions stand among all.
+    Collective."""
     work = hand_out(world(), policy, own(rollouts), loss=loss)
     places = torch.arange(sum(len(r.tokens) for r in rollouts)).split([len(r.tokens) for r in rollouts])
     index = torch.cat([torch.zeros(0, dtype=torch.int64), *(places[i] for i in work.flat.numbers.tolist())])
@@ -104,8 +106,8 @@ def work_of(
 
 
 def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
-    """Load-balancing loss of a layer of experts (Switch Transformer, eq. 4, for several choices): [T, E] logits -> E sum_e f_e P_e, f_e the
-    share of the choices that fell on e, P_e its mean probability."""
+    """Load-balancing loss of a layer of experts (Switch Transformer, eq. 4, for several choices): [T, E] logits -> E
+    sum_e f_e P_e, f_e the share of the choices that fell on e, P_e its mean probability."""
     probabilities = torch.cat(routers).softmax(-1)
     shares = (
         torch.nn.functional.one_hot(probabilities.topk(chosen).indices, probabilities.shape[-1]).sum(1).float().mean(0)
@@ -115,7 +117,8 @@ def balance(routers: list[torch.Tensor], chosen: int) -> torch.Tensor:
 
 
 def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
-    """The rollouts with experts as an engine might have chosen them, at random; nothing is known of one sequence and of every last token."""
+    """The rollouts with experts as an engine might have chosen them, at random; nothing is known of one sequence and of
+    every last token."""
     g, out = torch.Generator().manual_seed(9), []
     for i, r in enumerate(rollouts):
         ranks = torch.rand(len(r.tokens) - 1, arch.num_layers, arch.experts, generator=g)
@@ -149,9 +152,9 @@ def reference(
     dtype=torch.float32,
     aux: float = 0.0,
 ):
-    """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy, gradients, weights
-    after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing loss, which is not in the loss that
-    is returned."""
+    """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy,
+    gradients, weights after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing
+    loss, which is not in the loss that is returned."""
     arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
@@ -193,7 +196,8 @@ def reference(
 
 
 def whole_gradients(policy: MegatronPolicy) -> None:
-    """ZeRO-1 leaves each data-parallel rank one shard of the summed gradient: put the shards together for the comparison."""
+    """ZeRO-1 leaves each data-parallel rank one shard of the summed gradient: put the shards together for the
+    comparison."""
     for chunk in policy.chunks:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             dp = buffer.data_parallel_group
@@ -204,8 +208,8 @@ def whole_gradients(policy: MegatronPolicy) -> None:
 
 
 def make_loss(name: str, rollouts: Sequence[Rollout]):
-    """The case's loss, the rollouts, and further log-probs [N] of them: a clipped one off-policy whose sums are over whole sequences, or
-    plain sums."""
+    """The case's loss, the rollouts, and further log-probs [N] of them: a clipped one off-policy whose sums are over
+    whole sequences, or plain sums."""
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
@@ -275,8 +279,8 @@ def pipeline_logits(chunks, parts):
 
 
 def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of transformers.
-    `index`: where the positions of `work` stand among the N."""
+    """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of
+    transformers. `index`: where the positions of `work` stand among the N."""
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
@@ -319,7 +323,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
 
 
 def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[str, float]:
-    """What the stream of weights gives after the reference's were in use, in small buckets, and cast."""
+    """Compares what the stream of weights gives after the reference's were in use, in small buckets, and cast."""
     again = dict(policy.weights())
     small = [*policy.weights(bucket_mib=0.01)]
     half = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16))
@@ -331,7 +335,8 @@ def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[
 
 
 def run_bf16(path: str, case: dict) -> dict[str, float]:
-    """A bfloat16 model against float32 arithmetic on the same rounded weights, as multiples of what transformers in bfloat16 is off."""
+    """A bfloat16 model against float32 arithmetic on the same rounded weights, as multiples of what transformers in
+    bfloat16 is off."""
     policy = make_policy(path, case)
     loss, rollouts = WeightedLogprobs(), make_rollouts(policy.arch.vocab)
     work, _ = work_of(policy, rollouts, loss)

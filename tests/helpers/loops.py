@@ -81,7 +81,7 @@ def make(template, log, directory, **own):
     settings = {name: value for name, value in own.items() if name not in parts}
     parts |= {name: value for name, value in own.items() if name in parts}
     world, state = parts["world"], parts["state"] or {}
-    policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1, world=world)
+    policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1)
     recipe = parts["recipe"] or Grpo(updates=25, group_size=8, template=template)
     engine = SpreadEngine(world, "generator", TableEngine(VOCAB, EOS))
     table = Table(

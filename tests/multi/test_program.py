@@ -23,7 +23,7 @@ def test_help_names_every_command_and_setting():
     assert "prompts_per_step" not in text
     train, sft = program("train", "--help").stdout, program("sft", "--help").stdout
     for line in (
-        "roles.NAME.layout.tp = 1  # tensor parallel ranks",
+        "roles.NAME.layout.tp = 1  # number of tensor-parallel ranks",
         "debug.replay = null  #",
         "run.prompts_per_step = 256",
         "roles.NAME.data: ",
@@ -59,7 +59,7 @@ def test_check_says_what_is_wrong_without_torch():
         ("roles.generator.optimizer.min_lr=1.0", "is above optimizer.lr"),
         ("roles.generator.optimizer={decay: linear, decay_steps: 5, warmup_steps: 5}", "raise it"),
         ("recipe.args.updates=5", "unknown argument 'updates'; did you mean"),
-        ("recipe.args.alpha_start=1.5", "at most 1"),
+        ("recipe.args.alpha_start=1.5", "from 0 to 1"),
         ("recipe.args.alpha_min=0.0", "give a number above 0"),
         ("recipe.args.verifier_template=nowhere.txt", "no prompt template 'nowhere.txt'"),
         ("recipe.args.step_labels=nowhere:labels", "cannot import nowhere"),

@@ -1,4 +1,5 @@
-"""From rollouts to batches: packing against a plain loop, dealing to replicas, and what an update computes and sends."""
+"""From rollouts to batches: packing against a plain loop, dealing to replicas, and what an update computes and
+sends."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from megatron_rl.algorithms.losses import CompletionLoss, PolicyLoss
 from megatron_rl.algorithms.objectives import objective
 from megatron_rl.batches import dealing
 from megatron_rl.batches.batch import pack
+from megatron_rl.batches.cutting import micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.training.update import Trainee, hand_out, mean_loss, policy_logprobs, update
@@ -48,7 +50,7 @@ def rollouts(seed, count=7, **settings):
 
 
 def by_loop(made):
-    """What `pack` gives, token by token."""
+    """Returns what `pack` gives, token by token."""
     out = {n: [] for n in ("tokens", "mask", "weights", "labels", "engine_logprobs", "advantages", "teacher_logprobs")}
     for r in made:
         for i in range(len(r.tokens)):
@@ -57,7 +59,8 @@ def by_loop(made):
             out["tokens"].append(int(r.tokens[i]))
             out["mask"].append(author == Author.POLICY)
             out["weights"].append({Author.POLICY: 1.0, Author.PARTNER: r.partner_weight}.get(author, 0.0))
-            for name, values in (("labels", r.tokens), ("engine_logprobs", r.logprobs), ("teacher_logprobs", r.values["teacher_logprobs"])):  # fmt: skip
+            later = {"labels": r.tokens, "engine_logprobs": r.logprobs, **r.values}
+            for name, values in later.items():
                 out[name].append(0 if last else values[i + 1].item())
             one = r.advantages if isinstance(r.advantages, float) else 0 if last else r.advantages[i + 1].item()
             out["advantages"].append(one)
@@ -118,18 +121,10 @@ def test_what_cannot_be_trained_on_is_refused_with_the_cure(lacking):
 
 
 class Cut(TablePolicy):
-    """Says that it lies over `count` replicas; for dealing alone."""
-
-    count = 2
+    """Says that it lies over two replicas; for dealing alone."""
 
     def shares(self, lengths):
-        return dealing_cut(lengths, self.count)
-
-
-def dealing_cut(lengths, count):
-    from megatron_rl.batches.cutting import micro_batches
-
-    return micro_batches(lengths, max_tokens=60, replicas=count)
+        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=2)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
@@ -137,7 +132,7 @@ def dealing_cut(lengths, count):
 def test_replicas_get_each_rollout_once_with_the_weights_of_its_step(aggregation, size):
     made = rollouts(5, count=17, advantages="token")
     config = LossConfig(kl_coef=0.0, aggregation=aggregation, max_tokens=9)
-    dealt = dealing.deal(made, Cut(VOCAB), loss=PolicyLoss(config), samples_per_step=size)
+    dealt = dealing.deal(made, Cut(VOCAB, micro_batch_tokens=60), loss=PolicyLoss(config), samples_per_step=size)
     works = [Work.over(dealt.buffer(r), dealt.outline, r) for r in range(2)]
     assert sorted(i for w in works for i in w.flat.numbers.tolist()) == list(range(17))
     parts = dealing.split(17, size)
@@ -166,24 +161,24 @@ def test_a_buffer_is_little_more_than_the_arrays_it_carries():
     rng = np.random.default_rng(0)
     size = 2000
     made = [
-        replace(r, experts=np.zeros((size - 1, LAYERS, CHOSEN), np.int16))
-        for r in (
-            Rollout(
-                role="a", group=str(i // 4), tokens=rng.integers(0, 99, size), logprobs=-rng.random(size),
-                spans=spans_of((100, 2, -1), (size - 100, 0, 3)), advantages=0.5, values={"teacher_logprobs": -rng.random(size)},
-            )
-            for i in range(32)
+        Rollout(
+            role="a",
+            group=str(i // 4),
+            tokens=rng.integers(0, 99, size),
+            logprobs=-rng.random(size),
+            spans=spans_of((100, 2, -1), (size - 100, 0, 3)),
+            advantages=0.5,
+            values={"teacher_logprobs": -rng.random(size)},
+            experts=np.zeros((size - 1, LAYERS, CHOSEN), np.int16),
         )
-    ]  # fmt: skip
+        for i in range(32)
+    ]
 
     def bytes_a_token(loss, policy):
         return sum(dealing.deal(made, policy, loss=loss).outline.sizes) / (32 * size)
 
     plain, sft = PolicyLoss(LossConfig(kl_coef=0.0)), CompletionLoss()
-    policy = Cut(VOCAB)
-    policy.shares = lambda lengths: __import__("megatron_rl.batches.cutting", fromlist=["x"]).micro_batches(
-        lengths, max_tokens=4000, replicas=2
-    )
+    policy = Cut(VOCAB, micro_batch_tokens=4000)
     assert 8 < bytes_a_token(plain, policy) < 8 * 1.01 and bytes_a_token(sft, policy) < bytes_a_token(plain, policy)
     distilled = PolicyLoss(LossConfig(kl_coef=0.0, objective="distilled"))
     assert bytes_a_token(distilled, policy) == pytest.approx(12, rel=0.01)
@@ -263,13 +258,11 @@ def test_rollouts_of_several_versions_are_rescored_and_no_others():
         flags = torch.tensor([mixed[i] for i in work.flat.numbers[micro.first : micro.last]])
         wanted = torch.where(batch.spread(flags), own, work.batch(micro).engine_logprobs)
         assert torch.equal(batch.engine_logprobs[batch.mask], wanted[batch.mask])
-    gaps = {
-        flag: update(OneProcess(), Trainee(policy=TablePolicy(VOCAB), loss=PolicyLoss(LossConfig(kl_coef=0.0))), made, rescore=flag)[
-            "engine_gap"
-        ]
-        for flag in (False, True)
-    }  # fmt: skip
-    assert gaps[True] < gaps[False]
+    gaps = []
+    for rescore in (False, True):
+        trainee = Trainee(policy=TablePolicy(VOCAB), loss=PolicyLoss(LossConfig(kl_coef=0.0)))
+        gaps.append(update(OneProcess(), trainee, made, rescore=rescore)["engine_gap"])
+    assert gaps[1] < gaps[0]
 
 
 def test_an_update_does_not_depend_on_the_cut_into_micro_batches():

@@ -136,7 +136,7 @@ def test_the_rules_catch_what_they_forbid(module, source):
         ("megatron_rl.megatron.policy", "from megatron.core import mpu"),
         ("megatron_rl.engines.vllm_server", "import torch"),
         (
-            "megatron_rl.commands.train",
+            "megatron_rl.session.train",
             "from megatron_rl.recipes.tango import Tango\nfrom megatron_rl.megatron.policy import MegatronPolicy",
         ),
     ],

@@ -1,4 +1,5 @@
-"""Losses against formulas written token by token in float64: values, gradients, metrics, and independence of how a batch is cut."""
+"""Losses against formulas written token by token in float64: values, gradients, metrics, and independence of how a
+batch is cut."""
 
 import math
 from dataclasses import replace
@@ -81,7 +82,8 @@ def select(batch, sequences):
 
 
 def by_hand(config, logprobs, entropy, batch):
-    """Loss, gradients to logprobs and entropy, and sums, one token at a time in Python floats; gradients from pen and paper."""
+    """Loss, gradients to logprobs and entropy, and sums, one token at a time in Python floats; gradients from pen and
+    paper."""
     lp, ent, n = logprobs.tolist(), entropy.tolist(), len(batch.tokens)
     old = lp if batch.old_logprobs is None else batch.old_logprobs.tolist()
     weight = [1.0] * n
@@ -276,7 +278,8 @@ def expected_sum(name, config, live, sampled_from, **logprobs):
 
 
 def test_engine_kl_is_the_kl_of_the_engine_that_sampled_to_the_trainer():
-    """Tokens come from the engine: the k3 estimate is unbiased with the ratio trainer / engine, not with its inverse."""
+    """Tokens come from the engine: the k3 estimate is unbiased with the ratio trainer / engine, not with its
+    inverse."""
     trainer, engine = two_models()
     found = expected_sum(
         "engine_kl", LossConfig(kl_coef=0.0), trainer, engine, engine_logprobs=engine, old_logprobs=trainer
@@ -292,7 +295,8 @@ def test_kl_ref_is_the_kl_of_the_policy_to_its_reference_whatever_the_estimate_i
 
 
 def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engines_samples():
-    """In expectation over the engine's tokens, with a cap that never binds; with a cap of 1 no token weighs more than its own."""
+    """The mean is taken over the engine's tokens, with a cap that never binds; with a cap of 1 no token weighs more than
+    its own."""
     trainer, engine = two_models()
     gains = torch.randn(len(trainer), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     live = trainer.clone().requires_grad_()
@@ -316,7 +320,8 @@ def test_kl_without_reference_is_refused_with_the_cure():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_rank_with_nothing_to_train_takes_part_with_zeros(config):
-    """With fewer sequences than replicas a rank gets a dummy micro-batch, which has no reference; it must not stop the others."""
+    """A rank, where there are fewer sequences than replicas, gets a dummy micro-batch, which has no reference; it must not stop the
+    others."""
     zeros = torch.zeros(4)
     empty = zeros.long()
     batch = Batch(
@@ -387,7 +392,7 @@ def test_aggregation_is_a_function_of_counts_alone(kind, weights, denominator):
 
 
 def positive_only(live, batch, *, least=0.0):
-    """As a user writes one: REINFORCE on tokens whose advantage is above `least`."""
+    """Stands for a user's own: REINFORCE on tokens whose advantage is above `least`."""
     return -live.logprobs * batch.advantages * (batch.advantages > least)
 
 
