@@ -1,4 +1,4 @@
-"""Between tokens and text: decoding with the place of every token, so that text positions lead back to the model's own tokens."""
+"""Decodes tokens with the place of each one in the text, so that text leads back to the model's own tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds a model type's own
-    kind of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and ids would change."""
+    """Loads the tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds
+    a model type's own kind of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and
+    ids would change."""
     local = local_directory(directory)
     if (local / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(local)
@@ -38,11 +39,12 @@ class Decoded:
     """The text of some tokens, and the place of every token in it."""
 
     text: str  # as `tokenizer.decode(tokens, skip_special_tokens=True)` gives it without clean-up
-    raw: bytes  # the text in UTF-8; where tokens spell no character (U+FFFD in the text) their own bytes, if the vocabulary has some
+    raw: bytes  # the text in UTF-8; of a byte-level vocabulary the tokens' own bytes, also where the text has U+FFFD
     ends: np.ndarray  # [T] int64: bytes of `raw` that are there once token i is; it never falls, and ends at len(raw)
 
     def tokens_of(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Turns spans [start, end) of `raw` into ranges of the tokens that hold them. [K, 2] -> [K, 2] int32, [first, last + 1)."""
+        """Turns spans [start, end) of `raw` into ranges of the tokens that hold them. [K, 2] -> [K, 2] int32, [first,
+        last + 1)."""
         wanted = np.asarray(spans, np.int64).reshape(-1, 2)
         first = np.searchsorted(self.ends, wanted[:, 0], side="right")
         last = np.searchsorted(self.ends, wanted[:, 1], side="left")
@@ -50,8 +52,8 @@ class Decoded:
 
 
 def decode(tokenizer: Any, tokens: Sequence[int] | np.ndarray) -> Decoded:
-    """Decodes [T] tokens. Any token ids are allowed; special ones and those beyond the vocabulary add nothing. The text is never
-    tokenised again."""
+    """Decodes [T] tokens. Any token ids are allowed; special ones and those beyond the vocabulary add nothing. The text
+    is never tokenised again."""
     backend = tokenizer.backend_tokenizer
     pieces = _pieces(backend, backend.get_vocab_size())
     if pieces is not None:
@@ -71,7 +73,8 @@ def decode_all(tokenizer: Any, sequences: Iterable[Sequence[int] | np.ndarray]) 
 
 
 def read_template(name: str) -> str:
-    """Reads a prompt text: a packaged name (`tango_generator`) or a path to a text file. Raises FileNotFoundError with both places."""
+    """Reads a prompt text: a packaged name (`tango_generator`) or a path to a text file. Raises FileNotFoundError with
+    both places."""
     packaged = PROMPTS / f"{name}.txt"
     path = packaged if packaged.exists() else Path(name)
     if not path.is_file():
@@ -98,7 +101,8 @@ def fill(template: str, **values: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """The bytes that each token id adds to a text. Rows are filled up, so that the text of many tokens is one gather, less the filling."""
+    """The bytes that each token id adds to a text. Rows are filled up, so that the text of many tokens is one gather,
+    less the filling."""
 
     rows: np.ndarray  # [V + 1, WIDTH] uint8; the last row stands for every id beyond the vocabulary
     lengths: np.ndarray  # [V + 1] int32
@@ -124,8 +128,9 @@ class _Pieces:
 
 @lru_cache(maxsize=TOKENIZERS)
 def _pieces(backend: Any, size: int) -> _Pieces | None:
-    """Returns the table of a tokenizer's pieces; None where a token's share of the text depends on its neighbours in another way than
-    by a space at the beginning. `size`: its vocabulary's, so that a token that is added later makes a new table."""
+    """Returns the table of a tokenizer's pieces; None where a token's share of the text depends on its neighbours in
+    another way than by a space at the beginning. `size`: its vocabulary's, so that a token that is added later makes a
+    new table."""
     kind = _kind(backend)
     if kind is None:
         return None
@@ -147,7 +152,8 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
 
 
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
-    """Reads from the decoder's settings how a token of the vocabulary is spelt. -> (token -> bytes, strip, lossy), see `_Pieces`."""
+    """Reads from the decoder's settings how a token of the vocabulary is spelt. -> (token -> bytes, strip, lossy), see
+    `_Pieces`."""
     if backend.decoder is None:  # tokens are set apart by spaces
         return lambda token: f" {token}".encode(), True, False
     if isinstance(backend.decoder, ByteLevel):
@@ -174,8 +180,8 @@ def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
 
 
 def _byte_level_spelling() -> Callable[[str], bytes]:
-    """Returns token -> bytes of a byte-level vocabulary (GPT-2's table): printable bytes stand for themselves, others for characters
-    from 256 on. A token with another character, which was added, is itself."""
+    """Returns token -> bytes of a byte-level vocabulary (GPT-2's table): printable bytes stand for themselves, others
+    for characters from 256 on. A token with another character, which was added, is itself."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("\u00a1"), ord("\u00ac") + 1),
@@ -194,7 +200,8 @@ def _byte_level_spelling() -> Callable[[str], bytes]:
 
 
 def _windowed(backend: Any, ids: Sequence[int]) -> Decoded:
-    """Decodes with any decoder: a token's share is what it adds behind the tokens of the last addition, as far as the text agrees."""
+    """Decodes with any decoder: a token's share is what it adds behind the tokens of the last addition, as far as the
+    text agrees."""
     text = backend.decode(ids, skip_special_tokens=True)
     ends: list[int] = []
     length = start = read = 0  # text[:length] is settled by ids[:read]; ids[start:read] are the context

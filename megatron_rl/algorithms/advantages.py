@@ -1,4 +1,4 @@
-"""From rewards to advantages: outcomes compared by an estimator, and Tango's advantages of reasoning steps mixed into them."""
+"""From rewards to advantages: outcomes compared by an estimator, mixed with Tango's advantages of reasoning steps."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def assign_advantages(
     alpha: float | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
-    """Fills `advantages` of [B] rollouts, compared within role and group: one number each, or [T] float32 where tokens differ, exactly 0
-    where a token is not in the loss.
+    """Fills `advantages` of [B] rollouts, compared within role and group: one number each, or [T] float32 where tokens
+    differ, exactly 0 where a token is not in the loss.
 
-    The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}. `estimator`: see
-    algorithms.estimators. With `alpha`, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps; when no rollout has
-    scores on its reasoning steps, the outcome alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights, eq. 9).
-    Raises ValueError for a missing or non-finite reward, an alpha outside [0, 1], and another number of weights than rollouts.
+    The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}. `estimator`:
+    see algorithms.estimators. With `alpha`, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha
+    steps; when no rollout has scores on its reasoning steps, the outcome alone. `weights` [B] multiply a rollout's
+    advantages (the verifier's class weights, eq. 9). Raises ValueError for a missing or non-finite reward, an alpha
+    outside [0, 1], and another number of weights than rollouts.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
@@ -49,8 +50,8 @@ def assign_advantages(
 
 
 def step_rewards(verdicts: Sequence[bool], num_steps: int) -> np.ndarray | None:
-    """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts differ or there is no
-    step: the count gate."""
+    """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts
+    differ or there is no step: the count gate."""
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
     return np.where(np.asarray(verdicts, bool), 1.0, -1.0) / num_steps
@@ -59,14 +60,15 @@ def step_rewards(verdicts: Sequence[bool], num_steps: int) -> np.ndarray | None:
 def step_advantages(
     rollouts: Sequence[Rollout], *, estimator: str = "grpo", rloo_scale: float = RLOO_STEP_SCALE
 ) -> list[np.ndarray | float]:
-    """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have the same.
+    """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have
+    the same.
 
-    All step rewards of a group's rollouts are one set, treated by the estimator apart from the outcomes (eq. 5; tokens without a step
-    reward are not in the set); a token then gets the sum over the steps whose last token is at or after it (eq. 6), so exactly 0 after the
-    last step. An estimator sees each step as one token. rloo: times `rloo_scale`.
-    reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained tokens (those without
-    a step to come, and rollouts without step rewards, included with return 0), sample std (n - 1) + 1e-6.
-    Raises ValueError for a step that ends outside its rollout.
+    All step rewards of a group's rollouts are one set, treated by the estimator apart from the outcomes (eq. 5; tokens
+    without a step reward are not in the set); a token then gets the sum over the steps whose last token is at or after
+    it (eq. 6), so exactly 0 after the last step. An estimator sees each step as one token. rloo: times `rloo_scale`.
+    reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained
+    tokens (those without a step to come, and rollouts without step rewards, included with return 0), sample std (n - 1)
+    + 1e-6. Raises ValueError for a step that ends outside its rollout.
     """
     estimate = find_estimator(estimator)
     scores = [rollout.marks_of(STEP).scores for rollout in rollouts]
@@ -96,8 +98,10 @@ def _estimated(
     """Calls an estimator. Raises ValueError unless it gives one finite number per reward."""
     found = np.asarray(estimate(rewards, groups, tokens), np.float64)
     if found.shape != rewards.shape or not np.isfinite(found).all():
-        raise ValueError(f"estimator {name!r} gave shape {found.shape} for {len(rewards)} rewards, or numbers that are not "
-                         "finite: it returns one finite number per reward")  # fmt: skip
+        raise ValueError(
+            f"estimator {name!r} gave shape {found.shape} for {len(rewards)} rewards, or numbers that are not finite: "
+            "it returns one finite number per reward"
+        )
     return found
 
 
@@ -117,7 +121,8 @@ def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
 
 
 def _suffix_sums(rollout: Rollout, scores: np.ndarray | None) -> np.ndarray | float:
-    """Sums, for each token, the [K] scores of the reasoning steps that end at or after it. -> [T] float64; 0.0 without scores."""
+    """Sums, for each token, the [K] scores of the reasoning steps that end at or after it. -> [T] float64; 0.0 without
+    scores."""
     if scores is None or not len(scores):
         return 0.0
     ends, length = rollout.marks_of(STEP).ranges[:, 1], len(rollout.tokens)

@@ -1,4 +1,4 @@
-"""Who writes the next token when two models write one text (Tandem, arXiv 2606.28166): five strategies, and their replay from tokens."""
+"""Says which of two models writes the next token of one text (Tandem, arXiv 2606.28166), by five strategies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LAST = 2**64 - 1  # the greatest number of 64 bits
 class Rule:
     """The rule by which the author changes. `p` is the chance that a draw gives the pen to the senior.
 
-    bernoulli: a draw for every token. alternating: senior, junior, senior, ... chunk: `chunk_size` tokens each, in turns. sentence:
-    the other one after every blank line. word: a draw at first, after every token that opens a word, and after `max_gap` tokens without.
-    The senior begins where nothing is drawn. (The paper's code counts the steps of alternating and chunk over the whole engine, so that
-    a request begins at any phase; here every request counts for itself.)
+    bernoulli: a draw for every token. alternating: senior, junior, senior, ... chunk: `chunk_size` tokens each, in
+    turns. sentence: the other one after every blank line. word: a draw at first, after every token that opens a word,
+    and after `max_gap` tokens without. The senior begins where nothing is drawn. (The paper's code counts the steps of
+    alternating and chunk over the whole engine, so that a request begins at any phase; here every request counts for
+    itself.)
     """
 
     strategy: Strategy = "word"
@@ -57,8 +58,9 @@ class Rule:
 
 
 class Pen:
-    """The author of one text: `senior` says who writes its next token. It is a function of (rule, boundaries, key, tokens so far) alone, so
-    that any engine gives the same authors, and a request that is begun again goes on as it was."""
+    """The author of one text: `senior` says who writes its next token. It is a function of (rule, boundaries, key,
+    tokens so far) alone, so that any engine gives the same authors, and a request that is begun again goes on as it
+    was."""
 
     __slots__ = ("_boundaries", "_key", "_rule", "count", "draws", "senior", "written")
 
@@ -71,7 +73,8 @@ class Pen:
         self.senior = self._draw() if rule.strategy in ("bernoulli", "word") else True
 
     def write(self, token: int) -> bool:
-        """Takes the token that was chosen -> whether the senior wrote it. Negative ids, an engine's placeholders, change nothing."""
+        """Takes the token that was chosen -> whether the senior wrote it. Negative ids, an engine's placeholders,
+        change nothing."""
         wrote = self.senior
         if token < 0:
             return wrote
@@ -109,7 +112,8 @@ class Pen:
 
 
 def replay(rule: Rule, boundaries: frozenset[int], key: int, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns who wrote the [T] tokens of a text: [T] bool, True where the senior did. The same as a Pen that writes them one by one."""
+    """Returns who wrote the [T] tokens of a text: [T] bool, True where the senior did. The same as a Pen that writes
+    them one by one."""
     own = np.asarray(tokens, np.int64)
     real = own >= 0
     before = np.cumsum(real) - real  # a placeholder has the author of the token after it
@@ -124,11 +128,11 @@ def resumed(rule: Rule, boundaries: frozenset[int], key: int, written: Sequence[
 
 
 def boundaries(tokenizer: Any, strategy: Strategy) -> frozenset[int]:
-    """Finds the token ids after which the author may change (word), or does (sentence); none for the other strategies. It takes seconds
-    for a large vocabulary: keep the answer.
+    """Finds the token ids after which the author may change (word), or does (sentence); none for the other strategies.
+    It takes seconds for a large vocabulary: keep the answer.
 
-    word: ids that open a word: their vocabulary string begins with a space's mark (53,021 of Qwen3's). Where no id has one, those that
-    the tokenizer sets apart by a space. sentence: ids whose text ends with an empty line.
+    word: ids that open a word: their vocabulary string begins with a space's mark (53,021 of Qwen3's). Where no id has
+    one, those that the tokenizer sets apart by a space. sentence: ids whose text ends with an empty line.
     """
     special = set(tokenizer.all_special_ids)
     ids = sorted(set(range(len(tokenizer))) - special)
@@ -173,7 +177,8 @@ def _authors(rule: Rule, boundaries: frozenset[int], key: int, tokens: np.ndarra
 
 
 def _draw_numbers(rule: Rule, boundaries: frozenset[int], tokens: np.ndarray) -> np.ndarray | None:
-    """Returns the number of the draw that decides on each of [T] tokens and the one after them, [T + 1]; None where nothing is drawn."""
+    """Returns the number of the draw that decides on each of [T] tokens and the one after them, [T + 1]; None where
+    nothing is drawn."""
     if rule.strategy == "bernoulli":
         return np.arange(len(tokens) + 1)
     if rule.strategy != "word":
@@ -201,8 +206,8 @@ Bits = TypeVar("Bits", int, np.ndarray)  # below 2^64, or an array [D] uint64
 
 
 def _drawn(key: int, number: Bits, p: float) -> Any:
-    """Draws True with chance p. A draw is its number mixed with the text's key (splitmix64): there is no generator's state to keep, or to
-    lose with a request. One number -> bool, [D] numbers -> [D] bool."""
+    """Draws True with chance p. A draw is its number mixed with the text's key (splitmix64): there is no generator's
+    state to keep, or to lose with a request. One number -> bool, [D] numbers -> [D] bool."""
     bits = _mixed((_mixed(key & LAST) + (number + 1) * 0x9E3779B97F4A7C15) & LAST)
     return (bits >> 11) * 2.0**-53 < p
 

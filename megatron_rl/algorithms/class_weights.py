@@ -20,8 +20,8 @@ class ClassCounts:
     wrong: float | None = None
 
     def updated(self, labels: Sequence[bool], decay: float) -> ClassCounts:
-        """decay * old + (1 - decay) * count of the [B] labels, this batch included; the first batch initialises, an empty one changes
-        nothing. Raises ValueError for a decay outside [0, 1)."""
+        """Returns decay * old + (1 - decay) * count of the [B] labels, this batch included; the first batch
+        initialises, an empty one changes nothing. Raises ValueError for a decay outside [0, 1)."""
         if not 0 <= decay < 1:
             raise ValueError(f"decay = {decay} of the class counts: give a number from 0 (this batch alone) to below 1")
         if not labels:
@@ -33,7 +33,8 @@ class ClassCounts:
         return ClassCounts(decay * self.right + (1 - decay) * right, decay * self.wrong + (1 - decay) * wrong)
 
     def weights(self, labels: Sequence[bool]) -> list[float]:
-        """[B] labels -> [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows given.
+        """Turns [B] labels into [B] weights 1 / (sqrt(count of the class) + 1e-6), rescaled to average 1 over the rows
+        given.
 
         With one class in the batch all weights are 1. Raises ValueError before the first `updated`.
         """

@@ -1,4 +1,4 @@
-"""Estimators: how rewards are compared to give advantages. One pure function each, named in the config by a word or `module:name`."""
+"""Estimators compare rewards to give advantages: pure functions, named in the config by a word or `module:name`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code
 
 
 def grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of group + 1e-6); sample std (n - 1), as in the Tango code (arXiv 2402.03300)."""
+    """Returns (r - mean of group) / (std of group + 1e-6); sample std (n - 1), as Tango's code (arXiv 2402.03300)."""
     centred, std, _ = compare(rewards, groups)
     return centred / (std + EPSILON)
 
@@ -28,20 +28,22 @@ def dr_grpo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.n
 
 
 def batch(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6); sample std (n - 1), and 1 when all are equal."""
+    """Returns (r - mean of group) / (std of all rewards of the batch + 1e-6); sample std (n - 1), and 1 when all are
+    equal."""
     _, std, _ = compare(rewards, np.zeros_like(groups))
     return compare(rewards, groups)[0] / (np.where(std == 0.0, 1.0, std) + EPSILON)
 
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1); no std (arXiv 2402.14740)."""
+    """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1); no std (arXiv
+    2402.14740)."""
     centred, _, sizes = compare(rewards, groups)
     return centred * sizes / np.maximum(1, sizes - 1)
 
 
 def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the rewards whitened over the trained tokens of the batch, each of which has its rollout's reward as undiscounted return:
-    (r - mean) / (std + 1e-6), sample std (n - 1). Long answers count more; groups play no part."""
+    """Returns the rewards whitened over the trained tokens of the batch, each of which has its rollout's reward as
+    undiscounted return: (r - mean) / (std + 1e-6), sample std (n - 1). Long answers count more; groups play no part."""
     total = tokens.sum()
     if total < 2:
         return rewards / (1.0 + EPSILON)
@@ -58,7 +60,8 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 
 
 def find_estimator(name: str) -> Estimator:
-    """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`. Raises ConfigError."""
+    """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`. Raises
+    ConfigError."""
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     if ":" not in name:

@@ -1,4 +1,4 @@
-"""Schedules of how much the step advantages weigh as a run goes on (arXiv 2505.15034, appendix; linear and cosine as in its code)."""
+"""Schedules of the weight of step advantages over a run (arXiv 2505.15034, appendix; linear, cosine as in its code)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def step_weight(schedule: WeightSchedule, update: int, *, start: float, floor: f
     linear       start + (floor - start) * update / total
     cosine       floor + (start - floor) * (1 + cos(pi * update / total)) / 2
 
-    A `start` at or below `floor` is constant: start 0 switches the step advantages off.
-    Raises ValueError for an unknown schedule, a negative update, total < 1, floor < 0, and an exponential fall to floor 0.
+    A `start` at or below `floor` is constant: start 0 switches the step advantages off. Raises ValueError for an
+    unknown schedule, a negative update, total < 1, floor < 0, and an exponential fall to floor 0.
     """
     if update < 0 or total < 1:
         raise ValueError(f"update {update} of total = {total}: updates count from 0, and there is at least one")

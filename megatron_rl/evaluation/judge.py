@@ -1,5 +1,5 @@
-"""A verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of votes, and right labels for wrong
-reasons."""
+"""A verifier on solutions with known errors: ProcessBench, outcome and step judgements, confidence of votes, and right
+labels for wrong reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Judge:
     measure: str = field(default=JUDGE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns the verifications of problems[place], for each place. A problem without room for an answer gets empty ones, cut."""
+        """Returns the verifications of problems[place], for each place. A problem without room for an answer gets empty
+        ones, cut."""
 
         def steps(place: int) -> int:
             return len(problems.problems[place].values["steps"])
@@ -78,7 +79,8 @@ def verifier_values(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reading(text: str, num_steps: int) -> Sample:
-    """Reads a verification of K steps -> its text, step verdicts, final verdict, and `predicted`, the first step that it calls wrong.
+    """Reads a verification of K steps -> its text, step verdicts, final verdict, and `predicted`, the first step that
+    it calls wrong.
 
     -1: it calls none wrong, with a verdict for each; None: it cannot be read so, and agrees with no label.
     """
@@ -89,14 +91,16 @@ def reading(text: str, num_steps: int) -> Sample:
 
 
 def vote(predictions: Sequence[int | None]) -> int | None:
-    """Returns the most frequent prediction; among equally frequent ones the earliest step; None without any that can be read."""
+    """Returns the most frequent prediction; among equally frequent ones the earliest step; None without any that can be
+    read."""
     counts = Counter(p for p in predictions if p is not None)
     most = max(counts.values(), default=0)
     return min((p for p, count in counts.items() if count == most), default=None)
 
 
 def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
-    """Computes the figures of a set of [P][n] samples. A solution is one problem of the bootstrap; figures of one verification are means over n."""
+    """Computes the figures of a set of [P][n] samples. A solution is one problem of the bootstrap; figures of one
+    verification are means over n."""
     wrong = np.array([group[0]["label"] != NO_ERROR for group in groups])
     hits = np.array([fmean(float(row["predicted"] == row["label"]) for row in group) for group in groups])
     figures: dict[str, Interval | None] = {}
@@ -120,7 +124,8 @@ def judged(groups: Sequence[Sequence[Sample]], *, seed: int = 0) -> Judged:
 
 
 def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -> dict[str, Interval | None]:
-    """Computes f1, the harmonic mean of the accuracies on solutions with an error (found at its step) and without one (arXiv 2412.06559)."""
+    """Computes f1, the harmonic mean of the accuracies on solutions with an error (found at its step) and without one
+    (arXiv 2412.06559)."""
 
     def accuracy(rows: np.ndarray, of: bool) -> float | None:
         chosen = hits[rows][wrong[rows] == of]
@@ -139,7 +144,8 @@ def _processbench(suffix: str, hits: np.ndarray, wrong: np.ndarray, seed: int) -
 
 
 def _outcomes(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Compares final verdicts with whether the final answer is right: accuracy, that of each class, and their harmonic mean."""
+    """Compares final verdicts with whether the final answer is right: accuracy, that of each class, and their harmonic
+    mean."""
 
     def counts(rows: Sequence[int] | np.ndarray) -> Confusion:
         return confusion((row["final"], bool(row["correct"])) for i in rows for row in groups[i])
@@ -156,8 +162,8 @@ def _outcomes(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interv
 
 
 def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval | None]:
-    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, the share that find its
-    first one."""
+    """Finds right labels with wrong reasons: among verifications that rightly reject a solution with an error, the
+    share that find its first one."""
 
     def located(rows: np.ndarray) -> float | None:
         rejected = [
@@ -169,7 +175,8 @@ def _probe(groups: Sequence[Sequence[Sample]], seed: int) -> dict[str, Interval 
 
 
 def _steps(groups: Sequence[Sequence[Sample]]) -> Confusion:
-    """Compares step verdicts with gold labels, where there is one verdict per step. With the first error alone known, steps up to it count."""
+    """Compares step verdicts with gold labels, where there is one verdict per step. With the first error alone known,
+    steps up to it count."""
     rows = [row for group in groups for row in group if len(row["verdicts"]) == len(row["steps"])]
     labels = [_gold_steps(row) for row in rows]
     return step_confusion([row["verdicts"][: len(gold)] for row, gold in zip(rows, labels, strict=True)], labels)

@@ -1,4 +1,4 @@
-"""The one way to ask a model for judgements: of a verifier in training, of a frozen or served judge, in evaluation and for votes."""
+"""The one way to ask a model for judgements: a verifier in training, a frozen or served judge, evaluation, votes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from megatron_rl.engines.base import Completion, Engine, Sampling
+from megatron_rl.evaluation.draw import limit
 from megatron_rl.text import Decoded, decode
 from megatron_rl.training.rollouts import from_completion
 from megatron_rl.types import Prompt, Rollout
 
 Item = TypeVar("Item")  # what is judged: a solution, a pair of answers, ...
 Opinion = TypeVar("Opinion")  # what a judgement says, as it was read
-ROOM = 8  # tokens of the context that stay free
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(Generic[Item, Opinion]):
-    """How a model is asked about an item, and how its answer is read."""
+    """One way to ask a model about an item and to read its answer."""
 
     prompt: Callable[[Item], Prompt | None]  # None: it cannot be asked about this item
     read: Callable[[Item, str], Opinion]  # item and text of the answer
@@ -60,22 +60,21 @@ class Judging(Generic[Item, Opinion]):
         *,
         context: int | None = None,
     ) -> None:
-        """`sampling.n` judgements of each item. `context`: tokens of prompt and answer together; None: as many as the sampling allows."""
+        """`sampling.n` judgements of each item. `context`: tokens of prompt and answer together; None: as many as the
+        sampling allows."""
         self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
         self._question, self._context = question, context
         self._asked: dict[int, tuple[Item, Prompt]] = {}
         self.session = engine.session()
 
     def ask(self, key: int, item: Item) -> bool:
-        """Asks about an item. A draw depends on the seed, `key` and the sample alone. -> whether it could be asked: there is a prompt, and
-        room for an answer. May be called at any time, also while answers are read."""
+        """Asks about an item. A draw depends on the seed, `key` and the sample alone. -> whether it could be asked:
+        there is a prompt, and room for an answer. May be called at any time, also while answers are read."""
         prompt = self._question.prompt(item)
         if prompt is None:
             return False
-        most = self._sampling.max_tokens
-        if self._context is not None:
-            most = min(most, self._context - len(prompt.tokens) - ROOM)
-        if most < 1:
+        most = limit(len(prompt.tokens), self._sampling.max_tokens, self._context)
+        if not most:
             return False
         self._asked[key] = (item, prompt)
         self.session.ask(key, prompt.tokens, replace(self._sampling, max_tokens=most))
@@ -101,7 +100,8 @@ class Judging(Generic[Item, Opinion]):
 
 
 def judge_all(judging: Judging[Item, Opinion], items: Mapping[int, Item]) -> dict[int, list[Judgement[Item, Opinion]]]:
-    """Asks about {key: item} and waits. -> {key: judgements}, in the order of `items`; none for an item that could not be asked about."""
+    """Asks about {key: item} and waits. -> {key: judgements}, in the order of `items`; none for an item that could not
+    be asked about."""
     for key, item in items.items():
         judging.ask(key, item)
     found = dict(judging.answers())

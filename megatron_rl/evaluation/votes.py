@@ -20,7 +20,8 @@ Asked = tuple[str, str]  # question and solution
 
 @dataclass(frozen=True, kw_only=True)
 class Weigher:
-    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and {num_steps}."""
+    """A verifier that is asked `sampling.n` times about each sample; its template has {question}, {solution} and
+    {num_steps}."""
 
     engine: Engine
     tokenizer: Any
@@ -29,8 +30,8 @@ class Weigher:
     context: int | None = None
 
     def weigh(self, asked: Mapping[int, Asked]) -> dict[int, float]:
-        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}. An unreadable vote does not say so, nor does
-        one for which there is no room."""
+        """{index: (question, solution)} -> {index: share of the votes that say CORRECT}. An unreadable vote does not
+        say so, nor does one for which there is no room."""
         voting = Judging(
             self.engine,
             self.tokenizer,

@@ -1,4 +1,4 @@
-"""What recipes share: solutions that are sampled, marked and graded as they come, measures of them, and checks of arguments."""
+"""Samples, marks and grades solutions for recipes, as they come; measures them, and checks recipes' arguments."""
 
 from __future__ import annotations
 
@@ -36,14 +36,18 @@ class Solution:
 
 
 def solve(
-    table: Table, role: str, prompts: Sequence[Prompt], sampling: Sampling, then: Callable[[int, Solution], object] = lambda *_: None
-) -> tuple[list[Solution], dict[str, float]]:  # fmt: skip
-    """Samples [P * n] solutions and grades them while others are written. -> the graded ones in order, and figures: graded/timeout,
-    graded/error, steps_per_solution.
+    table: Table,
+    role: str,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    then: Callable[[int, Solution], object] = lambda place, solution: None,
+) -> tuple[list[Solution], dict[str, float]]:
+    """Samples [P * n] solutions and grades them while others are written. -> the graded ones in order, and figures:
+    graded/timeout, graded/error, steps_per_solution.
 
-    A sample whose grading gave no score is no solution: it leaves its group. `then` gets each solution, and its place among the [P * n],
-    when it is graded. Raises RewardFailure when too many gradings fail; EngineError for a tandem whose author mask is missing or cannot
-    be true.
+    A sample whose grading gave no score is no solution: it leaves its group. `then` gets each solution, and its place
+    among the [P * n], when it is graded. Raises RewardFailure when too many gradings fail; EngineError for a tandem
+    whose author mask is missing or cannot be true.
     """
     start, draws = time.perf_counter(), Draws(table, role, sampling)
     for i, prompt in enumerate(prompts):
@@ -75,14 +79,15 @@ def solve(
 
 
 def sampling_for(table: Table, turn: Turn, role: str, n: int) -> Sampling:
-    """Returns how a role draws n samples in a turn, with a seed of its own. Log-probs are asked for of a role that the turn trains."""
+    """Returns how a role draws n samples in a turn, with a seed of its own. Log-probs are asked for of a role that the
+    turn trains."""
     seed = table.seed_for(turn.number, role)
     return replace(table.samplings[role], n=n, seed=seed, logprobs=role in turn.roles)
 
 
 def accuracies(table: Table, role: str, prompts: Sequence[Prompt]) -> tuple[dict[str, float], list[Solution]]:
-    """Measures the accuracy of one draw per problem at temperature 1, and of greedy decoding; an answer that could not be graded is not
-    right. -> ({figure: value}, the sampled solutions)."""
+    """Measures the accuracy of one draw per problem at temperature 1, and of greedy decoding; an answer that could not
+    be graded is not right. -> ({figure: value}, the sampled solutions)."""
     own, seed = table.samplings[role], table.seed
     sampled, _ = solve(table, role, prompts, plain(own, seed=seed))
     likeliest, _ = solve(table, role, prompts, greedy(own, seed=seed))
@@ -108,9 +113,9 @@ def check_arguments(
     recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
     shares: Sequence[str] = (), templates: Sequence[str] = (), one_of: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too small for
-    recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not there, and
-    switches of which none is on (one_of)."""
+    """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
+    small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
+    there, and switches of which none is on (one_of)."""
     find_estimator(recipe.estimator)
     # reinforce_pp compares over the batch, the others of ours within a group; one of a user's own may do either
     smallest = 2 if recipe.estimator in ESTIMATORS and recipe.estimator != "reinforce_pp" else 1
@@ -150,8 +155,8 @@ def _count(gradings: Sequence[Graded], kind: Outcome) -> float:
 
 
 def _beside(items: Iterable[Item], work: Callable[[Sequence[Item]], None]) -> float:
-    """Reads all items while a second thread works on those that are there; `work` gets all that came since its last call. -> the time
-    (perf_counter) at which the last item came. Raises what either raises."""
+    """Reads all items while a second thread works on those that are there; `work` gets all that came since its last
+    call. -> the time (perf_counter) at which the last item came. Raises what either raises."""
     waiting: SimpleQueue[Item] = SimpleQueue()
 
     def take() -> None:

@@ -1,4 +1,4 @@
-"""Measures a reviewer on a fixed, balanced set of solutions to held-out problems, drawn once and kept in checkpoints."""
+"""Measures a reviewer on a fixed, balanced set of solutions to held-out problems, which checkpoints keep."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
 
 @dataclass
 class BalancedSet:
-    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. `rows` is what a checkpoint holds of it."""
+    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. `rows` is what a checkpoint
+    holds of it."""
 
     solver: str  # role whose solutions these are
     per_class: int
@@ -28,10 +29,15 @@ class BalancedSet:
     rows: list[Row] | None = None  # None: not drawn yet
 
     def figures(
-        self, table: Table, reviewer: Reviewer, prompts: Sequence[Prompt], first: Sequence[Solution], labels: StepLabels | None
-    ) -> dict[str, float]:  # fmt: skip
-        """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they do not suffice,
-        further draws for the same problems."""
+        self,
+        table: Table,
+        reviewer: Reviewer,
+        prompts: Sequence[Prompt],
+        first: Sequence[Solution],
+        labels: StepLabels | None,
+    ) -> dict[str, float]:
+        """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they
+        do not suffice, further draws for the same problems."""
         if self.rows is None:
             rounds = self._rounds(table, prompts, first)
             self.rows = solutions_to_json(
@@ -67,10 +73,12 @@ def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bo
 def measure_reviewer(
     table: Table, reviewer: Reviewer, solutions: Sequence[Solution], step_labels: StepLabels | None
 ) -> dict[str, float]:
-    """Returns figures of the reviewer, named `role/figure`, of verdicts drawn at temperature 1 and (with `_greedy` behind) of greedy ones.
+    """Returns figures of the reviewer, named `role/figure`, of verdicts drawn at temperature 1 and (with `_greedy`
+    behind) of greedy ones.
 
-    outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on right and on wrong solutions or steps, left out
-    when a class is empty; aligned is the share with one verdict per step; predicted_positive that judged right. And class counts.
+    outcome_f1 and (with gold labels) step_f1 are harmonic means of the accuracies on right and on wrong solutions or
+    steps, left out when a class is empty; aligned is the share with one verdict per step; predicted_positive that
+    judged right. And class counts.
     """
     right, role = sum(s.correct for s in solutions), reviewer.role
     figures: dict[str, float | None] = {"num_right": float(right), "num_wrong": float(len(solutions) - right)}
@@ -89,8 +97,8 @@ def measure_reviewer(
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
-    """Returns of each solution the problem's id, the response's token ids, and how it ended and was graded: what a checkpoint keeps of a
-    set."""
+    """Returns of each solution the problem's id, the response's token ids, and how it ended and was graded: what a
+    checkpoint keeps of a set."""
     return [
         {
             "id": s.rollout.group.partition(":")[2],  # the problem's, as rollouts.sample names groups
@@ -105,7 +113,7 @@ def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
 def solutions_from_json(
     rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
 ) -> list[Solution]:
-    """Joins kept responses to their problems again. Raises ValueError for a problem that is no longer among `prompts`."""
+    """Joins kept responses to their problems again. Raises ValueError for a problem that is not among `prompts`."""
     problems = {p.id: p for p in prompts}
     out = []
     for i, row in enumerate(rows):

@@ -34,7 +34,8 @@ class Reviewer:
     gamma: float = verdicts.GAMMA  # weight of the format score in its reward
 
     def prompt(self, table: Table, solution: Solution) -> Prompt | None:
-        """Returns the verification prompt of a solution; None when it is too long (it is never cut: the instructions stand at its end)."""
+        """Returns the verification prompt of a solution; None when it is too long (it is never cut: the instructions
+        stand at its end)."""
         rollout, steps = solution.rollout, len(solution.rollout.marks_of(STEP))
         question = str(rollout.payload["question"])
         text = fill(self.template, question=question, solution=solution.text, num_steps=str(steps))
@@ -81,8 +82,8 @@ class Reviews:
         self._judging.ask(place, solution)
 
     def finish(self) -> list[list[Verification]]:
-        """Waits for all. -> the n verifications of each solution that was added, in the order of their places; none for a prompt that is
-        too long."""
+        """Waits for all. -> the n verifications of each solution that was added, in the order of their places; none for
+        a prompt that is too long."""
         start = time.perf_counter()
         found: dict[int, list[Verification]] = {}
         for place, verifications in self._judging.answers():  # read while others are written
@@ -93,8 +94,8 @@ class Reviews:
 
 
 def with_verdicts(rollout: Rollout, verifications: Sequence[Verification]) -> Rollout:
-    """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the verdicts match them.
-    Without a verification it stays as it is."""
+    """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the
+    verdicts match them. Without a verification it stays as it is."""
     if not verifications:
         return rollout
     [one] = verifications
@@ -122,8 +123,8 @@ def aligned(verifications: Sequence[Verification]) -> float:
 
 
 def review_metrics(judged: Judged, step_labels: StepLabels | None) -> dict[str, float]:
-    """Returns figures of the verifications of solutions: reviews_dropped (solutions without one), verdicts_match, confusion/*,
-    predicted_positive, and step_agreement where gold labels exist."""
+    """Returns figures of the verifications of solutions: reviews_dropped (solutions without one), verdicts_match,
+    confusion/*, predicted_positive, and step_agreement where gold labels exist."""
     rows = [verification for group in judged for verification in group]
     figures = {"reviews_dropped": float(sum(not group for group in judged)), "verdicts_match": aligned(rows)}
     figures |= outcome_confusion(rows).metrics()

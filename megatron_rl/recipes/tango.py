@@ -1,4 +1,4 @@
-"""Tango (arXiv 2505.15034): a generator and a generative verifier trained by turns, each on the other's current answers."""
+"""Tango (arXiv 2505.15034): a generator and a generative verifier, trained by turns on each other's current answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ from megatron_rl.types import Prompt, Rollout
 class Tango(Recipe):
     """A run whose steps are a warm-up of the verifier alone, then cycles of generator turns and verifier turns.
 
-    A frozen player (train_... false) still plays; the other keeps the turns it would have had, but a warm-up for a frozen verifier.
+    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up.
     """
 
     generator_updates: int = 300  # of the run
@@ -65,7 +65,7 @@ class Tango(Recipe):
         return {GENERATOR: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:
-        """Returns the steps. A last cycle cut by `generator_updates` has no verifier turn; 300 updates by 3 make 100 cycles."""
+        """A last cycle that `generator_updates` cuts short has no verifier turn; 300 updates by 3 make 100 cycles."""
         steps = [[(VERIFIER,)]] * (self.warmup_updates if self.train_verifier else 0)
         for done in range(0, self.generator_updates, self.generator_turns):
             own = min(self.generator_turns, self.generator_updates - done)
@@ -77,7 +77,7 @@ class Tango(Recipe):
         return base.question_text(self.generator_template, payload)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """Solves and verifies: a group of solutions per problem with a verification each, or one with a group of verifications."""
+        """A problem has a group of solutions, each verified once, or one solution with a group of verifications."""
         n, votes = (self.group_size, 1) if turn.role == GENERATOR else (1, self.verifications)
         reviews = self._reviewer.begin(table, sampling_for(table, turn, VERIFIER, votes))
         own = sampling_for(table, turn, GENERATOR, n)
@@ -89,7 +89,7 @@ class Tango(Recipe):
         return {VERIFIER: self._credit_reviews(table, solutions, judged)}
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Measures both players on held-out problems: the verifier on a set that the first call draws and checkpoints keep."""
+        """Measures both players; the verifier on a set that the first call draws and checkpoints keep."""
         figures, solutions = base.accuracies(table, GENERATOR, prompts)
         return figures | self._balanced.figures(table, self._reviewer, prompts, solutions, self._labels)
 
@@ -104,14 +104,14 @@ class Tango(Recipe):
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
     def _credit_solutions(self, table: Table, turn: Turn, solutions: list[Solution], judged: Judged) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha. A solution whose verdicts do not match its steps keeps its outcome alone."""
+        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
         alpha = self._alpha(turn.update(GENERATOR))
         table.note(GENERATOR, {"alpha": alpha})
         marked = [with_verdicts(s.rollout, reviews) for s, reviews in zip(solutions, judged, strict=True)]
         return assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
 
     def _credit_reviews(self, table: Table, solutions: list[Solution], judged: Judged) -> list[Rollout]:
-        """Compares the verifications of one solution; class weights keep the rarer outcome from being ignored (eq. 9)."""
+        """Compares verifications of one solution; class weights keep the rarer outcome from being ignored (eq. 9)."""
         table.note(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
         rows = [verification for group in judged for verification in group]
         labels = [row.item.correct for row in rows]

@@ -19,7 +19,8 @@ ROUNDING = 1e-6  # advantages below it are what rounding leaves of equal rewards
 
 
 def sample(table: Table, role: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[Rollout]:
-    """Draws [P] prompts -> [P * n] rollouts. The n of one prompt are adjacent and share a group of their own, whatever its id."""
+    """Draws [P] prompts -> [P * n] rollouts. The n of one prompt are adjacent and share a group of their own, whatever
+    its id."""
     draws = Draws(table, role, sampling)
     for i, prompt in enumerate(prompts):
         draws.ask(i, prompt)
@@ -42,8 +43,8 @@ class Draws:
         self.session.ask(index, prompt.tokens, self._sampling)
 
     def answers(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yields (index, the prompt's n rollouts), each when it is done. Raises EngineError for a tandem's completion that does not say
-        who wrote what: it would be trained on as the senior's own."""
+        """Yields (index, the prompt's n rollouts), each when it is done. Raises EngineError for a tandem's completion
+        that does not say who wrote what: it would be trained on as the senior's own."""
         for index, completions in self.session.answers():
             if self._sampling.tandem is not None and any(c.authors is None for c in completions):
                 raise EngineError(
@@ -66,9 +67,11 @@ class Draws:
 def from_completion(
     prompt: Prompt, completion: Completion, *, role: str, group: str, version: int, partner_weight: float = 0.0
 ) -> Rollout:
-    """Makes a rollout of a prompt and what an engine wrote after it. Token ids and log-probs are the engine's, untouched.
+    """Makes a rollout of a prompt and what an engine wrote after it. Token ids and log-probs are the engine's,
+    untouched.
 
-    `version`: of the engine's weights, where the completion does not tell. Raises EngineError for another number of authors than tokens.
+    `version`: of the engine's weights, where the completion does not tell. Raises EngineError for another number of
+    authors than tokens.
     """
     prompt_tokens = np.asarray(prompt.tokens, np.int32)
     authors, written = completion.authors, len(completion.tokens)
@@ -90,7 +93,8 @@ def from_completion(
 
 
 def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
-    """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. What a partner wrote has no version of the policy's."""
+    """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. What a partner wrote has no version of
+    the policy's."""
     written = len(completion.tokens)
     if completion.authors is None and len(completion.versions) <= 1:
         own = completion.versions[0][1] if completion.versions else version
@@ -111,7 +115,8 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Turns a prompt text into token ids, with the special tokens that the tokenizer puts around a text (Llama's begin token)."""
+    """Turns a prompt text into token ids, with the special tokens that the tokenizer puts around a text (Llama's begin
+    token)."""
     return list(tokenizer(text)["input_ids"])
 
 
@@ -121,13 +126,14 @@ def greedy(sampling: Sampling, *, seed: int) -> Sampling:
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
-    """Returns a sampling of one completion from the model's own distribution: alone, temperature 1, nothing truncated."""
+    """Returns a sampling of one completion from the model's own distribution: alone, at temperature 1, untruncated."""
     return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
 
 
 def measure(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Returns the means that are logged of every role: reward/*, length (tokens that models wrote), finished (share not cut), samples and
-    tokens; where a partner wrote along also senior_share (of the written tokens) and switches (of the author, per sample)."""
+    """Returns the means that are logged of every role: reward/*, length (tokens that models wrote), finished (share not
+    cut), samples and tokens; where a partner wrote along also senior_share (of the written tokens) and switches (of the
+    author, per sample)."""
     if not rollouts:
         return {"samples": 0.0, "tokens": 0.0}
     lengths = [rollout.length for rollout in rollouts]
@@ -150,7 +156,8 @@ def mean_reward(rollouts: Sequence[Rollout], reward: str) -> float:
 
 
 def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | None) -> None:
-    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong then."""
+    """Raises EngineError when the senior wrote a share of the tokens that its strategy does not give: the mask is wrong
+    then."""
     expected = None if tandem is None else tandem.rule.senior_share
     tokens = sum(rollout.length for rollout in rollouts)
     if expected is None or not tokens:
@@ -158,14 +165,14 @@ def check_senior_share(rollouts: Sequence[Rollout], tandem: TandemSampling | Non
     found = _senior_share(rollouts)
     if abs(found - expected) > SHARE_SLACK:
         raise EngineError(
-            f"the senior wrote {found:.2f} of {tokens} tokens, not {expected:g} +- {SHARE_SLACK}: either the engine's author mask is "
-            "wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
+            f"the senior wrote {found:.2f} of {tokens} tokens, not {expected:g} +- {SHARE_SLACK}: either the engine's "
+            "author mask is wrong, or there are too few tokens for the strategy's turns (raise run.prompts_per_step)"
         )
 
 
 def without_signal(rollouts: Sequence[Rollout], reward: str | None = None) -> float:
-    """Returns the share of groups with nothing to learn from: whose `reward` is the same for all members, or (None) whose advantages are
-    all 0. 0.0 for no groups."""
+    """Returns the share of groups with nothing to learn from: whose `reward` is the same for all members, or (None)
+    whose advantages are all 0. 0.0 for no groups."""
     groups: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group].append(rollout)

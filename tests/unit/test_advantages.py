@@ -1,4 +1,4 @@
-"""Advantages: every vector of the paper's method, each estimator against its formula by other means, and the credit of steps."""
+"""Advantages: every vector of the paper's method, each estimator against its formula, and the credit of steps."""
 
 import dataclasses
 import json
@@ -142,7 +142,8 @@ def test_vectors_class_weights(right, wrong, weights):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_estimators_equal_their_formulas(seed):
-    """Each against tensors: GRPO's std is torch's default (n - 1), RLOO's baseline is averaged over the others one by one."""
+    """Each against tensors: GRPO's std is torch's default (n - 1), RLOO's baseline is averaged over the others one by
+    one."""
     draw = random.Random(seed)
     groups = [draw.choice("abc") for _ in range(20)] + ["a", "b", "c"] * 2
     rewards = [draw.random() for _ in groups]
@@ -240,7 +241,8 @@ def test_batch_steps_are_centred_by_group_and_divided_by_the_std_of_all_steps():
 
 
 def test_reinforce_pp_step_returns_run_over_tokens_not_over_the_verification_axis():
-    """The released code's time loop had the length of the wrong axis (1): its step returns stayed 0 and the step term vanished."""
+    """The released code's time loop had the length of the wrong axis (1): its step returns stayed 0 and the step term
+    vanished."""
     group = paper_group()
     raw = []
     for t in group:

@@ -19,7 +19,7 @@ from megatron_rl.data.last_letter import (
 from megatron_rl.rewards.last_letter import grade, step_labels
 from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.rewards.verdicts import review
-from megatron_rl.text import decode_with_offsets, fill, load_tokenizer, read_template
+from megatron_rl.text import decode, fill, load_tokenizer, read_template
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "last_letter"
 sys.path.append(str(EXAMPLE))
@@ -157,7 +157,7 @@ def test_every_word_of_every_text_is_one_token_and_comes_back(model_directory):
         tokens = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.convert_ids_to_tokens(tokens) == text.split() and tokenizer.pad_token_id not in tokens
         assert tokenizer.decode(tokens) == text
-        assert decode_with_offsets(tokenizer, tokens)[0] == text.removeprefix("<bos> ")
+        assert decode(tokenizer, tokens).text == text.removeprefix("<bos> ")
 
 
 def test_a_solution_of_more_steps_than_numbers_stays_in_the_vocabulary(model_directory):

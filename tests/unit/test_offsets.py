@@ -1,4 +1,4 @@
-"""Text positions lead back to the sampled tokens: decoding with offsets, over three kinds of tokenizers and any token ids."""
+"""Text positions lead back to the sampled tokens: decoding over four kinds of tokenizers and any token ids."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sentence_piece() -> PreTrainedTokenizerFast:
 
 
 def characters(found: Decoded) -> list[int]:
-    """How many characters of the text are whole after each token."""
+    """Counts the characters of the text that are whole after each token."""
     return [len(found.raw[:end].decode("utf-8", "ignore")) for end in found.ends]
 
 
@@ -107,9 +107,8 @@ def test_many_sequences_decode_as_each_does(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_counts_the_characters_that_are_already_settled(kind):
-    """The whole characters before ends[i] are how far the text of tokens[:i + 1], or of fewer, agrees with the whole text. A
-    byte-fallback decoder takes back what it
-    has shown while a character is incomplete."""
+    """The whole characters before ends[i] are how far the text of tokens[:i + 1], or of fewer, agrees with the whole
+    text (a byte-fallback decoder takes back what it has shown while a character is incomplete)."""
     tokenizer, rng = KINDS[kind](), random.Random(1)
     compared = 0
     for _ in range(200):

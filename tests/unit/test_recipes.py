@@ -1,7 +1,6 @@
-"""Recipes played with engines that say what they are told: schedules, credit by hand, dropped samples, measures, templates."""
+"""Recipes played with engines that say what they are told: schedules, credit by hand, dropped samples, measures."""
 
 import json
-import re
 import threading
 import time
 from collections import Counter
@@ -20,9 +19,7 @@ from megatron_rl.recipes.base import solve
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.pool import RewardFailure
-from megatron_rl.rewards.tags import boxed, generator_format, step_spans
-from megatron_rl.rewards.verdicts import review
-from megatron_rl.text import fill, read_template
+from megatron_rl.rewards.tags import boxed
 from megatron_rl.training.rollouts import measure, without_signal
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Author, Outcome, Prompt
@@ -409,12 +406,20 @@ def test_evaluation_measures_both_players_by_hand(texts):
     table = table_of(half_right, optimist)
     figures = recipe.evaluate(held_out, table)
     assert figures == {
-        "generator/accuracy_sampled": 0.5, "generator/accuracy_greedy": 1.0, "generator/num_problems": 6.0,
-        "verifier/num_right": 3.0, "verifier/num_wrong": 3.0,
-        "verifier/outcome_f1": 1.0, "verifier/aligned": 1.0, "verifier/predicted_positive": 0.5, "verifier/step_f1": 1.0,
-        "verifier/outcome_f1_greedy": 0.0, "verifier/aligned_greedy": 1.0, "verifier/predicted_positive_greedy": 1.0,
+        "generator/accuracy_sampled": 0.5,
+        "generator/accuracy_greedy": 1.0,
+        "generator/num_problems": 6.0,
+        "verifier/num_right": 3.0,
+        "verifier/num_wrong": 3.0,
+        "verifier/outcome_f1": 1.0,
+        "verifier/aligned": 1.0,
+        "verifier/predicted_positive": 0.5,
+        "verifier/step_f1": 1.0,
+        "verifier/outcome_f1_greedy": 0.0,
+        "verifier/aligned_greedy": 1.0,
+        "verifier/predicted_positive_greedy": 1.0,
         "verifier/step_f1_greedy": 0.0,
-    }  # fmt: skip
+    }
     drawn = [s for _, s in table.engines["generator"].asked]
     drawn = [(s.temperature, s.top_p, s.n) for s in drawn]
     assert drawn == [(1.0, 1.0, 1)] * 6 + [(0.0, 0.9, 1)] * 6  # enough of both classes at once
@@ -490,31 +495,3 @@ def test_an_estimator_of_ones_own_is_named_in_the_config(texts):
 def raw(rewards, groups, tokens):
     """An estimator of a user's own."""
     return 2.0 * rewards
-
-
-@pytest.mark.parametrize("name", ["tango_generator", "grpo_generator"])
-def test_the_packaged_generator_prompts_show_a_perfect_answer(name):
-    text = fill(read_template(name), question="How many?")
-    example = re.search(r"Assistant: (<think>.*?</answer>)", text, re.DOTALL).group(1)
-    assert generator_format(example) == 1.0 and boxed(example) == "9" and len(step_spans(example)) == 3
-    assert text.endswith("User: How many?\nAssistant:") and "{question}" not in text
-
-
-def test_the_packaged_verifier_prompt_has_the_papers_order_and_a_perfect_example():
-    text = fill(read_template("tango_verifier"), question="Why {solution}?", solution="SOLVED", num_steps="7")
-    places = [
-        text.index(part)
-        for part in (
-            "verification assistant",
-            "Problem:\nWhy {solution}?",
-            "Assistant's Solution:\nSOLVED",
-            "7 <step>",
-            "Remember",
-        )
-    ]
-    assert places == sorted(places) and text.endswith("Your Verification:\n") and "exactly 7 step analyses" in text
-    [example] = re.findall(
-        r"good verification of it is:\n(<step_verification>.*?</final_verification>)", text, re.DOTALL
-    )
-    read = review(example, num_steps=2, correct=True, generator_format=1.0)
-    assert (read.verdicts, read.final, read.format, read.reward) == ((True, True), True, 1.0, 1.8)

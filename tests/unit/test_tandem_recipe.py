@@ -31,7 +31,8 @@ JUNIOR_FIRST = TandemSampling(rule=Rule(strategy="bernoulli"))
 
 
 class Pair(ScriptedEngine):
-    """A tandem in which every other token is the senior's, beginning with the junior's; without authors where `mask` says so."""
+    """A tandem in which every other token is the senior's, beginning with the junior's; without authors where `mask`
+    says so."""
 
     def __init__(self, answer, *, mask=lambda length: [i % 2 == 1 for i in range(length)]):
         super().__init__(answer, eos=EOS)
@@ -109,8 +110,12 @@ def test_spans_tell_authors_and_versions_apart():
     t = from_completion(Prompt(id="a", tokens=[1, 2]), completion, role="g", group="x", version=9)
     policy, partner = Author.POLICY, Author.PARTNER
     assert t.spans.tolist() == [
-        [0, 2, Author.ENVIRONMENT, NO_VERSION], [2, 4, policy, 3], [4, 6, partner, NO_VERSION], [6, 8, policy, 4], [8, 9, policy, 5],
-    ]  # fmt: skip
+        [0, 2, Author.ENVIRONMENT, NO_VERSION],
+        [2, 4, policy, 3],
+        [4, 6, partner, NO_VERSION],
+        [6, 8, policy, 4],
+        [8, 9, policy, 5],
+    ]
     assert (t.versions, t.version, t.num_trainable, t.length) == ((3, 4, 5), 3, 5, 7)
     plain = from_completion(
         Prompt(id="a", tokens=[1]), replace(completion, authors=None), role="g", group="x", version=9
@@ -141,7 +146,8 @@ def test_a_senior_share_that_the_strategy_does_not_give_stops_the_run(recipe, sh
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recipe, aggregation):
-    """Gradient of the plain loss at ratio 1: -advantage x weight, over the weights of the whole batch or of the token's sequence."""
+    """Gradient of the plain loss at ratio 1: -advantage x weight, over the weights of the whole batch or of the token's
+    sequence."""
     rollouts, figures = play(recipe, "generator", 2, with_pair(weight=0.25))
     without, others = play(recipe, "generator", 2, with_pair())
     batch, loss = pack(rollouts), PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
@@ -183,7 +189,7 @@ def test_it_is_evaluated_alone(recipe):
 
 
 def test_gradients_are_zero_on_junior_tokens(recipe):
-    """Through the loss with every term on, and through a policy whose rows for the junior's contexts stay as they were."""
+    """Through the loss with every term on, and through a policy whose rows for the junior's contexts stay as is."""
     rollouts, _ = play(recipe, "generator", 2, with_pair())
     batch = pack(rollouts)
     logprobs = torch.randn(len(batch.tokens)).requires_grad_()
@@ -216,7 +222,8 @@ def test_a_turn_of_the_juniors_tokens_alone_has_nothing_to_train():
 
 
 def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
-    """The generator's turns are written with the junior, and judged whole; the verifier is trained on all of its own tokens."""
+    """The generator's turns are written with the junior, and judged whole; the verifier is trained on all of its own
+    tokens."""
     for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
         (tmp_path / f"{name}.txt").write_text(text)
     recipe = Tango(
@@ -228,11 +235,13 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
     verifier = ScriptedEngine(lambda p, i, j, s: [*ids(verification("+-", "+" if j == 0 else "-")), EOS], eos=EOS)
     alone = with_pair()
     table = replace(
-        alone, engines={**alone.engines, "verifier": verifier}, tokenizers=dict.fromkeys(("generator", "verifier"), TOKENIZER),
+        alone,
+        engines={**alone.engines, "verifier": verifier},
+        tokenizers=dict.fromkeys(("generator", "verifier"), TOKENIZER),
         samplings={**alone.samplings, "verifier": Sampling(max_tokens=4000)},
         max_prompt_tokens=dict.fromkeys(("generator", "verifier"), 10_000),
         grade=graded(lambda response, payload: "yes" in response),
-    )  # fmt: skip
+    )
     rollouts, m = play(recipe, "generator", 2, table)
     assert m["senior_share"] == pytest.approx(0.5, abs=0.01)
     assert all(judged(t) and not t.trainable[t.start] for t in rollouts)
@@ -243,9 +252,11 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
 
 def test_sglang_offers_no_tandem():
     settings = [
-        "roles.generator={model: {path: some/model}, tandem: {}}", "recipe.target=megatron_rl.recipes.tandem:Tandem", "data.path=some/data",
+        "roles.generator={model: {path: some/model}, tandem: {}}",
+        "recipe.target=megatron_rl.recipes.tandem:Tandem",
+        "data.path=some/data",
         "engine.kind=sglang",
-    ]  # fmt: skip
+    ]
     with pytest.raises(ConfigError, match=r"roles.generator.tandem with engine.kind = 'sglang'"):
         check(load(TrainConfig, overrides=settings), 1)
     check(load(TrainConfig, overrides=[*settings[:-1], "engine.kind=vllm"]), 1)
