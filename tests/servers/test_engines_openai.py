@@ -14,10 +14,10 @@ from ranks import ROOT
 from tiny_models import make_model
 from toys import characters
 
-from megatron_rl.config.schema import ConfigError, Vllm
+from megatron_rl.config.schema import ConfigError, EndpointConfig, Vllm
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.launch import Command, ServerProcess, free_port
-from megatron_rl.engines.openai import Endpoint, OpenAiServer, open_endpoint
+from megatron_rl.engines.openai import OpenAiServer, open_endpoint
 from megatron_rl.engines.vllm import command
 from megatron_rl.types import Stop
 
@@ -61,7 +61,7 @@ def endpoint(base):
     ]  # fmt: skip
     start = Command(words, {**ours.environment, "VLLM_API_KEY": KEY})
     process = ServerProcess(start, base / "server.log", os.environ, imports=base / "imports")
-    settings = Endpoint(url=f"http://127.0.0.1:{port}/v1", model="judge", key_file=str(base / "key"))
+    settings = EndpointConfig(url=f"http://127.0.0.1:{port}/v1", model="judge", key_file=str(base / "key"))
     try:
         probe = OpenAiServer(settings, characters(), ends=ENDS, key=KEY)
         process.wait_until(probe.ready, 600)
@@ -92,7 +92,7 @@ def test_text_prompts_and_answers_are_those_of_the_token_ids(endpoint, engine, j
     """Only the tokenizer of the role is between them, and only of greedy answers something is known."""
     by_text = open_endpoint(
         "judge",
-        Endpoint(
+        EndpointConfig(
             url=endpoint.url, model="judge", key_variable="JUDGE_KEY", token_prompts=False, extensions=False, attempts=1
         ),
         characters(), ends=ENDS, environment={"JUDGE_KEY": KEY},
@@ -109,7 +109,7 @@ def test_text_prompts_and_answers_are_those_of_the_token_ids(endpoint, engine, j
 
 def test_a_wrong_key_is_a_matter_of_the_config(endpoint, base):
     (base / "wrong").write_text("sk-wrong")
-    wrong = Endpoint(url=endpoint.url, model="judge", key_file=str(base / "wrong"))
+    wrong = EndpointConfig(url=endpoint.url, model="judge", key_file=str(base / "wrong"))
     stranger = open_endpoint("judge", wrong, characters(), ends=ENDS, environment={})
     with pytest.raises(ConfigError, match="refuses the API key"):
         complete(stranger, [[5]], Sampling(max_tokens=2))
