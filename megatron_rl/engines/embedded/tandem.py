@@ -20,7 +20,7 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
     pens = []
     for row in rows:
         own = sampler.request_seed(row.sampling.seed, row.key) + row.sample
-        written = row.tokens[len(row.tokens) - tandem.written :].tolist()
+        written = row.tokens[len(row.tokens) - tandem.written :]
         pens.append(resumed(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed, written))
     return pens
 
