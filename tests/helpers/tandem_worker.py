@@ -20,7 +20,7 @@ from layouts_worker import WeightedLogprobs, make_batch
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Sampling, Tandem
+from megatron_rl.engines.base import Sampling, TandemSampling, complete
 from megatron_rl.engines.pool import Pool
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -38,7 +38,7 @@ def rule(strategy: str) -> Rule:
 
 
 def drawn(strategy: str, **settings: Any) -> Sampling:
-    return Sampling(**{"max_tokens": 40, "n": 3, "seed": SEED} | settings, tandem=Tandem(rule=rule(strategy)))
+    return Sampling(**{"max_tokens": 40, "n": 3, "seed": SEED} | settings, tandem=TandemSampling(rule=rule(strategy)))
 
 
 class Scenario:
@@ -50,7 +50,7 @@ class Scenario:
     def ask(self, name: str, sampling: Sampling, times: int = 1) -> None:
         def answer() -> None:
             assert self.pool is not None
-            self.found[name] = plain(self.pool.generate(prompts(self.vocab) * times, sampling))
+            self.found[name] = plain(complete(self.pool, prompts(self.vocab) * times, sampling))
 
         self.world.from_driver(answer)
 
@@ -91,7 +91,9 @@ class Scenario:
     def refit_while_requests_run(self, version: int) -> None:
         def ask() -> None:
             assert self.pool is not None
-            self.found["during"] = plain(self.pool.generate(prompts(self.vocab)[:3] * 4, drawn("word", max_tokens=150)))
+            self.found["during"] = plain(
+                complete(self.pool, prompts(self.vocab)[:3] * 4, drawn("word", max_tokens=150))
+            )
 
         thread = threading.Thread(target=ask)
         self.policy.update(make_batch(self.vocab), WeightedLogprobs())

@@ -21,7 +21,8 @@ SAMPLINGS = [Sampling(max_tokens=12, n=n, seed=n, temperature=t) for n, t in ((3
 
 
 class Ranks(OneProcess):
-    """A world of several ranks in one process: what is sent to each goes through pickle, as it does between processes."""
+    """A world of several ranks in one process: what is sent to each goes through pickle, as it does between
+    processes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Two models writing one text in the embedded engine: the equality checks of the method, and who is said to have written what."""
+"""Two models writing one text in the embedded engine: the equality checks of the method, and who is said to have
+written what."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_every_token_has_its_authors_log_prob_and_the_authors_are_those_of_a_rep
 
 
 def test_a_text_that_is_gone_on_with_keeps_its_authors(models):
-    """As the pool does with a completion that a refit cut short."""
+    """The pool goes on so with a completion that a refit cut short."""
     engine = engine_of(models, "junior")
     [[whole]] = complete(engine, PROMPTS[:1], Sampling(max_tokens=40, tandem=TandemSampling(rule=RULES["word"])))
     head = whole.tokens[:13].tolist()
@@ -107,7 +108,8 @@ def test_a_text_that_is_gone_on_with_keeps_its_authors(models):
 
 
 def test_at_step_0_a_tandem_with_itself_has_the_distribution_of_the_senior_alone(models):
-    """First three tokens of 1,500 texts each: their joint counts are as near as those of two draws of the senior alone."""
+    """First three tokens of 1,500 texts each: their joint counts are as near as those of two draws of the senior
+    alone."""
     engine = engine_of(models, "senior")
 
     def counts(seed, tandem):

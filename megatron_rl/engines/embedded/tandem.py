@@ -32,7 +32,8 @@ class Writers:
         self._decoders, self._pens = decoders, pens
 
     def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
-        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its next token."""
+        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its
+        next token."""
         senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
         shape = (len(senior), self._decoders[0].arch.vocab)
         logits = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)
