@@ -1,21 +1,22 @@
 """Tokens per second of the rollout engines, each against what it is measured by, in one run.
 
 The models are random and end a sequence with a fixed probability at every token, so that lengths are geometric, cut at
---max-tokens: their mean is about a third of the longest, as in rollouts of reasoning models. One thread, float32; both sides
-are measured in turn, and a ratio is the median of the rounds'.
+--max-tokens: their mean is about a third of the longest, as in rollouts of reasoning models. One thread, float32; both
+sides are measured in turn, and a ratio is the median of the rounds'.
 
---engines embedded,transformers: tokens per CPU-second of the embedded engine against transformers' `generate`, same model and
-same tokens. Our engine samples them at temperature 1 with log-probs of every token. Transformers must then generate exactly
-the same tokens: a logits processor makes each row's next recorded token the argmax of a greedy `generate`, which is cheaper
-than drawing it, and no log-probs are asked of it. Only recorded tokens are counted on either side, not what `generate` pads
-finished rows with. Transformers gets all prompts at once, left-padded, or cut into the batch size (of --batches) that was its
-fastest in a first round; every prompt is different, so that our prefill shared between samples gains nothing. `equal` repeats
-the comparison with no end of sequence: all rows have one length, and what remains is the speed of a step. The bar is 3 times,
-the goal 5.
+--engines embedded,transformers: tokens per CPU-second of the embedded engine against transformers' `generate`, same
+model and same tokens. Our engine samples them at temperature 1 with log-probs of every token. Transformers must then
+generate exactly the same tokens: a logits processor makes each row's next recorded token the argmax of a greedy
+`generate`, which is cheaper than drawing it, and no log-probs are asked of it. Only recorded tokens are counted on
+either side, not what `generate` pads finished rows with. Transformers gets all prompts at once, left-padded, or cut
+into the batch size (of --batches) that was its fastest in a first round; every prompt is different, so that our
+prefill shared between samples gains nothing. `equal` repeats the comparison with no end of sequence: all rows have one
+length, and what remains is the speed of a step. The bar is 3 times, the goal 5.
 
---engines vllm: tokens per second of our pool over one real vLLM server, one HTTP request per prompt with --samples completions,
-against vLLM's own `LLM.generate` in its own environment, same requests and seeds, log-probs on both sides. The bar is 0.9. The
-model is the small one: vLLM's attention on a CPU wants heads of 32 at least. `ratio_cpu`: of tokens per CPU-second of all processes.
+--engines vllm: tokens per second of our pool over one real vLLM server, one HTTP request per prompt with --samples
+completions, against vLLM's own `LLM.generate` in its own environment, same requests and seeds, log-probs on both
+sides. The bar is 0.9. The model is the small one: vLLM's attention on a CPU wants heads of 32 at least. `ratio_cpu`:
+of tokens per CPU-second of all processes.
 """
 
 from __future__ import annotations
@@ -111,9 +112,15 @@ def generate_recorded(
         tokens = torch.tensor([[0] * (width - len(p)) + p for p in part])
         seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
         made = model.generate(
-            tokens, attention_mask=seen, do_sample=False, max_new_tokens=max(map(len, recorded)), use_cache=True, eos_token_id=EOS,
-            pad_token_id=0, logits_processor=LogitsProcessorList([Recorded(recorded, width)]),
-        )  # fmt: skip
+            tokens,
+            attention_mask=seen,
+            do_sample=False,
+            max_new_tokens=max(map(len, recorded)),
+            use_cache=True,
+            eos_token_id=EOS,
+            pad_token_id=0,
+            logits_processor=LogitsProcessorList([Recorded(recorded, width)]),
+        )
         out += [row[width : width + len(r)].tolist() for row, r in zip(made, recorded, strict=True)]
     return out
 
@@ -170,9 +177,10 @@ def vllm_figures(args: argparse.Namespace) -> dict[str, float]:
     sampling = Sampling(max_tokens=args.max_tokens, n=args.samples)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model", VLLM_PRESET, 3 / args.max_tokens)
+        model = Path(folder) / "model"
         found = served.compare(
-            Path(folder), Path(folder) / "model", prompts, sampling, python=str(args.python), rounds=args.rounds, eos=EOS
-        )  # fmt: skip
+            Path(folder), model, prompts, sampling, python=str(args.python), rounds=args.rounds, eos=EOS
+        )
     return {f"vllm/{name}": value for name, value in found.items()}
 
 
@@ -208,7 +216,8 @@ def main() -> None:
     )
     if chosen - {"embedded", "transformers", "vllm"} or ("embedded" in chosen) != ("transformers" in chosen):
         parser.error(
-            f"--engines {args.engines}: give embedded,transformers (they are compared with each other), vllm, or all three"
+            f"--engines {args.engines}: give embedded,transformers (they are compared with each other), vllm, "
+            "or all three"
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     torch.set_num_threads(1)

@@ -1,10 +1,12 @@
-"""Tokens per second of tandem decoding over single-model decoding, in one run, of the embedded engine and of a real vLLM server.
+"""Tokens per second of tandem decoding over single-model decoding, in one run, of the embedded engine and of a real
+vLLM server.
 
-A random model is its own junior (rollout.py makes it: sequences end with a fixed probability at every token), and the two write by the
-word strategy, p = 0.5, gap 32; a third of the vocabulary opens a word. Both sides answer the same prompts with log-probs, in turn; a ratio
-is the median of the rounds'. Two models run where one did, so that half the speed is what the arithmetic of two bodies alone would leave;
-the bar is 0.5. vLLM: two servers, one with the model alone; tokens/s by the clock, and per CPU-second of server and client (`ratio_cpu`,
-which a machine with other work on it does not change).
+A random model is its own junior (rollout.py makes it: sequences end with a fixed probability at every token), and the
+two write by the word strategy, p = 0.5, gap 32; a third of the vocabulary opens a word. Both sides answer the same
+prompts with log-probs, in turn; a ratio is the median of the rounds'. Two models run where one did, so that half the
+speed is what the arithmetic of two bodies alone would leave; the bar is 0.5. vLLM: two servers, one with the model
+alone; tokens/s by the clock, and per CPU-second of server and client (`ratio_cpu`, which a machine with other work on
+it does not change).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.rewards.last_letter import grade
 from megatron_rl.text import fill, load_tokenizer
 from megatron_rl.training.rollouts import tokenize
@@ -35,16 +35,16 @@ def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
         read = [[tokenizer.decode(t, skip_special_tokens=True) for t in group] for group in texts]
         return fmean(grade(text, problem) for problem, group in zip(problems, read, strict=True) for text in group)
 
-    solo = [[c.tokens for c in group] for group in pair[0].generate(prompts, sampling)]
-    greedy = pair[0].generate(prompts, replace(sampling, temperature=0.0, n=1))
+    solo = [[c.tokens.tolist() for c in group] for group in complete(pair[0], prompts, sampling)]
+    greedy = complete(pair[0], prompts, replace(sampling, temperature=0.0, n=1))
     chains = handed_over(pair, [prompt for prompt in prompts for _ in range(samples)], sampling, tokenizer)
     texts = [(prompt, tokens) for prompt, group in zip(prompts, solo, strict=True) for tokens in group if tokens]
     scores = pair[1].score([[*prompt, *tokens] for prompt, tokens in texts])
     return {
         "solo_sampled": accuracy(solo),
-        "solo_greedy": accuracy([[c.tokens for c in group] for group in greedy]),
+        "solo_greedy": accuracy([[c.tokens.tolist() for c in group] for group in greedy]),
         "handoff": accuracy([chains[i * samples : (i + 1) * samples] for i in range(len(prompts))]),
-        "cross_entropy": fmean(-fmean(row[len(prompt) :]) for row, (prompt, _) in zip(scores, texts, strict=True)),
+        "cross_entropy": fmean(-float(row[len(prompt) :].mean()) for row, (prompt, _) in zip(scores, texts, strict=True)),
         "length": fmean(len(tokens) for _, tokens in texts),
     }
 
@@ -58,10 +58,10 @@ def handed_over(
     [end] = tokenizer.convert_tokens_to_ids([TURN_END])
     while going:
         turn = replace(sampling, n=1, stop_tokens=(end,), seed=sampling.seed + rounds)
-        written = pair[rounds % 2].generate([prompts[i] + out[i] for i in going], turn)
+        written = complete(pair[rounds % 2], [prompts[i] + out[i] for i in going], turn)
         again = []
         for i, [c] in zip(going, written, strict=True):
-            out[i] = (out[i] + c.tokens)[:MAX_TOKENS]
+            out[i] = (out[i] + c.tokens.tolist())[:MAX_TOKENS]
             if c.stop is Stop.STOP and len(out[i]) < MAX_TOKENS:
                 again.append(i)
         going, rounds = again, rounds + 1

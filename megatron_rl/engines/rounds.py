@@ -69,7 +69,8 @@ class RoundSession:
                 self._change.notify_all()
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, its completions) round by round. What is asked while a round's answers are read is in the next one.
+        """Yields (key, its completions) round by round. What is asked while a round's answers are read is in the next
+        one.
 
         Where the reader leaves early, or a round fails, all that was asked is called off.
         """

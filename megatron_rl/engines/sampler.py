@@ -1,4 +1,5 @@
-"""What all engines share about sampling: settings that no distribution has, and seeds that do not depend on batching."""
+"""What all engines share about sampling: settings that no distribution has, and seeds that do not depend on
+batching."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def check(sampling: Sampling) -> None:
 
 
 def stream_key(seed: int, key: int, sample: int) -> int:
-    """Returns the number that names one row's random stream: splitmix64 over (seed, key of the ask, sample), signed, of 64 bits."""
+    """Returns the number that names one row's random stream: splitmix64 over (seed, key of the ask, sample),
+    signed, of 64 bits."""
     mixed = 0
     for part in (seed, key, sample):
         mixed = _mix((mixed + GOLDEN + part) & _WORD)

@@ -32,10 +32,12 @@ E = TypeVar("E", bound=RowEngine)
 
 
 class SpreadEngine(Generic[E]):
-    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own `engine`.
+    """A set of engines, one per rank, that works as one. Every rank makes it, under the same `name` and over its own
+    `engine`.
 
-    Implements engines.base.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the number of ranks, as
-    far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank fails.
+    Implements engines.base.Engine on the driver, inside `world.from_driver`. What it draws does not depend on the
+    number of ranks, as far as a row's log-probs do not depend on its neighbours. Raises FollowerError when a rank
+    fails.
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
@@ -62,14 +64,16 @@ class SpreadEngine(Generic[E]):
         return RoundSession(self.generate_rows, self._engine.check_ask)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to each other in `rows`."""
+        """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to
+        each other in `rows`."""
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = deal(samples, self._world.size)
         answers = self._world.call_all(self._generate, [[rows[i] for i in share] for share in shares])
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Computes log-probabilities as engines.base.Engine.score says, on all ranks. [S][T] -> [S] arrays [T] float32."""
+        """Computes log-probabilities as engines.base.Engine.score says, on all ranks. [S][T] -> [S] arrays [T]
+        float32."""
         arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
         ranks = self._world.size
         by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
@@ -92,11 +96,12 @@ def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[T]]) -
 
 
 def deal(samples: Sequence[int], ranks: int) -> list[list[int]]:
-    """Deals the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per rank, their
-    lengths at most one apart.
+    """Deals the rows of a round: ask i has samples[i] rows, which stand next to each other. -> one list of rows per
+    rank, their lengths at most one apart.
 
-    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided between two. Asks
-    that follow each other go to different ranks, because neighbours in a data set are often of one difficulty.
+    An ask's rows go to one rank, so that its prompt is prefilled once; at most ranks - 1 times is an ask divided
+    between two. Asks that follow each other go to different ranks, because neighbours in a data set are often of one
+    difficulty.
     """
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(samples, np.int64))])
     asks = [i for rank in range(ranks) for i in range(rank, len(samples), ranks)]

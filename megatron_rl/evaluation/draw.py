@@ -60,8 +60,8 @@ def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[in
 def draw_within(
     engine: Engine, prompts: Mapping[int, Tokens], sampling: Sampling, context: int | None
 ) -> dict[int, list[Completion]]:
-    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt without room gets empty
-    completions, cut."""
+    """Draws for {key: prompt} as `draw` does, with at most context - prompt - ROOM tokens each. A prompt without
+    room gets empty completions, cut."""
     limits = {key: limit(len(prompt), sampling.max_tokens, context) for key, prompt in prompts.items()}
     asks = {key: (prompts[key], replace(sampling, max_tokens=most)) for key, most in limits.items() if most}
     found = draw(engine, asks) if asks else {}

@@ -1,8 +1,10 @@
-"""Hand-off: two models write one answer by turns, and it is graded as one text (the protocol of Tandem RL's release, arXiv 2606.28166).
+"""Hand-off: two models write one answer by turns, and it is graded as one text (the protocol of Tandem RL's release,
+arXiv 2606.28166).
 
-The first model begins; each turn goes on until a double newline, which stays in the text; then the other goes on from prompt and text. The
-token budget is shared. A chain ends on its budget, on a turn cut by length, on any stop other than the double newline, or after
-`max_rounds` turns. A turn's draw depends on 1000 * problem + sample + tokens written.
+The first model begins; each turn goes on until a double newline, which stays in the text; then the other goes on from
+prompt and text. The token budget is shared. A chain ends on its budget, on a turn cut by length, on any stop other
+than the double newline, or after `max_rounds` turns. A turn's draw depends on 1000 * problem + sample + tokens
+written.
 """
 
 from __future__ import annotations
@@ -84,9 +86,15 @@ class HandOff:
 
 
 def write(
-    chains: Sequence[Chain], engines: Sequence[Engine], tokenizer: Any, sampling: Sampling, *, max_rounds: int = MAX_ROUNDS
-) -> None:  # fmt: skip
-    """Writes every chain to its end. All chains take their turns together, so that each turn is one call of one engine."""
+    chains: Sequence[Chain],
+    engines: Sequence[Engine],
+    tokenizer: Any,
+    sampling: Sampling,
+    *,
+    max_rounds: int = MAX_ROUNDS,
+) -> None:
+    """Writes every chain to its end. All chains take their turns together, so that each turn is one call of one
+    engine."""
     for number in range(max_rounds):
         for chain in chains:
             if chain.stop is None and chain.left <= 0:
@@ -102,7 +110,8 @@ def write(
 
 
 def _draw_turn(engine: Engine, chains: Sequence[Chain], sampling: Sampling) -> list[Completion]:
-    """Draws one turn of each chain. Chains whose draws have the same index are asked one after the other: a session has each key once."""
+    """Draws one turn of each chain. Chains whose draws have the same index are asked one after the other: a session
+    has each key once."""
     one_turn = replace(sampling, n=1, stop_strings=(*sampling.stop_strings, SWITCH))
     found: dict[int, Completion] = {}
     waiting = list(range(len(chains)))
@@ -134,6 +143,6 @@ def check_vocabularies(first: Any, second: Any) -> None:
     if one != other:
         differing = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
         raise ValueError(
-            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off passes "
-            "token ids from one to the other and needs models of one family"
+            f"the two models' vocabularies differ in {len(differing)} tokens, such as {differing[0]!r}: a hand-off "
+            "passes token ids from one to the other and needs models of one family"
         )

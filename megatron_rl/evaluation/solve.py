@@ -31,7 +31,8 @@ class Solver:
     measure: str = field(default=SOLVE, init=False)
 
     def __call__(self, problems: ProblemSet, places: Sequence[int]) -> list[list[Sample]]:
-        """Returns the samples of problems[place], for each place. A problem's draws do not depend on which others are asked."""
+        """Returns the samples of problems[place], for each place. A problem's draws do not depend on which others
+        are asked."""
         prompts = {place: problems.prompts[place] for place in places}
         found = draw_within(self.engine, prompts, self.sampling, self.context)
         drawn = [(place, j, c) for place in places for j, c in enumerate(found[place])]

@@ -37,8 +37,8 @@ class Texts:
 
 
 def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[list[Sample]]:
-    """Computes the mean cross-entropy per token (nats) of the reader over each text, given its prompt. None for a text that is empty
-    or does not fit."""
+    """Computes the mean cross-entropy per token (nats) of the reader over each text, given its prompt. None for a
+    text that is empty or does not fit."""
     fitting = [(row, t.prompt) for t in texts for row in t.rows if t.fits(row, context)]
     scores = reader.score([[*prompt, *row["token_ids"]] for row, prompt in fitting])
     means = iter(
@@ -55,9 +55,11 @@ def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[lis
 
 
 def drift(writer: Reader, others: Mapping[str, Reader], texts: Sequence[Texts], context: int) -> list[list[Sample]]:
-    """Compares models on each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the tokens written.
+    """Compares models on each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the
+    tokens written.
 
-    `kl_NAME` and `gap_NAME` for each of the others, and for each pair of them too (`kl_A_B`); None for a text that is empty or too long.
+    `kl_NAME` and `gap_NAME` for each of the others, and for each pair of them too (`kl_A_B`); None for a text that is
+    empty or too long.
     """
 
     def one(row: Sample, t: Texts) -> Sample:

@@ -40,8 +40,8 @@ def test_the_actor_matches_transformers_and_learns_on_cuda(one_rank, tmp_path):
 def test_the_engine_is_greedy_like_transformers_on_cuda(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from megatron_rl.engines.base import Sampling
-    from megatron_rl.engines.embedded import EmbeddedEngine
+    from megatron_rl.engines.base import Sampling, complete
+    from megatron_rl.engines.embedded.engine import EmbeddedEngine
 
     path = make_model(tmp_path / "model", "qwen2", vocab_size=97)
     engine = EmbeddedEngine(path)
@@ -49,4 +49,5 @@ def test_the_engine_is_greedy_like_transformers_on_cuda(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     prompt = [3, 14, 15, 92, 65]
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
-    assert engine.generate([prompt], Sampling(max_tokens=12, temperature=0.0))[0][0].tokens == expected
+    [[found]] = complete(engine, [prompt], Sampling(max_tokens=12, temperature=0.0))
+    assert found.tokens.tolist() == expected

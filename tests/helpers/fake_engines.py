@@ -1,4 +1,5 @@
-"""Engines small enough for tests: one that draws from a table of next-token logits, and one that says what it is told."""
+"""Engines small enough for tests: one that draws from a table of next-token logits, and one that says what it is
+told."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Answer = Callable[[list[int], int, int, Sampling], list[int]]  # prompt, key, sa
 
 
 class TableEngine:
-    """Draws from a TablePolicy's table: logits of the next token, indexed by the last two. Prompts need two tokens at least."""
+    """Draws from a TablePolicy's table: logits of the next token, indexed by the last two. Prompts need two tokens
+    at least."""
 
     def __init__(self, vocab: int, eos: int) -> None:
         self.vocab, self.eos, self.version = vocab, eos, -1
@@ -66,14 +68,15 @@ class TableEngine:
             out.append(token)
             logprobs.append(row[token])
         stop = Stop.EOS if self.eos in out else Stop.LENGTH
-        return Completion(tokens=out, logprobs=logprobs, model_logprobs=logprobs, stop=stop)  # type: ignore[arg-type]
+        told = np.array(logprobs, np.float32)
+        return Completion(tokens=np.array(out, np.int32), logprobs=told, model_logprobs=told, stop=stop)
 
 
 class ScriptedEngine:
     """Says what `answer(prompt, key, sample, sampling)` returns as tokens; every log-prob is -1.
 
-    An answer that ends in `eos` is finished, any other was cut. `asked` has (prompt, sampling) of every ask in order, `keys` their
-    keys, for a test to look at.
+    An answer that ends in `eos` is finished, any other was cut. `asked` has (prompt, sampling) of every ask in order,
+    `keys` their keys, for a test to look at.
     """
 
     def __init__(self, answer: Answer, *, eos: int) -> None:
@@ -104,5 +107,5 @@ class ScriptedEngine:
         """One answer; a subclass may change it."""
         tokens = self._answer(prompt, key, sample, sampling)
         stop = Stop.EOS if tokens and tokens[-1] == self.eos else Stop.LENGTH
-        logprobs = [-1.0] * len(tokens)
-        return Completion(tokens=tokens, logprobs=logprobs, model_logprobs=logprobs, stop=stop)  # type: ignore[arg-type]
+        logprobs = np.full(len(tokens), -1, np.float32)
+        return Completion(tokens=np.array(tokens, np.int32), logprobs=logprobs, model_logprobs=logprobs, stop=stop)

@@ -1,4 +1,5 @@
-"""Two trainer ranks (tp 2) and a real vLLM server with a junior: rollouts of every strategy, refits, one of them while requests run.
+"""Two trainer ranks (tp 2) and a real vLLM server with a junior: rollouts of every strategy, and refits, one of them
+while requests run.
 
 tandem_worker.py OUT CONFIG     under run_ranks; the run starts its server itself
 """
@@ -15,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
-from layouts_worker import WeightedLogprobs, make_batch
+from layouts_worker import learn
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.engines.base import Sampling, Tandem
-from megatron_rl.engines.pool import Pool
+from megatron_rl.engines.base import Sampling, TandemSampling, complete
+from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import open_world
@@ -38,7 +39,7 @@ def rule(strategy: str) -> Rule:
 
 
 def drawn(strategy: str, **settings: Any) -> Sampling:
-    return Sampling(**{"max_tokens": 40, "n": 3, "seed": SEED} | settings, tandem=Tandem(rule=rule(strategy)))
+    return Sampling(**{"max_tokens": 40, "n": 3, "seed": SEED} | settings, tandem=TandemSampling(rule=rule(strategy)))
 
 
 class Scenario:
@@ -50,14 +51,14 @@ class Scenario:
     def ask(self, name: str, sampling: Sampling, times: int = 1) -> None:
         def answer() -> None:
             assert self.pool is not None
-            self.found[name] = plain(self.pool.generate(prompts(self.vocab) * times, sampling))
+            self.found[name] = plain(complete(self.pool, prompts(self.vocab) * times, sampling))
 
         self.world.from_driver(answer)
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One of the server's own routes, on the driver."""
         assert self.pool is not None
-        return self.pool._living()[0].server._http.call(method, path, body)
+        return self.pool.members.living()[0].server._http.call(method, path, body)
 
     def records(self) -> list[Any]:
         return self.call("POST", "/collective_rpc", {"method": "tandem_records"})["results"]
@@ -82,7 +83,7 @@ class Scenario:
 
     def keep_preemptions(self) -> None:
         assert self.pool is not None
-        server = self.pool._living()[0].server
+        server = self.pool.members.living()[0].server
         lines = server._http._pool.request("GET", "/metrics", headers=server._http._headers).data.decode().splitlines()
         self.found["preemptions"] = sum(
             float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total")
@@ -91,14 +92,16 @@ class Scenario:
     def refit_while_requests_run(self, version: int) -> None:
         def ask() -> None:
             assert self.pool is not None
-            self.found["during"] = plain(self.pool.generate(prompts(self.vocab)[:3] * 4, drawn("word", max_tokens=150)))
+            self.found["during"] = plain(
+                complete(self.pool, prompts(self.vocab)[:3] * 4, drawn("word", max_tokens=150))
+            )
 
         thread = threading.Thread(target=ask)
-        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+        learn(self.policy)
         self.world.barrier()
         if self.pool is not None:
             thread.start()
-            wait_for("requests under way", lambda: all(m.load for m in self.pool._living()))
+            wait_for("requests under way", lambda: all(m.load for m in self.pool.members.living()))
             time.sleep(0.3)
         self.refit(version)
         self.keep_weights(f"v{version}")
@@ -121,7 +124,7 @@ def main() -> None:
         scenario = Scenario(world, policy, fleet, answer.parent)
         scenario.strategies(0)
         scenario.crowded()
-        policy.update(make_batch(policy.arch.vocab), WeightedLogprobs())
+        learn(policy)
         scenario.strategies(1)
         scenario.refit_while_requests_run(2)
         answer.write_text(json.dumps(scenario.found))

@@ -287,7 +287,8 @@ def test_weights_that_are_not_finite_are_reported(directory):
 
 
 def test_rows_of_one_round_have_a_sampling_each(engine):
-    """What a key is answered does not depend on the samplings of its neighbours, whether they share its batch or not."""
+    """The answer to a key does not depend on the samplings of its neighbours, whether they share its batch or
+    not."""
     samplings = [
         Sampling(max_tokens=30, n=2, seed=1),
         Sampling(max_tokens=7, seed=1),
@@ -403,7 +404,8 @@ def test_scores_do_not_depend_on_company_and_parts(directory, engine, monkeypatc
 
 
 def test_bfloat16_attention_scores_are_not_rounded(directory):
-    """Scores of attention were rounded to bfloat16: what was decoded missed what is scored in one pass, which trainers compute."""
+    """Scores of attention were rounded to bfloat16: what was decoded missed what is scored in one pass, which
+    trainers compute."""
     engine = loaded(directory, dtype=torch.bfloat16)
     decoder = engine._loaded()
     generator = torch.Generator().manual_seed(0)

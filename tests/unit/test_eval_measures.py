@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from megatron_rl.engines.fake import ScriptedEngine
+from fake_engines import ScriptedEngine
 from tiny_models import make_model
 from toys import EOS, characters, graded
 from transformers import AutoModelForCausalLM
@@ -17,15 +18,17 @@ from megatron_rl.commands import evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig
 from megatron_rl.data.problems import Problem
-from megatron_rl.engines.base import Sampling
-from megatron_rl.engines.embedded import EmbeddedEngine
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.evaluation import text_scores
 from megatron_rl.evaluation.draw import ProblemSet, draw_within, limit
 from megatron_rl.evaluation.handoff import SWITCH, Chain, check_vocabularies, write
 from megatron_rl.evaluation.judge import judged, reading, verifier_values, vote
 from megatron_rl.evaluation.samples import Samples, read_samples
 from megatron_rl.evaluation.sets import read_sets
-from megatron_rl.evaluation.solve import Solver, Weigher
+from megatron_rl.evaluation.solve import Solver
+from megatron_rl.evaluation.text_scores import Texts
+from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.main import main
 from megatron_rl.session.launch import Place
 from megatron_rl.types import Stop
@@ -156,9 +159,8 @@ def test_a_problems_draws_do_not_depend_on_the_others(engines, context):
     sampling = Sampling(max_tokens=20, n=2, seed=3)
     together = draw_within(engines[0], prompts, sampling, context)
     for i, prompt in prompts.items():
-        assert [c.tokens for c in draw_within(engines[0], {i: prompt}, sampling, context)[i]] == [
-            c.tokens for c in together[i]
-        ]
+        [alone] = draw_within(engines[0], {i: prompt}, sampling, context).values()
+        assert [c.tokens.tolist() for c in alone] == [c.tokens.tolist() for c in together[i]]
         assert context is None or all(len(c.tokens) <= limit(len(prompt), 20, context) for c in together[i])
 
 
@@ -175,15 +177,15 @@ def test_hand_off_between_equal_models_is_the_solo_text(engines):
     """The senior is the junior, and both are greedy: their common text is that of one model alone."""
     prompts = [TOKENIZER(text)["input_ids"] for text in ("first", "a second prompt", "3?")]
     greedy = Sampling(max_tokens=60, temperature=0.0)
-    solo = [c[0] for c in engines[0].generate(prompts, greedy)]
+    solo = [c[0] for c in complete(engines[0], prompts, greedy)]
     for switch in ("\n\n", None):
         # The tiny model seldom writes two newlines: a switch at a character that it does write takes many turns.
         mark = TOKENIZER.decode([solo[0].tokens[5]]) if switch is None else switch
-        chains = [Chain(list(p), i * 1000, 60) for i, p in enumerate(prompts)]
+        chains = [Chain(np.array(p), i * 1000, 60) for i, p in enumerate(prompts)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatron_rl.evaluation.handoff.SWITCH", mark)
             write(chains, [engines[0], engines[0]], TOKENIZER, greedy)
-        assert [c.tokens for c in chains] == [s.tokens for s in solo]
+        assert [c.tokens.tolist() for c in chains] == [s.tokens.tolist() for s in solo]
         assert switch is not None or max(len(c.turns) for c in chains) > 2
 
 
@@ -192,10 +194,18 @@ def scripted(turns):
     left = iter(turns)
 
     class Turn(ScriptedEngine):
-        def generate(self, prompts, sampling):
-            found = super().generate(prompts, sampling)
-            ends = [TOKENIZER.decode(c[0].tokens).endswith(SWITCH) for c in found]
-            return [[replace(c[0], stop=Stop.STOP if end else c[0].stop)] for c, end in zip(found, ends, strict=True)]
+        def one(self, prompt, key, sample, sampling):
+            found = super().one(prompt, key, sample, sampling)
+            text = TOKENIZER.decode(found.tokens)[: sampling.max_tokens]  # its tokens are single characters
+            cut = replace(found, tokens=found.tokens[: len(text)], logprobs=found.logprobs[: len(text)])
+            stop = (
+                Stop.STOP
+                if text.endswith(SWITCH)
+                else found.stop
+                if len(cut.tokens) == len(found.tokens)
+                else Stop.LENGTH
+            )
+            return replace(cut, stop=stop)
 
     def answer(prompt, i, j, sampling):
         text = next(left)
@@ -215,7 +225,7 @@ def scripted(turns):
 )
 def test_turns_share_a_budget_and_end_as_the_protocol_says(turns, budget, text, stop, sizes):
     both = scripted(turns)
-    chain = Chain([1, 2], 7005, budget)
+    chain = Chain(np.array([1, 2]), 7005, budget)
     write([chain], both, TOKENIZER, Sampling(max_tokens=budget))
     assert (
         TOKENIZER.decode(chain.tokens, skip_special_tokens=True) == text and chain.stop is stop and chain.turns == sizes
@@ -226,23 +236,21 @@ def test_turns_share_a_budget_and_end_as_the_protocol_says(turns, budget, text, 
         "they take turns, the first begins"
     )
     if len(sizes) > 1:
-        [[second_prompt]], sampling = both[1].asked[0][0:1], both[1].asked[0][1]
-        assert (
-            second_prompt[:2] == [1, 2]
-            and len(second_prompt) == 2 + sizes[0]
-            and sampling.max_tokens == budget - sizes[0]
-        )
+        second_prompt, sampling = both[1].asked[0]
+        assert second_prompt[:2] == [1, 2] and len(second_prompt) == 2 + sizes[0]
+        assert sampling.max_tokens == budget - sizes[0]
+    assert both[0].keys[0] == 7005 and [k for e in both[1:] for k in e.keys][:1] == [7005 + sizes[0]] * (len(sizes) > 1)
 
 
 def test_rounds_are_limited():
     both = scripted(["a\n\n"] * 10)
-    chain = Chain([1], 0, 1000)
+    chain = Chain(np.array([1]), 0, 1000)
     write([chain], both, TOKENIZER, Sampling(max_tokens=1000), max_rounds=4)
     assert len(chain.turns) == 4 and chain.stop is Stop.LENGTH
 
 
 def test_two_chains_with_the_same_index_are_both_written(engines):
-    chains = [Chain([5, 6], 3, 10), Chain([7, 8, 9], 3, 10)]
+    chains = [Chain(np.array([5, 6]), 3, 10), Chain(np.array([7, 8, 9]), 3, 10)]
     write(chains, [engines[0], engines[1]], TOKENIZER, Sampling(max_tokens=10, seed=1))
     assert all(chain.stop is not None and 0 < len(chain.tokens) <= 10 for chain in chains)
 
@@ -262,29 +270,35 @@ def test_legibility_and_drift_are_those_of_transformers(models, engines):
     row = {"set": "s", "id": 0, "row": 0, "sample": 0, "token_ids": text}
     p, q = (reference_logprobs(model, prompt + text)[len(prompt) - 1 : -1] for model in models)
     labels = torch.tensor(text)[:, None]
-    [legible] = text_scores.legibility(engines[1], [row], prompt, 1000)
+    [[legible]] = text_scores.legibility(engines[1], [Texts(prompt, [row])], 1000)
     assert legible["cross_entropy"] == pytest.approx(-q.gather(1, labels).mean().item(), abs=1e-5)
-    [drifted] = text_scores.drift(engines[0], {"b": engines[1], "a": engines[0]}, [row], prompt, 1000)
+    [[drifted]] = text_scores.drift(engines[0], {"b": engines[1], "a": engines[0]}, [Texts(prompt, [row])], 1000)
     assert drifted["kl_b"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), abs=1e-5)
     assert drifted["gap_b"] == pytest.approx((p - q).gather(1, labels).mean().item(), abs=1e-5)
     assert drifted["kl_b_a"] == pytest.approx((q.exp() * (q - p)).sum(-1).mean().item(), abs=1e-5)
     assert drifted["kl_a"] == 0.0 == drifted["gap_a"]
 
 
-def test_texts_that_do_not_fit_are_left_out(engines):
+def test_texts_that_do_not_fit_are_left_out(models, engines):
     rows = [
         {"set": "s", "id": 0, "row": 0, "sample": j, "token_ids": tokens} for j, tokens in enumerate(([], [5] * 20))
     ]
-    assert [r["cross_entropy"] for r in text_scores.legibility(engines[0], rows, [3, 4], 20)] == [None, None]
-    found = text_scores.drift(engines[0], {"b": engines[1]}, rows, [3, 4], 20)
-    assert [r["kl_b"] for r in found] == [None, None]
+    fits = {"set": "s", "id": 1, "row": 1, "sample": 0, "token_ids": [5] * 18}
+    texts = [Texts([3, 4], rows), Texts([3, 4], [fits])]
+    [none, [some]] = text_scores.legibility(engines[0], texts, 20)
+    wanted = -reference_logprobs(models[0], [3, 4] + [5] * 18)[1:-1, 5].mean().item()
+    assert [r["cross_entropy"] for r in none] == [None, None] and some["cross_entropy"] == pytest.approx(
+        wanted, abs=1e-5
+    )
+    [none, [some]] = text_scores.drift(engines[0], {"b": engines[1]}, texts, 20)
+    assert [r["kl_b"] for r in none] == [None, None] and some["kl_b"] > 0
 
 
 def test_long_texts_are_scored_in_parts(engines, monkeypatch):
     sequence = [1 + i % 90 for i in range(50)]
     whole = text_scores._compared({"": engines[0], "b": engines[1]}, sequence, 7)
     scores = engines[0].score([sequence])
-    monkeypatch.setattr("megatron_rl.engines.embedded.SCORE_TOKENS", 4)
+    monkeypatch.setattr("megatron_rl.engines.embedded.engine.SCORE_TOKENS", 4)
     assert text_scores._compared({"": engines[0], "b": engines[1]}, sequence, 7) == pytest.approx(whole, abs=1e-6)
     assert engines[0].score([sequence])[0] == pytest.approx(scores[0], abs=1e-5)
 

@@ -1,1 +1,2 @@
-"""The embedded engine: batched generation with a key/value cache inside the trainer's process, for CPU and one GPU per rank."""
+"""The embedded engine: batched generation with a key/value cache inside the trainer's process, for CPU and one GPU
+per rank."""

@@ -19,7 +19,8 @@ class Cache:
         self.layers = decoder.new_cache(slots, 0)  # one [2, slots, KV, columns, d] per layer
 
     def reserve(self, width: int, *, used: int, slots: int) -> None:
-        """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots` in all from then on."""
+        """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots`
+        in all from then on."""
         if width <= self._width:
             return
         columns = -(-width // GROWTH) * GROWTH
@@ -29,7 +30,8 @@ class Cache:
         self.layers, self._width = wider, columns
 
     def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
-        """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d] per layer."""
+        """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d]
+        per layer."""
         for held, made in zip(self.layers, fresh, strict=True):
             held[:, part, :, : made.shape[3]] = made[:, source]
 

@@ -30,7 +30,8 @@ class Ends:
         self._could_complete = np.full(vocab if self._strings else 0, _UNKNOWN, np.int8)
 
     def by_text(self, tails: np.ndarray) -> np.ndarray:
-        """Tells which rows' newest token completes a stop string. [B, window] last tokens of each completion -> bool [B]"""
+        """Tells which rows' newest token completes a stop string. [B, window] last tokens of each completion ->
+        bool [B]"""
         ended = np.zeros(len(tails), bool)
         newest = tails[:, -1]
         for token in np.unique(newest[self._could_complete[newest] == _UNKNOWN]).tolist():

@@ -28,17 +28,26 @@ SCORED_TOGETHER = 2048  # tokens, padding included, of the texts that are read a
 
 
 class EmbeddedEngine:
-    """Generates on this rank with a copy of the weights. Implements engines.base.Engine for a world of one rank.
+    """An engine that generates on this rank with its own copy of the weights.
 
-    Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory and of
-    `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that writes along where
-    `Sampling.tandem` says so; its weights are read now, from its directory. Raises ValueError for a model that is not supported.
+    Implements engines.base.Engine for a world of one rank.
+
+    Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory
+    and of `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that
+    writes along where `Sampling.tandem` says so; its weights are read now, from its directory. Raises ValueError for a
+    model that is not supported.
     """
 
     def __init__(
-        self, model_dir: str | Path, *, max_batch: int = 256, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-        tokenizer: Any = None, junior: str | Path | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model_dir: str | Path,
+        *,
+        max_batch: int = 256,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        tokenizer: Any = None,
+        junior: str | Path | None = None,
+    ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
@@ -64,7 +73,7 @@ class EmbeddedEngine:
 
     @property
     def targets(self) -> WeightSlots:
-        """Where a refit writes. The storage is made now; it serves from the first `commit_refit` on."""
+        """The storage that a refit writes to. It is made now; it serves from the first `commit_refit` on."""
         if self._landing is None:
             weights, slots = storage(self.arch, self._dtype, self._device)
             self._landing = Decoder(self.arch, weights), WeightSlots(slots)
@@ -80,7 +89,8 @@ class EmbeddedEngine:
         self._decoder, self.version = self._landing[0], version
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and version stay.
+        """Takes a whole weight stream of full tensors under Hugging Face names; on any error the old weights and
+        version stay.
 
         Raises ValueError for unknown, missing, repeated or misshapen tensors.
         """
@@ -99,8 +109,8 @@ class EmbeddedEngine:
         """Does nothing: there are no servers."""
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
-        """Raises ValueError for an empty prompt, a token outside the vocabulary, an impossible sampling setting, stop strings without a
-        tokenizer, and a tandem without a junior."""
+        """Raises ValueError for an empty prompt, a token outside the vocabulary, an impossible sampling setting,
+        stop strings without a tokenizer, and a tandem without a junior."""
         sampler.check(sampling)
         if sampling.stop_strings and self._tokenizer is None:
             raise ValueError(f"stop_strings {sampling.stop_strings} need a tokenizer: give one to EmbeddedEngine")
@@ -110,10 +120,11 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Draws one completion per row, in order. [R] -> [R]. Rows whose samplings differ in seed, length and n alone share a batch.
+        """Draws one completion per row, in order. [R] -> [R]. Rows whose samplings differ in seed, length and n alone
+        share a batch.
 
-        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load, FloatingPointError when the
-        model's log-probs are not finite. What `check_ask` refuses must not come here.
+        A row that fills the model's context ends with Stop.LENGTH. Raises RuntimeError before the first load,
+        FloatingPointError when the model's log-probs are not finite. What `check_ask` refuses must not come here.
         """
         decoder = self._loaded()
         batches: dict[Sampling, list[int]] = {}
@@ -127,10 +138,11 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """Computes the model's log-probability of every token given those before it, at temperature 1; 0 for the first.
-        [S][T] -> [S] arrays [T] float32.
+        """Computes the model's log-probability of every token given those before it, at temperature 1; 0 for the
+        first. [S][T] -> [S] arrays [T] float32.
 
-        Raises ValueError for an empty sequence and for a token outside the vocabulary, RuntimeError before the first load.
+        Raises ValueError for an empty sequence and for a token outside the vocabulary, RuntimeError before the first
+        load.
         """
         decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
         for i, tokens in enumerate(arrays):
@@ -147,8 +159,10 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
-        """Yields log-probabilities of every token that may come after each one but the last, at temperature 1: [T - 1, V] float32, in
-        parts of some rows. Raises as `score` does."""
+        """Yields log-probabilities of every token that may come after each one but the last, at temperature 1.
+
+        [T] -> [T - 1, V] float32, in parts of some rows. Raises as `score` does.
+        """
         decoder, array = self._loaded(), np.asarray(tokens, np.int64)
         self._check_tokens(array, "a sequence")
         hidden = decoder.prefill(torch.from_numpy(array[None]).to(self._device))[0][0, :-1]
@@ -210,7 +224,8 @@ class EmbeddedEngine:
         outside = tokens[(tokens < 0) | (tokens >= self.arch.vocab)]
         if len(outside):
             raise ValueError(
-                f"{name} holds token {outside[0]}, the model's vocabulary has {self.arch.vocab}: use the model's own tokenizer"
+                f"{name} holds token {outside[0]}, the model's vocabulary has {self.arch.vocab}: "
+                "use the model's own tokenizer"
             )
 
 

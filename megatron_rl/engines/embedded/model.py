@@ -1,6 +1,8 @@
-"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused projections.
+"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused
+projections.
 
-B rows   P prompt width   L cache columns   H query heads   KV key/value heads   d head size   h hidden size   V vocabulary
+B rows   P prompt width   L cache columns   H query heads   KV key/value heads   d head size   h hidden size   V
+vocabulary
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ class Decoder:
         self._eps = torch.tensor(arch.norm_eps)
 
     def new_cache(self, rows: int, width: int) -> list[Tensor]:
-        """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so it must be finite."""
+        """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so
+        it must be finite."""
         shape = (2, rows, self.arch.kv_heads, width, self.arch.head_dim)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, and per layer a cache [2, B, KV, P, d]."""
+        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, and per layer a cache
+        [2, B, KV, P, d]."""
         rows, width = tokens.shape
         turns = self._turns_up_to(width)[:width].repeat(rows, 1)[:, None]  # [B P, 1, d / 2]
         x, cache = F.embedding(tokens.flatten(), self.weights.embedding), []
@@ -46,7 +50,8 @@ class Decoder:
     def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int) -> Tensor:
         """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm.
 
-        The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it in place.
+        The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
+        in place.
         """
         turns = self._turns_up_to(window)[positions][:, None]  # [B, 1, d / 2]
         index = torch.arange(len(tokens), device=self.device)
@@ -66,7 +71,8 @@ class Decoder:
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV, d]."""
+        """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV,
+        d]."""
         arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
         fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(
             -1, (-1, arch.head_dim)
@@ -80,10 +86,12 @@ class Decoder:
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
     def _attend(self, q: Tensor, cache: Tensor, bias: Tensor) -> Tensor:
-        """Attends from one query per row and head to the window. Queries [B, H, d], cache [2, B, KV, L, d] -> [B, H d].
+        """Attends from one query per row and head to the window. Queries [B, H, d], cache [2, B, KV, L, d] -> [B, H
+        d].
 
-        In float32 two products with a softmax between them are the fastest on CPU. In fewer bits they would round every score, so
-        that the log-probs would miss the trainer's by more than they must: the fused kernel keeps scores in float32.
+        In float32 two products with a softmax between them are the fastest on CPU. In fewer bits they would round
+        every score, so that the log-probs would miss the trainer's by more than they must: the fused kernel keeps
+        scores in float32.
         """
         rows, kv_heads, window = len(q), self.arch.kv_heads, bias.shape[-1]
         if self.dtype == torch.float32:
@@ -92,7 +100,7 @@ class Decoder:
             scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.arch.head_dim**-0.5)
             return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
         keys, values = cache[:, :, :, :window]  # [B, KV, window, d] each
-        # The H / KV queries that share a key head stand as so many places of one sequence: the mask is the same for all.
+        # The H / KV queries that share a key head stand as so many places of one sequence: their mask is the same.
         y = F.scaled_dot_product_attention(q.unflatten(1, (kv_heads, -1)), keys, values, attn_mask=bias[:, None, None])
         return y.reshape(rows, -1)
 

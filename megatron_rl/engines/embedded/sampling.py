@@ -17,7 +17,8 @@ from megatron_rl.engines.sampler import GOLDEN, MULTIPLIERS, signed
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Returns one uniform in [0, 1) per row, a function of its key and position alone. int64 [B] each -> float64 [B].
 
-    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) seeded with the key.
+    It is the position-th output of splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195) seeded with
+    the key.
     """
     x = keys + positions * signed(GOLDEN)
     x = (x ^ _shift(x, 30)) * signed(MULTIPLIERS[0])
@@ -27,11 +28,13 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draws the next token of every row. -> tokens [B], log-probs under the distribution drawn from [B], those of the model [B] (float32).
+    """Draws the next token of every row. -> tokens [B], log-probs under the distribution drawn from [B], those of the
+    model [B] (float32).
 
     `logits` are [B, V], `keys` and `positions` int64 [B] name the random number.
 
-    Greedy (temperature 0) draws from a point mass: its log-prob is 0. Otherwise the order is temperature, top-k, top-p, min-p.
+    Greedy (temperature 0) draws from a point mass: its log-prob is 0. Otherwise the order is temperature, top-k,
+    top-p, min-p.
     """
     model = logits.float().log_softmax(dim=-1)
     if sampling.temperature == 0:
@@ -47,7 +50,8 @@ def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) ->
 
 
 def processed(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Returns log-probabilities of the distribution sampled from, temperature above 0. [B, V] -> [B, V], -inf where cut.
+    """Returns log-probabilities of the distribution sampled from, temperature above 0. [B, V] -> [B, V], -inf where
+    cut.
 
     Ties at the edge of top-k all stay; top-p keeps the fewest most likely tokens whose sum reaches it.
     """

@@ -53,14 +53,21 @@ class _Draw:
 class Batch:
     """The rows of one call with the same sampling but for seed and length. `run` draws their completions.
 
-    Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are two decoders: both
-    read every token, each with a cache of its own, and the one whose turn it is gives the next token's logits. What the host must know of
-    a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
+    Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are
+    two decoders: both read every token, each with a cache of its own, and the one whose turn it is gives the next
+    token's logits. What the host must know of a row (its length, whether it lives) is counted on the host, so that a
+    step waits for the device once.
     """
 
     def __init__(
-        self, decoders: Sequence[Decoder], rows: Sequence[Row], *, ends: Ends, max_batch: int, writers: Writers | None = None
-    ) -> None:  # fmt: skip
+        self,
+        decoders: Sequence[Decoder],
+        rows: Sequence[Row],
+        *,
+        ends: Ends,
+        max_batch: int,
+        writers: Writers | None = None,
+    ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling
         context = min(decoder.arch.config.max_position_embeddings for decoder in decoders)
@@ -91,7 +98,8 @@ class Batch:
         self._drawn: list[_Draw] = []
 
     def run(self) -> list[Completion]:
-        """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are not finite."""
+        """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are
+        not finite."""
         living = 0
         while self._waiting or living:
             free = self._slots - living
@@ -149,7 +157,8 @@ class Batch:
         self._draw([decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
-        """Draws the next token of the rows in slots `part` from their hidden states [B, h], and ends those that it finishes."""
+        """Draws the next token of the rows in slots `part` from their hidden states [B, h], and ends those that it
+        finishes."""
         places, offsets = self._places[part].copy(), self._counts[part].copy()
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
@@ -170,7 +179,8 @@ class Batch:
             self._finish(finished, part, tokens, by_text)
 
     def _by_text(self, tokens: np.ndarray, part: slice) -> np.ndarray:
-        """Tells which of the rows in slots `part` have completed a stop string with their new tokens [B]. -> bool [B]"""
+        """Tells which of the rows in slots `part` have completed a stop string with their new tokens [B]. -> bool
+        [B]"""
         tails = self._tails[part]
         tails[:, :-1] = tails[:, 1:].copy()
         tails[:, -1] = tokens

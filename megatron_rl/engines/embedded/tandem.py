@@ -20,7 +20,7 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
     pens = []
     for row in rows:
         own = sampler.request_seed(row.sampling.seed, row.key) + row.sample
-        written = row.tokens[len(row.tokens) - tandem.written :].tolist()
+        written = row.tokens[len(row.tokens) - tandem.written :]
         pens.append(resumed(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed, written))
     return pens
 
@@ -32,7 +32,8 @@ class Writers:
         self._decoders, self._pens = decoders, pens
 
     def logits(self, states: Sequence[Tensor], places: np.ndarray) -> Tensor:
-        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its next token."""
+        """Turns both decoders' hidden states [B, h] into logits [B, V], each row's by the model that writes its
+        next token."""
         senior = torch.tensor([self._pens[place].senior for place in places.tolist()], device=states[0].device)
         shape = (len(senior), self._decoders[0].arch.vocab)
         logits = torch.empty(shape, dtype=states[0].dtype, device=states[0].device)

@@ -18,8 +18,8 @@ from megatron_rl.weights.hf import Architecture
 class Layer:
     """One block's weights; q, k, v and gate, up are fused by rows.
 
-    The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours: attention is
-    the same, and turning them is one complex product.
+    The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
+    attention is the same, and turning them is one complex product.
     """
 
     norm: Tensor  # [h]
@@ -72,7 +72,8 @@ class WeightSlot:
 
 
 class WeightSlots:
-    """The storage by Hugging Face names, for a refit to write parts of it. A part is (row, column, number of rows, number of columns).
+    """The storage by Hugging Face names, for a refit to write parts of it. A part is (row, column, number of rows,
+    number of columns).
 
     Implements refit.base.Parameters.
     """
@@ -96,7 +97,8 @@ class WeightSlots:
 def gather_weights(
     stream: Iterable[tuple[str, Tensor]], arch: Architecture, dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or misshapen tensors.
+    """Reads a whole stream of (name, tensor) into new storage. Raises ValueError for unknown, missing, repeated or
+    misshapen tensors.
 
     A tied model may bring lm_head.weight; it is not read.
     """
@@ -112,7 +114,8 @@ def gather_weights(
         slot = slots[name]
         if tuple(tensor.shape) != slot.shape:
             raise ValueError(
-                f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {slot.shape}; give full tensors"
+                f"weight stream: {name} has shape {tuple(tensor.shape)}, the model needs {slot.shape}; "
+                "give full tensors"
             )
         if name in seen:
             raise ValueError(f"weight stream: {name} came twice; give every tensor once")
