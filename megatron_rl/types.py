@@ -216,14 +216,13 @@ def _check_spans(spans: np.ndarray, length: int, group: str) -> None:
     """Raises ValueError unless spans cover [0, length) in order and each has an author."""
     if length == 0 and len(spans) == 0:
         return
-    covers = (
-        len(spans) > 0 and spans[0, 0] == 0 and spans[-1, 1] == length and np.array_equal(spans[1:, 0], spans[:-1, 1])
-    )
-    if not covers or (spans[:, 1] <= spans[:, 0]).any():
+    starts, ends, authors = spans[:, 0], spans[:, 1], spans[:, 2]
+    covers = len(spans) > 0 and starts[0] == 0 and ends[-1] == length and bool((starts[1:] == ends[:-1]).all())
+    if not covers or not bool((starts < ends).all()):
         raise ValueError(
             f"group {group!r}: spans {spans[:, :2].tolist()[:4]} ... do not cover the {length} tokens without gaps"
         )
-    if ((spans[:, 2] < 0) | (spans[:, 2] > Author.ENVIRONMENT)).any():
+    if authors.min() < 0 or authors.max() > 2:
         raise ValueError(
-            f"group {group!r}: spans name the authors {np.unique(spans[:, 2]).tolist()}; an author is 0, 1 or 2"
+            f"group {group!r}: spans name the authors {np.unique(authors).tolist()}; an author is 0, 1 or 2"
         )

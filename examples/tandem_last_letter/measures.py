@@ -44,7 +44,9 @@ def measure(senior: Path, junior: Path, test: Path, *, samples: int) -> Figures:
         "solo_sampled": accuracy(solo),
         "solo_greedy": accuracy([[c.tokens.tolist() for c in group] for group in greedy]),
         "handoff": accuracy([chains[i * samples : (i + 1) * samples] for i in range(len(prompts))]),
-        "cross_entropy": fmean(-float(row[len(prompt) :].mean()) for row, (prompt, _) in zip(scores, texts, strict=True)),
+        "cross_entropy": fmean(
+            -float(row[len(prompt) :].mean()) for row, (prompt, _) in zip(scores, texts, strict=True)
+        ),
         "length": fmean(len(tokens) for _, tokens in texts),
     }
 

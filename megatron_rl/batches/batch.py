@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.batches.flat import Counts, Flat, fill, form_of
-from megatron_rl.types import Author, Rollout
+from megatron_rl.types import Rollout
 
 STATISTICS = ("logprobs", "entropy", "vocab_mean")  # what a model can tell of a label's distribution
 
@@ -203,15 +203,11 @@ def _shares(flat: Flat, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     last gains the place behind it. Positions that end a rollout are then put to 0.
     """
     spans = slice(int(flat.span_starts[first]), int(flat.span_starts[last]))
-    authors, counts = flat.span_authors[spans], flat.span_lengths[spans].copy()
+    counts = flat.span_lengths[spans].copy()
     if len(counts):
         counts[0] -= 1
         counts[-1] += 1
-    repeats = flat.span_counts[first:last]
-    trained = authors == Author.POLICY
-    partner = np.repeat(flat.partner_weights[first:last], repeats) * (authors == Author.PARTNER)
-    own = np.where(trained, np.float32(1), partner) * np.repeat(flat.weights[first:last], repeats)
-    mask, weights = np.repeat(trained, counts), np.repeat(own, counts)
+    mask, weights = np.repeat(flat.span_trained[spans], counts), np.repeat(flat.span_weights[spans], counts)
     ends = flat.starts[first + 1 : last + 1] - flat.starts[first] - 1
     mask[ends], weights[ends] = False, 0.0
     return mask, weights

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_rl.types import FREE, Rollout
+from megatron_rl.types import FREE, Author, Rollout
 
 
 class Counts(NamedTuple):
@@ -81,11 +81,16 @@ class Flat:
     rescored: np.ndarray  # [S] bool, True where the trainer's log-probs shall stand for the engine's
     starts: np.ndarray  # [S + 1] int64, place of each rollout's first token
     span_starts: np.ndarray  # [S + 1] int64
+    span_trained: np.ndarray  # [K] bool, True where the role's policy wrote
+    span_weights: np.ndarray  # [K] float32, of the span's tokens in the loss
 
     @classmethod
     def over(cls, buffer: np.ndarray, form: Form, counts: Counts) -> Self:
         """Arrays that are views of `buffer` [form.size(counts)] uint8, which has been filled."""
         arrays = views(buffer, form, counts)
+        trained = arrays["span_authors"] == Author.POLICY
+        partner = np.repeat(arrays["partner_weights"], arrays["span_counts"])
+        partner *= arrays["span_authors"] == Author.PARTNER
         named = {name: array for name, array in arrays.items() if "/" not in name}
         return cls(
             form=form,
@@ -93,6 +98,9 @@ class Flat:
             values={name: arrays[f"values/{name}"] for name in form.values},
             starts=_cumulated(arrays["lengths"]),
             span_starts=_cumulated(arrays["span_counts"]),
+            span_trained=trained,
+            span_weights=np.where(trained, np.float32(1), partner)
+            * np.repeat(arrays["weights"], arrays["span_counts"]),
         )
 
     @property

@@ -1,0 +1,66 @@
+"""A run of Tango through the real loop and player, with two tables of logits as policies and engines that say what they are told."""
+
+import pytest
+from fake_policy import TablePolicy
+from test_recipes import TOKENIZER, Problems, mixed_verifier, problems, solution, table_of
+from toys import streaming
+
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.recipes.tango import Tango
+from megatron_rl.training import loop
+from megatron_rl.training.player import Player, TurnPlayer, upcoming
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.update import Trainee
+from megatron_rl.world import OneProcess
+
+
+class Reader(Problems):
+    """Two problems, again and again; it has no place."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path):
+    for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    recipe = Tango(
+        generator_updates=4, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2,
+        generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
+    )  # fmt: skip
+    table = table_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
+    lines, saved, trainees = [], [], {}
+    for name in recipe.roles():
+        policy = TablePolicy(len(TOKENIZER))
+        refit = streaming(policy, table.engines[name])
+        trainees[name] = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)), refit=refit)
+    progress = loop.Progress()
+    maker = TurnPlayer(recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), table=table, prompts_per_step=2)
+    turns = upcoming(recipe.schedule(), progress.state_dict())
+    setup = loop.Setup(
+        world=OneProcess(),
+        trainees=trainees,
+        policy_of={name: name for name in trainees},
+        recipe=recipe,
+        table=table,
+        turns=Player(maker, turns, TurnStore(tmp_path / "rollouts"), max_staleness=0),
+        held_out=problems(2),
+        hooks=loop.Hooks(log=lambda step, scope, m, *, turn: lines.append((turn, step, scope, m)), save=saved.append),
+    )
+    assert loop.train(setup, loop.Plan(steps=len(recipe.schedule()), save_every=2), progress)
+    g, v = "generator", "verifier"
+    assert [line[:3] for line in lines] == [
+        (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),
+    ]  # fmt: skip
+    assert progress.updates == {g: 4, v: 3} and saved == [4, 7]
+    assert [table.engines[name].version for name in (g, v)] == [4, 3]
+    assert all(m["version_lag"] == 0 and m["kl_ref"] >= 0 for _, _, scope, m in lines if scope != "eval")
+    assert [m["alpha"] for _, _, scope, m in lines if scope == g] == pytest.approx(
+        [0.1, 0.0316, 0.01, 0.00316], rel=0.01
+    )
+    wanted = {"reward/outcome", "length", "groups_without_signal", "graded/error", "reviews_dropped", "verdicts_match"}
+    assert all(wanted <= set(m) for _, _, scope, m in lines if scope != "eval")
