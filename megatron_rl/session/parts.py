@@ -111,7 +111,9 @@ def trainee(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Calla
     """A policy with what it is trained with. Rollouts made ahead of training get importance weights against their engine."""
     settings = config.roles[name]
     late = config.rollouts.max_staleness > 0 and settings.loss.tis_cap is None
-    loss = dataclasses.replace(settings.loss, tis_cap=config.rollouts.tis_cap) if late else settings.loss
+    loss = dataclasses.replace(settings.loss, max_tokens=settings.loss.max_tokens or settings.sampling.max_tokens)
+    if late:
+        loss = dataclasses.replace(loss, tis_cap=config.rollouts.tis_cap)
     return Trainee(
         policy=policy,
         loss=PolicyLoss(loss),

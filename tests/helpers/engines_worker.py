@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import torch
 import urllib3
-from layouts_worker import WeightedLogprobs, make_batch
+from layouts_worker import learn
 from toys import characters
 
 from megatron_rl.config import files as config_files
@@ -110,7 +110,7 @@ class Scenario:
     def greedy_before_and_after_an_update(self) -> None:
         for version in (0, 1):
             if version:
-                self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+                learn(self.policy)
             self.refit(version)
             self.keep_weights(f"v{version}")
             self.ask(f"greedy_v{version}", lambda pool: complete(pool, prompts(self.vocab), GREEDY))
@@ -172,7 +172,7 @@ class Scenario:
             self.found[f"during_{mode}"] = plain(complete(self.pool, many, Sampling(max_tokens=150, n=3, seed=version)))
 
         thread = threading.Thread(target=ask)
-        self.policy.update(make_batch(self.vocab), WeightedLogprobs())
+        learn(self.policy)
         self.world.barrier()  # every rank is ready for the refit, which must find requests under way
         if self.pool is not None:
             for member in self.pool.members.living():

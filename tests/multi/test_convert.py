@@ -108,7 +108,7 @@ def test_weights_that_cannot_be_converted_are_refused_and_nothing_is_left(run, t
     config = json.loads((other / "config.json").read_text())
     for change, says in (
         ({"num_hidden_layers": 4}, "holds no parameter decoder.layers.3"),
-        ({"intermediate_size": 96}, "is it another model"),
+        ({"intermediate_size": 96}, "is the checkpoint another model"),
     ):
         (other / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=says):

@@ -42,8 +42,8 @@ def test_training_examples_are_valid(name, monkeypatch):
     found = load(TrainConfig, name)
     config_checks.check(found, 32)
     recipe = plugins.build(found.recipe)
-    assert set(recipe.roles) == set(found.roles) and recipe.num_steps() > 0
-    assert "What is 2 + 3?" in recipe.generator_prompt({"question": "What is 2 + 3?", "answer": "5"})
+    assert set(recipe.roles()) == set(found.roles) and len(recipe.schedule()) > 0
+    assert "What is 2 + 3?" in recipe.prompt({"question": "What is 2 + 3?", "answer": "5"})
 
 
 @pytest.mark.parametrize("name", SFT)
@@ -73,7 +73,7 @@ def test_published_runs_have_the_papers_numbers(name):
     config = load(TrainConfig, name)
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, Tango)
-    turns = [role for step in range(recipe.num_steps()) for role in recipe.turns(step)]
+    turns = [role for step in recipe.schedule() for roles in step for role in roles]
     assert len(turns) == 440 and turns.count("generator") == 300 and turns[:40] == ["verifier"] * 40
     assert turns[40:44] == ["generator"] * 3 + ["verifier"]
     assert (recipe.alpha_start, recipe.alpha_min, recipe.alpha_schedule) == (0.1, 1e-3, "exponential")

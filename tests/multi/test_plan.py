@@ -27,6 +27,7 @@ from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
 from megatron_rl.planning.workload import Draw, step_work
+from megatron_rl.training.turns import Part
 from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RankPlacement
@@ -41,14 +42,14 @@ class Duet:
     A generator turn draws 4 samples of each role; a verifier turn draws 1 of the generator and 4 of the verifier.
     """
 
-    def num_steps(self):
-        return 2
+    def roles(self):
+        return {
+            "generator": Part(samples=4, drawn={"generator": 4, "verifier": 4}),
+            "verifier": Part(samples=4, drawn={"generator": 1, "verifier": 4}),
+        }
 
-    def turns(self, step):
-        return ["generator", "generator", "verifier"]
-
-    def drawn(self, role):
-        return {"generator": 4, "verifier": 4} if role == "generator" else {"generator": 1, "verifier": 4}
+    def schedule(self):
+        return [[("generator",), ("generator",), ("verifier",)]] * 2
 
 
 def load(*overrides: str) -> TrainConfig:
@@ -351,13 +352,11 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
 
 def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
     class Plain:
-        group_sizes = {"generator": 7}
+        def roles(self):
+            return {"generator": Part(samples=7)}
 
-        def num_steps(self):
-            return 1
-
-        def turns(self, step):
-            return ["generator"]
+        def schedule(self):
+            return [[("generator",)]]
 
     [work] = step_work(load(), Plain(), 0.5)
     assert work.trained.samples == 7 * 256
@@ -388,8 +387,8 @@ def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
 
 def test_a_frozen_player_has_weights_alone():
     class Solo(Duet):
-        def turns(self, step):
-            return ["generator"]
+        def schedule(self):
+            return [[("generator",)]]
 
     config = load()
     made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), step_work(config, Solo(), 0.5))

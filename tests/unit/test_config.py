@@ -145,7 +145,6 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
         [
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
-            f"{file}: roles.c.model: missing; it has no default, so give it in a file or as roles.c.model=...",
             f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, "
             "refit, rollouts, "
             "gate, debug, sinks, job",
@@ -153,6 +152,28 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
             "give a whole number, without quotes, leading zeros or a decimal point",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("role", "cure"),
+    [
+        ("{packed: true}", "roles.c.model.path is empty"),
+        ("{same_as: nobody}", "roles.c.same_as = 'nobody': name another role"),
+        ("{model: {path: x}, endpoint: {url: 'http://a', model: b}}", "set policy to none"),
+    ],
+)
+def test_a_role_without_weights_of_its_own_is_told_what_it_lacks(tmp_path, base, role, cure):
+    file = write(tmp_path / "mine.yaml", f"roles: {{c: {role}}}\n")
+    with pytest.raises(ConfigError, match=cure):
+        config_checks.check(load(TrainConfig, [base, file], []), 2)
+
+
+def test_a_role_that_shares_a_policy_takes_its_owners_model_and_keeps_its_own_sampling(tmp_path, base):
+    file = write(tmp_path / "mine.yaml", "roles: {c: {same_as: a, sampling: {max_tokens: 7}}}\n")
+    config = load(TrainConfig, [base, file], [])
+    shared, owner = config.roles["c"], config.roles["a"]
+    assert (shared.model, shared.layout, shared.loss) == (owner.model, owner.layout, owner.loss)
+    assert shared.sampling.max_tokens == 7 and not shared.has_policy and "c" not in config.engine_roles
 
 
 def test_duplicate_keys_are_refused(tmp_path):

@@ -256,7 +256,7 @@ def config(tmp_path):
     ("words", "says"),
     [
         (["engine={kind: embedded}"], "engine.kind = 'embedded' runs inside the trainer"),
-        (["--role=verifier"], "--role verifier: the config has generator"),
+        (["--role=verifier"], "--role verifier: the roles with servers are generator"),
         (["--replica=3"], "--replica 3: engine.replicas = 3, so it is 0 to 2"),
         (["--replica=-1"], "--replica -1:"),
         (
@@ -432,7 +432,7 @@ def test_serve_ends_a_server_that_lives_and_does_not_answer(config, monkeypatch,
 
 def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     """It waited `engine.wait_s` for servers that nobody started any more."""
-    from megatron_rl.session.fleet import Supervisor, _hopeless, _leave
+    from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
 
     run = config.parent / "run"
     run.mkdir()
@@ -444,14 +444,14 @@ def test_a_run_ends_its_supervisors_and_knows_when_all_have_given_up(config):
     until("both", lambda: len(Roster(run / "engines").read("generator")) == 2 or any(s.ended() for s in both), START_S)
     stay = lambda: False  # noqa: E731
     assert (
-        _hopeless(both, stay) is None
-        and _hopeless([], stay) is None
-        and "asked to leave" in (_hopeless(both, lambda: True) or "")
+        hopeless(both, stay) is None
+        and hopeless([], stay) is None
+        and "asked to leave" in (hopeless(both, lambda: True) or "")
     )
-    _leave({"generator": both[:1], "verifier": both[1:]})
+    end_supervisors({"generator": both[:1], "verifier": both[1:]})
     assert [s._process.returncode for s in both] == [0, 0] and not list((run / "engines").glob("*.json"))
-    assert "and none is started again" in (_hopeless(both, stay) or "") and "generator-0 serves at" in (
-        _hopeless(both, stay) or ""
+    assert "and none is started again" in (hopeless(both, stay) or "") and "generator-0 serves at" in (
+        hopeless(both, stay) or ""
     )
 
 

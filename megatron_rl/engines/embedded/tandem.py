@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.authors import Pen, resumed
+from megatron_rl.algorithms.authors import Pen
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import TandemSampling
 from megatron_rl.engines.embedded.model import Decoder
@@ -20,8 +20,10 @@ def pens_of(rows: Sequence[Row], tandem: TandemSampling, boundaries: frozenset[i
     pens = []
     for row in rows:
         own = sampler.request_seed(row.sampling.seed, row.key) + row.sample
-        written = row.tokens[len(row.tokens) - tandem.written :]
-        pens.append(resumed(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed, written))
+        pen = Pen(tandem.rule, boundaries, own if tandem.seed is None else tandem.seed)
+        if tandem.written:
+            pen.resume(row.tokens[-tandem.written :])
+        pens.append(pen)
     return pens
 
 
