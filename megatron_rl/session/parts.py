@@ -78,9 +78,10 @@ def uncredited(config: TrainConfig, recipe: Recipe) -> frozenset[str]:
 def table(
     config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
 ) -> Table:  # fmt: skip
-    """What the recipe plays with. Roles that share a policy share its engine."""
+    """What the recipe plays with. Roles that share a policy share its engine. Other ranks than the driver may lack engines."""
+    owners = {name: role.same_as or name for name, role in config.roles.items()}
     return Table(
-        engines={name: engines[role.same_as or name] for name, role in config.roles.items()} if engines else {},
+        engines={name: engines[owner] for name, owner in owners.items() if owner in engines},
         tokenizers=tokenizers,
         samplings={
             name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))

@@ -3,6 +3,7 @@ test of the centre's design (tests/multi/test_open_centre.py counts their lines 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,22 +11,23 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.algorithms.losses import Statistics, objective
-from megatron_rl.batches.batch import Batch
+from megatron_rl.algorithms.objectives import Objective, objective
+from megatron_rl.batches.batch import Batch, Statistics
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
 from megatron_rl.text import decode_all
 from megatron_rl.training.rollouts import sample, tokenize
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Author, Prompt, Rollout, Stop, spans_of
 
-LINES: dict[str, int] = {}  # name of a toy: the most lines that it may have
+LINES: dict[str, tuple[int, int]] = {}  # name of a toy: the lines that it has, and the most that it may have
 
 
 def within(lines: int) -> Any:
     """Notes how many lines the decorated toy may have."""
 
     def note(toy: Any) -> Any:
-        LINES[toy.__name__] = lines
+        source = toy.function if isinstance(toy, Objective) else toy
+        LINES[source.__name__] = (len(inspect.getsource(source).splitlines()), lines)
         return toy
 
     return note
@@ -61,8 +63,8 @@ class DynamicSampling(Grpo):
             prompts = source.take(self.groups)
             taken += len(prompts)
             rollouts = super().play(replace(turn, number=turn.number * self.rounds + number), _Given(prompts), table)
-            kept += [r for r in rollouts[GENERATOR] if np.abs(r.advantages).max() > 1e-6]
-            if len({r.group + r.payload["question"] for r in kept}) >= self.groups:
+            kept += [replace(r, group=f"{number}/{r.group}") for r in rollouts[GENERATOR] if abs(r.advantages) > 1e-6]
+            if len({r.group for r in kept}) >= self.groups:
                 break
         table.note(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})
         return {GENERATOR: kept}
@@ -82,9 +84,9 @@ class _Given:
 @objective(needs=("old",))
 def sequence_ratio(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Any:
     """GSPO (arXiv 2507.18071): one clipped importance ratio per sequence, the geometric mean of its tokens'. -> [N]"""
-    log_ratio = live.logprobs - batch.old_logprobs
-    mean = batch.sequence_means(log_ratio.detach())  # [N], the mean over each position's sequence
-    ratio = (mean + live.logprobs - live.logprobs.detach()).exp()
+    counts = batch.sequence_sums(batch.counted.float()).clamp(min=1)
+    mean = batch.sequence_sums((live.logprobs - batch.old_logprobs).detach()) / counts
+    ratio = (batch.spread(mean) + live.logprobs - live.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(ratio * batch.advantages).minimum(clipped * batch.advantages)
 
