@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_rl/__init__.py").
 setup(
     name="megatron-rl",
     version=VERSION,
-    description="Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core",
+    description="Co-training of several language models by reinforcement learning on Megatron-core",
     long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
