@@ -16,7 +16,7 @@ LEGIBILITY, DRIFT = "legibility", "drift"
 JUNIOR, BASE = "junior", "base"  # what the writer is compared with
 
 
-class Reader(Protocol):
+class TextReader(Protocol):
     """A model that tells its distributions."""
 
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
@@ -54,7 +54,9 @@ def legibility(reader: Engine, texts: Sequence[Texts], context: int) -> list[lis
     ]
 
 
-def drift(writer: Reader, others: Mapping[str, Reader], texts: Sequence[Texts], context: int) -> list[list[Sample]]:
+def drift(
+    writer: TextReader, others: Mapping[str, TextReader], texts: Sequence[Texts], context: int
+) -> list[list[Sample]]:
     """Compares models on each text, per token: KL(writer || other), and the gap log p_writer - log p_other of the
     tokens written.
 
@@ -71,7 +73,7 @@ def drift(writer: Reader, others: Mapping[str, Reader], texts: Sequence[Texts], 
     return [[one(row, t) for row in t.rows] for t in texts]
 
 
-def _names(others: Mapping[str, Reader]) -> list[str]:
+def _names(others: Mapping[str, TextReader]) -> list[str]:
     return [f"{kind}_{name}" for name in pair_names(["", *others]) for kind in ("kl", "gap")]
 
 
@@ -80,7 +82,7 @@ def pair_names(names: Sequence[str]) -> list[str]:
     return [f"{a}_{b}".lstrip("_") for i, a in enumerate(names) for b in names[i + 1 :]]
 
 
-def _compared(models: Mapping[str, Reader], sequence: Sequence[int], start: int) -> dict[str, float]:
+def _compared(models: Mapping[str, TextReader], sequence: Sequence[int], start: int) -> dict[str, float]:
     """Computes means over the tokens from `start` on, for every two models."""
     names = list(models)
     sums = dict.fromkeys((f"{kind}_{pair}" for pair in pair_names(names) for kind in ("kl", "gap")), 0.0)

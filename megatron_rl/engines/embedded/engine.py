@@ -17,7 +17,7 @@ from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling, TandemSampling, Tokens
 from megatron_rl.engines.embedded.ends import Ends
 from megatron_rl.engines.embedded.model import Decoder
-from megatron_rl.engines.embedded.scheduler import Batch
+from megatron_rl.engines.embedded.scheduler import DecodingBatch
 from megatron_rl.engines.embedded.tandem import Writers, pens_of
 from megatron_rl.engines.embedded.weights import WeightSlots, gather_weights, storage
 from megatron_rl.engines.rounds import RoundSession, Row
@@ -169,14 +169,14 @@ class EmbeddedEngine:
         for part in hidden.split(SCORE_TOKENS):
             yield decoder.logits(part).float().log_softmax(dim=-1)
 
-    def _batch(self, decoder: Decoder, rows: Sequence[Row], kind: Sampling) -> Batch:
+    def _batch(self, decoder: Decoder, rows: Sequence[Row], kind: Sampling) -> DecodingBatch:
         ends = Ends(self._eos, kind, self._tokenizer, self.arch.vocab)
         if kind.tandem is None:
-            return Batch([decoder], rows, ends=ends, max_batch=self._max_batch)
+            return DecodingBatch([decoder], rows, ends=ends, max_batch=self._max_batch)
         assert self._junior is not None, "checked when asked"
         pens = pens_of(rows, kind.tandem, self._author_changes(kind.tandem.rule.strategy))
         pair = (decoder, self._junior)
-        return Batch(pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens))
+        return DecodingBatch(pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens))
 
     def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Scores some sequences in one pass, the longest of them first."""

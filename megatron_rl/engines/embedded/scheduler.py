@@ -50,7 +50,7 @@ class _Draw:
     authors: np.ndarray | None  # [B] bool, of a tandem
 
 
-class Batch:
+class DecodingBatch:
     """The rows of one call with the same sampling but for seed and length. `run` draws their completions.
 
     Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are
