@@ -1,5 +1,7 @@
-"""Toy versions of methods that a stranger to this project might add. Each is one small piece of code that touches nothing else: they are the
-test of the centre's design (tests/multi/test_open_centre.py counts their lines and trains them through the real loop)."""
+"""Toy versions of methods that a stranger to this project might add. Each is one small piece of code that touches
+nothing else: they are the test of the centre's design (tests/multi/test_open_centre.py counts their lines and trains
+them through the real loop).
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,9 @@ def median_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray)
 @within(170)
 @dataclass(frozen=True, kw_only=True)
 class Evolve(Recipe):
-    """A proposer writes questions, a solver answers them, a judge marks the answers; all three are trained from the same episodes
-    (Multi-Agent Evolve, arXiv 2510.23595). The roles have models of their own, or share one by `same_as`."""
+    """A proposer writes questions, a solver answers them, a judge marks the answers; all three are trained from the
+    same episodes (Multi-Agent Evolve, arXiv 2510.23595). The roles have models of their own, or share one by `same_as`.
+    """
 
     updates: int
     answers: int = 4  # of the solver to each proposed question
@@ -170,8 +173,9 @@ class Evolve(Recipe):
 @within(140)
 @dataclass(frozen=True, kw_only=True)
 class Rubric(Recipe):
-    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A failed veto item
-    makes the reward 0 (rubric anchors, arXiv 2508.12790)."""
+    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A
+    failed veto item makes the reward 0 (rubric anchors, arXiv 2508.12790).
+    """
 
     updates: int
     group_size: int = 4
@@ -217,7 +221,7 @@ class Counting:
         return str(task["question"])
 
     def step(self, turn: int, text: str) -> tuple[str | None, float]:
-        """What the tool says to the model's text (None: the episode is over), and the reward so far."""
+        """Returns what the tool says to the model's text (None: the episode is over), and the reward so far."""
         letters = sum(c.isalpha() for c in text)
         return (f"[{letters}]", 0.0) if turn == 0 else (None, letters / max(1, len(text)))
 
@@ -225,7 +229,9 @@ class Counting:
 @within(120)
 @dataclass(frozen=True, kw_only=True)
 class ToolTurns(Recipe):
-    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are never trained on."""
+    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are
+    never trained on.
+    """
 
     updates: int
     group_size: int = 4
@@ -267,8 +273,8 @@ class ToolTurns(Recipe):
                 session.ask(len(keys) - 1, so_far[i], sampling, after=key)
         rollouts = [
             Rollout(
-                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]), spans=spans_of(*parts[i]),
-                stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
+                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]),
+                spans=spans_of(*parts[i]), stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
             )
             for i, p in enumerate(prompts)
         ]  # fmt: skip
@@ -278,7 +284,7 @@ class ToolTurns(Recipe):
 @within(20)
 @objective(needs=("teacher_logprobs",), uses_advantages=False)
 def toward_teacher(live: Statistics, batch: Batch) -> Any:
-    """On-policy distillation: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
+    """Distils on-policy: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
     return 0.5 * (live.logprobs - batch.values["teacher_logprobs"]) ** 2
 
 
