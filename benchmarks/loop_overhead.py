@@ -1,17 +1,19 @@
-"""What a step of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango costs beside GRPO.
+"""Measures what a step of `megatron-rl train` costs beside generating, grading, training and refitting; what Tango
+costs beside GRPO.
 
-Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their metrics.jsonl: a turn's
-wall time is that between its line and the one before, its phases are those in its line; the first turn does not count. With
---engines vllm the trainer is one rank, and the servers are started by `megatron-rl serve`, as in a job of their own, pinned to cores.
-One turn after the other: a turn of GRPO and one of Tango alternate, so that neighbours on the machine meet both, and the trainer that
-waits is stopped. Within a run no two servers share a core; with two cores Tango's generator has the trainer's, which waits while it
-works: the verifier's server has more to do.
-With turns played beside training: the trainer has a core of its own, and the servers share the others.
+Starts short real runs on the last-letter models (made once, as by examples/last_letter/run.py) and watches their
+metrics.jsonl: a turn's wall time is that between its line and the one before, its phases are those in its line; the
+first turn does not count. With --engines vllm the trainer is one rank, and the servers are started by `megatron-rl
+serve`, as in a job of their own, pinned to cores. One turn after the other: a turn of GRPO and one of Tango alternate,
+so that neighbours on the machine meet both, and the trainer that waits is stopped. Within a run no two servers share a
+core; with two cores Tango's generator has the trainer's, which waits while it works: the verifier's server has more to
+do. With turns played beside training: the trainer has a core of its own, and the servers share the others.
 
     overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
-    tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run, same generator;
-                     the median of turns next to each other
-    overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its training and refit)
+    tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run,
+                     same generator; the median of turns next to each other
+    overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its training
+                     and refit)
 
 Figures with `_cpu` are of CPU-seconds of the trainer and its servers, which neighbours on the machine disturb less.
 """
@@ -115,7 +117,7 @@ def main() -> None:
 
 
 def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
-    """Of runs whose turns are one after the other."""
+    """Returns the figures of runs whose turns are one after the other."""
     out: dict[str, float] = {}
     for arm, turns in seen.items():
         out[f"{arm}_turn_s"] = fmean(turn.wall_s for turn in turns)
@@ -135,7 +137,7 @@ def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
 
 
 def overlapped(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
-    """Of runs that play a turn while another is trained on."""
+    """Returns the figures of runs that play a turn while another is trained on."""
     out: dict[str, float] = {}
     for arm, turns in seen.items():
         turns = turns[1:]  # before the second there was nothing to play beside
@@ -147,8 +149,9 @@ def overlapped(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
 
 
 def in_turn(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Seen]]:
-    """Every arm's turns but the first, one of each at a time: while one plays, the other's trainer is stopped, and its servers have nothing
-    to do. What else happens on the machine then meets both."""
+    """Every arm's turns but the first, one of each at a time: while one plays, the other's trainer is stopped, and its
+    servers have nothing to do. What else happens on the machine then meets both.
+    """
     with contextlib.ExitStack() as stack:
         runs = [stack.enter_context(_opened(arm, engine, 0, folder, args)) for arm in ARMS]
         while not all(run.stopped for run in runs):
@@ -274,9 +277,10 @@ def _settings(arm: str, args: argparse.Namespace) -> list[str]:
         "tango": f"recipe.args.generator_updates={args.turns}",
     }
     settings = [
-        str(EXAMPLE / f"{arm}.yaml"), f"roles.generator.model.path={args.models}/generator/model", "evaluation.prompts=null",
-        f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_step={args.prompts}", "run.save_every=0", "gate.enabled=false",
-        updates[arm],
+        str(EXAMPLE / f"{arm}.yaml"), f"roles.generator.model.path={args.models}/generator/model",
+        "evaluation.prompts=null",
+        f"data.path={args.models}/task/train.jsonl", f"run.prompts_per_step={args.prompts}", "run.save_every=0",
+        "gate.enabled=false", updates[arm],
     ]  # fmt: skip
     if arm == "tango":
         settings += [f"roles.verifier.model.path={args.models}/verifier/model", "recipe.args.warmup_updates=0"]
@@ -292,7 +296,7 @@ def _prepare(models: Path) -> None:
 
 
 def _counts(name: str, figures: Mapping[str, float]) -> bool:
-    """Whether a bar is for it: that on the overhead is for long steps."""
+    """Returns whether a bar is for it: that on the overhead is for long steps."""
     return not name.endswith("_overhead") or figures[name.replace("_overhead", "_turn_s")] >= LONG_S
 
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.base import Part, Tensors
+from megatron_rl.refit.base import ParameterPart, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.wiring import Seat, Seating
@@ -189,8 +189,10 @@ class Engine:
                 rows = min(rect.row + rect.rows, wanted.row + wanted.rows) - top
                 columns = min(rect.column + rect.columns, wanted.column + wanted.columns) - left
                 if rows > 0 and columns > 0:
-                    source = Part(rect.at_row + top - rect.row, rect.at_column + left - rect.column, rows, columns)
-                    target = Part(
+                    source = ParameterPart(
+                        rect.at_row + top - rect.row, rect.at_column + left - rect.column, rows, columns
+                    )
+                    target = ParameterPart(
                         wanted.at_row + top - wanted.row, wanted.at_column + left - wanted.column, rows, columns
                     )
                     self.targets.write(name, target, Tensors({"": part}).read("", source))

@@ -86,8 +86,8 @@ class Offline:
 
     def round(self, prompts: list[list[int]], sampling: Sampling, eos: int) -> dict[str, float]:
         settings = {
-            "n": sampling.n, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "logprobs": 0, "detokenize": False,
-            "stop_token_ids": [eos],
+            "n": sampling.n, "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "logprobs": 0,
+            "detokenize": False, "stop_token_ids": [eos],
         }  # fmt: skip
         seeds = [sampler.stream_key(sampling.seed, i, 0) & SEED_MASK for i in range(len(prompts))]
         return self._ask({"prompts": prompts, "sampling": settings, "seeds": seeds})

@@ -164,7 +164,9 @@ def by_layout(folder: str, args: argparse.Namespace, tokens: int) -> dict[str, f
 
 
 def measure(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Returns the CPU seconds (ours, theirs) of the fastest round of each: what else runs on the machine only ever adds."""
+    """Returns the CPU seconds (ours, theirs) of the fastest round of each: what else runs on the machine only ever
+    adds.
+    """
 
     def cpu(step: Callable[[], object]) -> float:
         start = time.process_time()

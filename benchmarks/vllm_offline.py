@@ -1,7 +1,9 @@
-"""vLLM without a server: answers rounds of requests, a JSON line each on standard input, with what they took. Run by vLLM's interpreter.
+"""vLLM without a server: answers rounds of requests, a JSON line each on standard input, with what they took.
 
-The first line holds the arguments of `vllm.LLM`, each further one a round: {"prompts": [token ids], "seeds": [one per prompt],
-"sampling": {...}}. Every line is answered with one: {"seconds", "tokens"}; the first when the engine is ready.
+Run by vLLM's interpreter.
+
+The first line holds the arguments of `vllm.LLM`, each further one a round: {"prompts": [token ids], "seeds": [one per
+prompt], "sampling": {...}}. Every line is answered with one: {"seconds", "tokens"}; the first when the engine is ready.
 """
 
 from __future__ import annotations

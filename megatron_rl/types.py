@@ -1,7 +1,7 @@
 """The data that flows through a run: prompts, rollouts, episodes. Every shape in the project is named here, once.
 
-P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout   K spans or marks of one rollout
-N packed positions   V vocabulary   L layers   k experts of one token
+P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout
+K spans or marks of one rollout   N packed positions   V vocabulary   L layers   k experts of one token
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ class Stop(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How a grading or an episode ended. A time-out or an error is no score: it never becomes a reward of 0."""
+    """The way that a grading or an episode ended.
+
+    A time-out or an error is no score: it never becomes a reward of 0.
+    """
 
     SCORE = "score"
     TIMEOUT = "timeout"
@@ -40,7 +43,7 @@ class Outcome(enum.Enum):
 
 
 class Author(enum.IntEnum):
-    """Who wrote the tokens of a span."""
+    """The writer of the tokens of a span."""
 
     POLICY = 0  # the role's own policy sampled them: they are trained on
     PARTNER = 1  # another model wrote them: the junior of a tandem, or another seat
@@ -79,10 +82,11 @@ NO_MARKS = Marks(np.empty((0, 2), np.int32))
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One sequence of one role, prompt included. `spans` say who wrote which tokens under which weight version; what is trainable, where the
-    response begins and how long it is are derived from them, here and nowhere else.
+    """One sequence of one role, prompt included. `spans` say who wrote which tokens under which weight version; what is
+    trainable, where the response begins and how long it is are derived from them, here and nowhere else.
 
-    The constructor turns lists into arrays. It raises ValueError for arrays of different lengths and for spans with gaps.
+    The constructor turns lists into arrays. It raises ValueError for arrays of different lengths and for spans with
+    gaps.
     """
 
     role: str
@@ -133,12 +137,16 @@ class Rollout:
 
     @property
     def written(self) -> np.ndarray:
-        """[T] bool: True where a model wrote the token, the policy or a partner; a prompt or a tool's output is False."""
+        """[T] bool: True where a model wrote the token, the policy or a partner; a prompt or a tool's output is
+        False.
+        """
         return self.authors != Author.ENVIRONMENT
 
     @property
     def weights(self) -> np.ndarray:
-        """[T] float32: weight of each token in the loss. 1 where trainable, `partner_weight` where a partner wrote, else 0."""
+        """[T] float32: weight of each token in the loss. 1 where trainable, `partner_weight` where a partner wrote,
+        else 0.
+        """
         return np.array([1.0, self.partner_weight, 0.0], np.float32)[self.authors]
 
     @property
@@ -195,7 +203,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """The rollouts of all seats of one task, and how it ended. A seat whose reward could not be made has no rollout here."""
+    """The rollouts of all seats of one task, and how it ended.
+
+    A seat whose reward could not be made has no rollout here.
+    """
 
     task: str
     rollouts: Sequence[Rollout]
@@ -204,7 +215,9 @@ class Episode:
 
 
 def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:
-    """Turns (number of tokens, author, version) of one stretch after the other into spans [K, 4] int32; empty stretches are left out."""
+    """Turns (number of tokens, author, version) of one stretch after the other into spans [K, 4] int32; empty stretches
+    are left out.
+    """
     kept = [part for part in parts if part[0] > 0]
     ends = np.cumsum([count for count, _, _ in kept], dtype=np.int32)
     starts = np.concatenate([np.zeros(1, np.int32), ends[:-1]])[: len(kept)]

@@ -80,7 +80,8 @@ def last_letter(tmp_path_factory) -> Path:
     task.write_verifier_pairs(base / "task/verifier_sft.jsonl", regime, pool, 5, steps=100)
     for name, start, steps in (("generator", "task/model", 170), ("verifier", "generator/model", 100)):
         program(
-            "sft", "examples/last_letter/sft.yaml", f"model.path={base}/{start}", f"data.train={base}/task/{name}_sft.jsonl",
+            "sft", "examples/last_letter/sft.yaml", f"model.path={base}/{start}",
+            f"data.train={base}/task/{name}_sft.jsonl",
             f"steps={steps}", f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}", "launch.nproc=1",
         )  # fmt: skip
         rows = [
@@ -92,7 +93,10 @@ def last_letter(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory) -> Iterator[Cluster]:
-    """Four nodes with eight GPUs each that exist by name only. A test that crashes nodes or leaves jobs calls `reset` at its end."""
+    """Four nodes with eight GPUs each that exist by name only.
+
+    A test that crashes nodes or leaves jobs calls `reset` at its end.
+    """
     if missing := missing_commands():
         pytest.skip(f"no Slurm: {', '.join(missing)} not found; `make slurm` installs it, or says why it cannot")
     with Cluster(tmp_path_factory.mktemp("slurm") / "mini") as cluster:
@@ -126,7 +130,9 @@ def fake_slurm(tmp_path, monkeypatch):
 
 
 def tango_settings(base: Path, out: Path, name: str) -> list[str]:
-    """Arguments of a small Tango run on the fixture's models: 2 ranks, a verifier warm-up, one cycle, a checkpoint after each step."""
+    """Arguments of a small Tango run on the fixture's models: 2 ranks, a verifier warm-up, one cycle, a checkpoint
+    after each step.
+    """
     return [
         "examples/last_letter/tango.yaml", f"roles.generator.model.path={base}/generator/model",
         f"roles.verifier.model.path={base}/verifier/model", f"data.path={base}/task/train.jsonl",

@@ -71,8 +71,9 @@ def _train(
     config: SftConfig, world: TorchWorld, driver: Driver, policy: MegatronPolicy,
     plan: tuple[tuple[list[Rollout], list[Rollout]] | None, bool, range], interrupts: Interrupts,
 ) -> bool:  # fmt: skip
-    """Trains the steps of `plan`: samples and validation on the driver, whether there is validation, steps to do. False when a signal
-    asked to leave (after saving)."""
+    """Trains the steps of `plan`: samples and validation on the driver, whether there is validation, steps to do. False
+    when a signal asked to leave (after saving).
+    """
     own, validates, todo = plan
     steps, trainee = todo.stop, Trainee(policy=policy, loss=CompletionLoss())
     saver = Saver(world, driver, {"model": policy}, background=config.run.async_save)

@@ -193,8 +193,9 @@ def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:
-    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, or run.steps is beyond
-    the recipe's plan."""
+    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, or run.steps is
+    beyond the recipe's plan.
+    """
     roles, steps = recipe.roles(), len(recipe.schedule())
     problems = [f"roles.{n} is missing" for n in roles if n not in config.roles]
     problems += [f"roles.{n} is not one of its roles" for n in config.roles if n not in roles]

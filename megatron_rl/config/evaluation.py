@@ -47,7 +47,7 @@ class Reward:
 
 
 @config
-class Judging:
+class JudgingConfig:
     """A verifier that weighs a generator's samples, for best of n and weighted votes."""
 
     model: Model  # the verifier
@@ -93,7 +93,7 @@ class EvalConfig:
     junior: Model | None = None  # the other model of handoff, legibility and drift
     base: Model | None = None  # the model that training began from, for drift
     max_rounds: PositiveInt = 150  # most turns in one hand-off
-    verifier: Judging | None = None  # a verifier that weighs the samples; null: none
+    verifier: JudgingConfig | None = None  # a verifier that weighs the samples; null: none
     # The grader of `data`. Its workers and limits are those of every benchmark's grader, too.
     reward: Reward = field(default_factory=Reward)
     # The engine that writes the answers.

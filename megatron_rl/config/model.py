@@ -180,7 +180,8 @@ class RoleConfig:
     # own: the role has a policy in the trainer, which its engines take weights from. none: its engines keep the weights
     # of model.path, and it costs the trainer no memory; it cannot be trained.
     policy: Literal["own", "none"] = "own"
-    # Another role whose policy and engines this one shares. Only sampling, max_prompt_tokens, tandem and data are its own.
+    # Another role whose policy and engines this one shares. Only sampling, max_prompt_tokens, tandem and data are its
+    # own.
     same_as: str | None = None
     # An OpenAI-compatible server that answers for this role; needs policy = none.
     endpoint: EndpointConfig | None = None
@@ -200,5 +201,5 @@ class RoleConfig:
 
     @property
     def has_policy(self) -> bool:
-        """Whether the trainer holds a model for this role alone."""
+        """Returns whether the trainer holds a model for this role alone."""
         return self.policy == "own" and self.same_as is None

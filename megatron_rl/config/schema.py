@@ -15,7 +15,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from megatron_rl.config.base import ConfigError, Share, Use, config
 from megatron_rl.config.datasets import PromptSet, SftData
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers, Sglang, Vllm
-from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, Judging, Reward
+from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
     Layout,
     LossConfig,
@@ -39,7 +39,7 @@ __all__ = [
     "GenerateConfig",
     "GradingConfig",
     "JobConfig",
-    "Judging",
+    "JudgingConfig",
     "Launch",
     "Layout",
     "LossConfig",
@@ -88,7 +88,10 @@ class TrainConfig:
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
 
     def __post_init__(self) -> None:
-        """Gives roles that share another one's policy its model and training settings. Raises ConfigError for an unknown role."""
+        """Gives roles that share another one's policy its model and training settings.
+
+        Raises ConfigError for an unknown role.
+        """
         roles = dict(self.roles)
         for name, role in self.roles.items():
             if role.same_as is None:
@@ -96,8 +99,8 @@ class TrainConfig:
             owner = self.roles.get(role.same_as)
             if owner is None or owner.same_as is not None:
                 raise ConfigError(
-                    f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; the roles are "
-                    f"{', '.join(self.roles)}"
+                    f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; "
+                    f"the roles are {', '.join(self.roles)}"
                 )
             roles[name] = replace(
                 role, model=owner.model, policy=owner.policy, endpoint=owner.endpoint, layout=owner.layout,

@@ -11,12 +11,12 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.source import Source
+from megatron_rl.conversion.source import WeightSource
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.rectangles import hf_shapes
 
 
-def compare(first: Source, second: Source) -> list[dict[str, Any]]:
+def compare(first: WeightSource, second: WeightSource) -> list[dict[str, Any]]:
     """Returns a row per tensor: name, equal (bit for bit), relative = |a - b| / |a| (Frobenius norms), largest |a - b|.
 
     Raises ConfigError when names or shapes differ.
@@ -34,7 +34,7 @@ def compare(first: Source, second: Source) -> list[dict[str, Any]]:
     return rows
 
 
-def _pairs(first: Source, second: Source) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yields (name, first's tensor, second's tensor).
 
     A checkpoint is read in its own order, and a directory's tensors by name as they are wanted. Raises ConfigError when

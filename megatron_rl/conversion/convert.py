@@ -14,7 +14,7 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.conversion.source import Source
+from megatron_rl.conversion.source import WeightSource
 from megatron_rl.conversion.target import copy_side_files, fresh
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def to_hf(
-    source: Source,
+    source: WeightSource,
     target: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -65,7 +65,7 @@ def to_hf(
 
 
 def to_megatron(
-    source: Source,
+    source: WeightSource,
     target: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -100,10 +100,10 @@ def to_megatron(
             writer.add_bytes(key, empty)
         writer.finish({})
         if verify:
-            _verify(Source(folder, folder, DistCheckpoint(folder)), tensors, None, cast=dtype)
+            _verify(WeightSource(folder, folder, DistCheckpoint(folder)), tensors, None, cast=dtype)
 
 
-def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
+def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
     """Returns the tensors of the result, in the order in which they will come."""
     stored = source.dtypes()
     if source.checkpoint is not None:
@@ -118,7 +118,7 @@ def _planned(source: Source, sizes: Sizes, dtype: torch.dtype | None) -> list[Pl
 
 
 def _parameter(
-    source: Source, sizes: Sizes, tensors: hf.DirectoryTensors, name: str, dtype: torch.dtype | None
+    source: WeightSource, sizes: Sizes, tensors: hf.DirectoryTensors, name: str, dtype: torch.dtype | None
 ) -> Tensor:
     """Returns one whole Megatron parameter, vocabulary not padded. Raises ConfigError for non-finite numbers."""
     (rows, columns), rects = megatron(sizes, name, WHOLE)
@@ -130,13 +130,13 @@ def _parameter(
     return parameter
 
 
-def _cast(source: Source, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _cast(source: WeightSource, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     own = tensor if dtype is None else tensor.to(dtype)
     _check_finite(source, name, own)
     return own
 
 
-def _check_finite(source: Source, name: str, tensor: Tensor) -> None:
+def _check_finite(source: WeightSource, name: str, tensor: Tensor) -> None:
     if not copies.all_finite(tensor):
         raise ConfigError(
             f"{source.file_of(name)}: {name} holds numbers that are not finite: its run failed, or the file is damaged"
@@ -160,7 +160,7 @@ def _set_dtype(file: Path, dtype: torch.dtype | None) -> None:
 
 
 def _verify(
-    source: Source, other: hf.DirectoryTensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None
+    source: WeightSource, other: hf.DirectoryTensors, dtype: torch.dtype | None, *, cast: torch.dtype | None = None
 ) -> None:
     """Compares every tensor of `source`, cast to `dtype`, with the directory's, cast to `cast`, bit for bit.
 
@@ -178,7 +178,7 @@ def _verify(
         raise ConfigError(f"the tensors written are not the model's: {sorted(names ^ wanted)[:5]} differ")
 
 
-def _compare_logits(source: Source, sizes: Sizes, folder: Path, *, exact: bool) -> str:
+def _compare_logits(source: WeightSource, sizes: Sizes, folder: Path, *, exact: bool) -> str:
     """Compares the logits with those of transformers, and returns a line about it.
 
     `exact`: raises ConfigError for a difference above LOGITS. A cast model's difference is told and not judged.

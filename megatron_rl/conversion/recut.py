@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
-from megatron_rl.conversion.source import Source, find, roles, step_directory
+from megatron_rl.conversion.source import WeightSource, find, roles, step_directory
 from megatron_rl.conversion.target import copy_side_files, fresh
 from megatron_rl.run.checkpoint import STATE, seal
 from megatron_rl.weights import copies, layouts
@@ -68,12 +68,12 @@ def reshard(
     return [source.path for source in sources]
 
 
-def _bytes(source: Source) -> int:
+def _bytes(source: WeightSource) -> int:
     """Returns the size of a checkpoint's files in bytes."""
     return sum(file.stat().st_size for file in source.path.glob("*.distcp"))
 
 
-def _recut(source: Source, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
+def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
     checkpoint, sizes = source.checkpoint, source.sizes
     layout = experts if experts is not None and sizes.experts else dense
     if checkpoint is None:

@@ -19,7 +19,7 @@ from megatron_rl.weights.sizes import Sizes
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """Weights on disk: a Hugging Face directory, or one role of a checkpoint with the model it started from."""
 
     path: Path
@@ -74,7 +74,7 @@ def read_sizes(model: Path) -> Sizes:
         raise ConfigError(f"{file} cannot be read ({error}): give a model directory") from error
 
 
-def find(path: Path, *, role: str | None = None, model: Path | None = None) -> Source:
+def find(path: Path, *, role: str | None = None, model: Path | None = None) -> WeightSource:
     """Finds the weights of a path.
 
     `path`: a run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face
@@ -85,12 +85,12 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
     if not path.is_dir():
         raise ConfigError(f"no directory {path}")
     if (path / ".metadata").is_file():
-        return Source(path, model, DistCheckpoint(path))
+        return WeightSource(path, model, DistCheckpoint(path))
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
             other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
             raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
-        return Source(path, path, None)
+        return WeightSource(path, path, None)
     path = step_directory(path)
     names = roles(path)
     if role is None and len(names) == 1:
@@ -102,7 +102,7 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> S
         )
     if role is None or role not in names:
         raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
-    return Source(path / role, model, DistCheckpoint(path / role))
+    return WeightSource(path / role, model, DistCheckpoint(path / role))
 
 
 def step_directory(path: Path) -> Path:

@@ -1,4 +1,6 @@
-"""The protocol of rollout engines, the same for all: embedded, pools of servers, addresses of others, and those of tests."""
+"""The protocol of rollout engines, the same for all: embedded, pools of servers, addresses of others, and those of
+tests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TandemSampling:
-    """The engine's junior writes along. A stream of random numbers of each row's own, a function of (seed, key, j), draws the authors."""
+    """The engine's junior writes along.
+
+    A stream of random numbers of each row's own, a function of (seed, key, j), draws the authors.
+    """
 
     rule: Rule
     seed: int | None = None  # of the authors of a text that is continued; None: the row's own
@@ -30,11 +35,11 @@ class TandemSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to draw completions. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
+    """The settings that completions are drawn by. `temperature=0` is greedy; `top_k=0`, `top_p=1`, `min_p=0` are off.
 
-    Sample j of the ask with key `key` draws from its own random stream, a function of (seed, key, j) alone, so that a result does not
-    depend on batching. `stop_tokens` and end-of-sequence tokens are kept as the last token of the completion; a completion
-    that meets a stop string ends with the token that completed it.
+    Sample j of the ask with key `key` draws from its own random stream, a function of (seed, key, j) alone, so that a
+    result does not depend on batching. `stop_tokens` and end-of-sequence tokens are kept as the last token of the
+    completion; a completion that meets a stop string ends with the token that completed it.
     """
 
     max_tokens: int
@@ -81,24 +86,30 @@ class Completion:
 class Session(Protocol):
     """Questions to one engine and their answers. It lives on the driver, and one thread reads its answers.
 
-    A completion's draw depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, calls off what is not done.
+    A completion's draw depends on (sampling.seed, key, sample) alone. Leaving `answers` early, or `close`, calls off
+    what is not done.
     """
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
-        """Asks for `sampling.n` completions of `tokens`; may be called at any time, also while answers are read, from any thread.
+        """Asks for `sampling.n` completions of `tokens`; may be called at any time, also while answers are read, from
+        any thread.
 
-        `key` is another one for every ask of the session. `after` is the key of an earlier turn of the same conversation: a pool
-        prefers the server that holds its prefix. Raises ValueError for a key that was used.
+        `key` is another one for every ask of the session. `after` is the key of an earlier turn of the same
+        conversation: a pool prefers the server that holds its prefix. Raises ValueError for a key that was used.
         """
         ...
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which more may be asked: `answers` waits for it to end. A thread that asks while another one reads is in it."""
+        """A block in which more may be asked: `answers` waits for it to end.
+
+        A thread that asks while another one reads is in it.
+        """
         ...
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields (key, its n completions), each when it is done, until nothing is outstanding and nobody is in `asking`. It may be
-        called again after more was asked."""
+        """Yields (key, its n completions), each when it is done, until nothing is outstanding and nobody is in
+        `asking`. It may be called again after more was asked.
+        """
         ...
 
     def close(self) -> None:
@@ -107,7 +118,10 @@ class Session(Protocol):
 
 
 class Engine(Protocol):
-    """A model that generates and scores, used on the driver. `version` is that of the weights it holds, -1 before it has any."""
+    """A model that generates and scores, used on the driver.
+
+    `version` is that of the weights it holds, -1 before it has any.
+    """
 
     @property
     def version(self) -> int: ...
@@ -115,11 +129,15 @@ class Engine(Protocol):
     def session(self) -> Session: ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """[S][T] -> [S] arrays [T] float32: log-probability of every token given those before it, at temperature 1; 0 for the first."""
+        """[S][T] -> [S] arrays [T] float32: log-probability of every token given those before it, at temperature 1; 0
+        for the first.
+        """
         ...
 
     def tend(self) -> None:
-        """Looks after the engine's servers while the driver has nothing else to do; engines without servers do nothing."""
+        """Looks after the engine's servers while the driver has nothing else to do; engines without servers do
+        nothing.
+        """
         ...
 
 

@@ -1,7 +1,8 @@
 """An engine behind the URL of any OpenAI-compatible endpoint: prompts go to its /v1/completions, as token ids where it
 takes them.
 
-What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is refitted.
+What such endpoints differ in is a matter of settings (`roles.NAME.endpoint`). Their weights are their own: nothing is
+refitted.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def run_rank(*arguments: Any, **options: Any) -> None:
     run_scheduler_process(*arguments, **options)
 
 
-class Landing:
+class SglangLanding:
     """Implements refit.engine_side.Endpoint for an SGLang model, within a session of /begin_weight_update and
     /end_weight_update, which undo and redo what SGLang makes of loaded weights.
 
@@ -149,7 +149,7 @@ class Refits:
             self._side.close()
             self._side = None
         model, tp = updater.get_model(), _tp_size()
-        landing = Landing(model)
+        landing = SglangLanding(model)
         rank = replica * tp + updater.tp_rank
         side = EngineSide(Board.join(address), rank, landing, next(model.parameters()).device)
         wanted = {

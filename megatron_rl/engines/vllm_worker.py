@@ -47,7 +47,7 @@ class TakePart(WeightTransferUpdateInfo):
     wait_s: float = field(default=60.0)
 
 
-class Landing:
+class VllmLanding:
     """Implements refit.engine_side.Endpoint for a vLLM model.
 
     On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What
@@ -113,7 +113,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         """
         self.shutdown()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
-        landing = Landing(trained, self.model_config, self.device)
+        landing = VllmLanding(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         side = EngineSide(
             Board.join(Address(init_info.host, init_info.port, init_info.secret)), rank, landing, self.device

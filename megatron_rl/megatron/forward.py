@@ -1,4 +1,6 @@
-"""Computes log-probabilities, and what else is asked for, from hidden states, over a vocabulary split across tensor ranks."""
+"""Computes log-probabilities, and what else is asked for, from hidden states, over a vocabulary split across tensor
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class _VocabParallelStatistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
+    ) -> Tensor:
         # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
         # next chunk out of these holes, and a CPU's heap would grow with every chunk.
         found = {name: torch.empty(len(hidden), device=hidden.device) for name in head.names}
@@ -108,8 +112,8 @@ def vocab_parallel_statistics(
     group: Any,
     names: Sequence[str],
 ) -> Tensor:
-    """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name), `entropy`, and
-    `vocab_mean`, the mean of all log-probabilities, which has no gradient.
+    """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name),
+    `entropy`, and `vocab_mean`, the mean of all log-probabilities, which has no gradient.
 
     hidden [n, h], weight [V/tp, h], labels [n] -> [len(names), n] float32.
 

@@ -92,7 +92,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class ParameterCounts:
     """The number of parameters of one rank: dense ones (router and shared experts among them), and its experts'."""
 
     dense: int
@@ -104,14 +104,14 @@ class Counts:
 
 
 @lru_cache(maxsize=4096)
-def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> Counts:
+def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
     """Returns what Megatron allocates on a rank of pipeline stage `stage`, vocabulary padding included."""
     sizes = shape.sizes
     layers = len(stage_layers(sizes, parallel)[stage])
     ends = {"first": stage == 0, "last": stage == parallel.pp - 1, "fused": False}
     outside = _elements(sizes, parallel, (), ends, experts=0)
     layer = _elements(sizes, parallel, (0,), ends, experts=sizes.experts // parallel.ep)
-    return Counts(dense=outside.dense + layers * (layer.dense - outside.dense), expert=layers * layer.expert)
+    return ParameterCounts(dense=outside.dense + layers * (layer.dense - outside.dense), expert=layers * layer.expert)
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
@@ -141,12 +141,12 @@ def active(shape: Shape) -> int:
 
 def _elements(
     sizes: Sizes, parallel: Parallel, layers: tuple[int, ...], ends: Mapping[str, bool], *, experts: int
-) -> Counts:
+) -> ParameterCounts:
     shard = Shard(tp=parallel.tp, expert_tp=parallel.etp)
     names = megatron_names(sizes, layers, range(min(experts, 1)), **ends)  # all experts are alike: one stands for all
     found = {name: prod(megatron(sizes, name, shard)[0]) for name in names}
     own = sum(size for name, size in found.items() if ".mlp.experts." in name)
-    return Counts(dense=sum(found.values()) - own, expert=own * experts)
+    return ParameterCounts(dense=sum(found.values()) - own, expert=own * experts)
 
 
 def _dense(family: str, numbers: tuple[int, ...], *, vocab: int, tied: bool = False, head_dim: int = 0) -> Sizes:

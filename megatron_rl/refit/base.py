@@ -33,7 +33,7 @@ class Mismatch(RefitError):
     """
 
 
-class Part(NamedTuple):
+class ParameterPart(NamedTuple):
     """A rectangle of a parameter.
 
     A 1-D parameter counts as [n, 1]. A parameter of more than two dimensions has all of them but the last joined to
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 class Readable(Protocol):
     """Parameters of a rank that can be read part by part."""
 
-    def read(self, name: str, part: Part) -> Tensor:
+    def read(self, name: str, part: ParameterPart) -> Tensor:
         """Returns the values of the part, [rows, columns]; a view where that is possible."""
         ...
 
@@ -61,7 +61,7 @@ class Readable(Protocol):
 class Parameters(Readable, Protocol):
     """Parameters of a rank that can be read and written part by part."""
 
-    def write(self, name: str, part: Part, values: Tensor) -> None:
+    def write(self, name: str, part: ParameterPart, values: Tensor) -> None:
         """Writes [rows, columns] `values` to the part, cast to the parameter's dtype."""
         ...
 
@@ -70,7 +70,7 @@ class Parameters(Readable, Protocol):
 class Reachable(Protocol):
     """Parameters whose own memory a transport may read, or may write into in place of calling `write`."""
 
-    def memory(self, name: str, part: Part, dtype: torch.dtype) -> Tensor | None:
+    def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
         """Returns the memory of the part as uint8 [bytes].
 
         Returns None unless the part lies in one piece, on a CPU, and has this dtype.
@@ -87,13 +87,15 @@ class Tensors:
             for name, t in tensors.items()
         }
         self._words = {name: as_words(t) for name, t in self._tensors.items()}
-        self._cut: dict[tuple[str, Part, torch.dtype], np.ndarray | None] = {}  # every refit asks for the same parts
-        self._whole: dict[tuple[str, Part, torch.dtype], Tensor | None] = {}
+        self._cut: dict[
+            tuple[str, ParameterPart, torch.dtype], np.ndarray | None
+        ] = {}  # every refit asks for the same parts
+        self._whole: dict[tuple[str, ParameterPart, torch.dtype], Tensor | None] = {}
 
-    def read(self, name: str, part: Part) -> Tensor:
+    def read(self, name: str, part: ParameterPart) -> Tensor:
         return self._tensors[name][part.row : part.row + part.rows, part.column : part.column + part.columns]
 
-    def write(self, name: str, part: Part, values: Tensor) -> None:
+    def write(self, name: str, part: ParameterPart, values: Tensor) -> None:
         target = self.words(name, part, values.dtype)
         source = None if target is None else as_words(values)
         if target is not None and source is not None:
@@ -101,7 +103,7 @@ class Tensors:
         else:
             self.read(name, part).copy_(values)
 
-    def memory(self, name: str, part: Part, dtype: torch.dtype) -> Tensor | None:
+    def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
         key = name, part, dtype
         if key not in self._whole:
             found = self.read(name, part)
@@ -109,7 +111,7 @@ class Tensors:
             self._whole[key] = found.view(-1).view(torch.uint8) if lies else None
         return self._whole[key]
 
-    def words(self, name: str, part: Part, dtype: torch.dtype) -> np.ndarray | None:
+    def words(self, name: str, part: ParameterPart, dtype: torch.dtype) -> np.ndarray | None:
         """Returns the part's own memory as 64-bit words, [rows, words].
 
         Returns None where the part is not made of whole words, does not lie on a CPU, or has another dtype.

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megatron_rl.refit.base import Part
+from megatron_rl.refit.base import ParameterPart
 from megatron_rl.weights.reshard import RefitBucket, RefitPlan
 
 Verify = Literal["off", "sample", "full"]
-NamedPart = tuple[str, Part]  # a parameter's name and a part of it
+NamedPart = tuple[str, ParameterPart]  # a parameter's name and a part of it
 SAMPLE_EVERY = 16  # with verify = sample, one slice of so many carries a checksum
 CHECKSUM_BYTES = 8
 # A run of slices of at least so many bytes may travel outside of the joined message, which saves a copy.
@@ -21,9 +21,9 @@ class Move(NamedTuple):
     """One slice: the part of a source parameter that goes to a part of a destination parameter."""
 
     source_name: str
-    source: Part
+    source: ParameterPart
     destination_name: str
-    destination: Part
+    destination: ParameterPart
 
 
 class SliceRun(NamedTuple):
@@ -31,7 +31,7 @@ class SliceRun(NamedTuple):
 
     moves: list[Move]
     name: str
-    part: Part  # the whole run
+    part: ParameterPart  # the whole run
 
     @property
     def sources(self) -> list[NamedPart]:
@@ -120,8 +120,8 @@ def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int
     for source, source_row, source_column, destination, row, column, rows, wide in zip(
         *(c[part].tolist() for c in columns), strict=True
     ):
-        read_from = Part(source_row, source_column, rows, wide)
-        write_to = Part(row, column, rows, wide)
+        read_from = ParameterPart(source_row, source_column, rows, wide)
+        write_to = ParameterPart(row, column, rows, wide)
         moves.append(Move(s.source_names[source], read_from, s.destination_names[destination], write_to))
     runs = _runs(moves, ALONE_BYTES // width)
     return BucketMessage(number, bucket, [move for run in runs for move in run.moves], runs)

@@ -1,4 +1,6 @@
-"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported models."""
+"""What every command shares: the world, the run directory on the driver, checkpoints over all ranks, and exported
+models.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ class Saves(Protocol):
 
 @dataclass
 class Driver:
-    """The run directory as this rank sees it. `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing."""
+    """The run directory as this rank sees it.
+
+    `tracker` and `console` exist on rank 0 alone; the other ranks' calls do nothing.
+    """
 
     directory: RunDirectory
     checkpoints: Checkpoints
@@ -85,8 +90,9 @@ class Driver:
             self.tracker.log(step, scope, {**metrics, **times}, turn=turn)
 
     def refitted(self, figures: Mapping[str, Any]) -> None:
-        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part of the metrics,
-        which are the same in a run that was interrupted."""
+        """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part
+        of the metrics, which are the same in a run that was interrupted.
+        """
         if self.tracker is not None:
             with self.directory.refits.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
@@ -102,10 +108,12 @@ class Driver:
 
 @contextlib.contextmanager
 def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> Iterator[TorchWorld]:
-    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without. Quiet libraries, one thread per process on CPU.
+    """Joins the ranks for the block: NCCL and gloo with GPUs, gloo without.
 
-    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of kernels that do the
-    same torch takes those that give the same bits every time; it warns where it has none.
+    Quiet libraries, one thread per process on CPU.
+
+    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of
+    kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
@@ -146,7 +154,10 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
 @contextlib.contextmanager
 def open_driver(config: Any, world: TorchWorld, place: Place, *, total_turns: int | None) -> Iterator[Driver]:
-    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from. Collective. A watchdog is on in the block."""
+    """Opens (or re-enters) the run directory and agrees on the checkpoint to go on from.
+
+    Collective. A watchdog is on in the block.
+    """
     with contextlib.ExitStack() as stack:
         own = run_directory(config)
         world.from_driver(lambda: stack.enter_context(only_one(own)))
@@ -187,8 +198,8 @@ def _opened(
 class Saver:
     """Atomic checkpoints of all roles and the run's state. Every method is collective.
 
-    In the background all but the first are written while training goes on: how long that first one takes is what a job's time limit
-    is compared with.
+    In the background all but the first are written while training goes on: how long that first one takes is what a
+    job's time limit is compared with.
     """
 
     def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
@@ -197,7 +208,10 @@ class Saver:
         self._measured = False
 
     def save(self, number: int, state: Any) -> int | None:
-        """Begins a checkpoint, after the one before is complete. -> `number` when it is complete on return, else None."""
+        """Begins a checkpoint, after the one before is complete.
+
+        Returns `number` when it is complete on return, else None.
+        """
         self.settle(wait=True)
         start, checkpoints = time.monotonic(), self._driver.checkpoints
 
@@ -248,9 +262,12 @@ def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) 
 
 
 def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> list[Answered] | None:
-    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar. None but on rank 0.
+    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar.
 
-    Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes on.
+    None but on rank 0.
+
+    Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes
+    on.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)

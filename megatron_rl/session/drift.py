@@ -1,4 +1,6 @@
-"""`megatron-rl drift`: a run at learning rate 0, in which the gap between engine and trainer log-probs must stay what it is."""
+"""`megatron-rl drift`: a run at learning rate 0, in which the gap between engine and trainer log-probs must stay what
+it is.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a role's gaps say. `growth`: of the mean gap's line from the first to the last refit, with its standard error."""
+    """The judgement on a role's gaps.
+
+    `growth` is that of the mean gap's line from the first to the last refit, `growth_error` its standard error.
+    """
 
     growth: float
     growth_error: float
@@ -91,7 +96,9 @@ def still(config: TrainConfig) -> TrainConfig:
 
 
 def measure(counts: np.ndarray, engine: np.ndarray, trainer: np.ndarray, *, version: int) -> Gap:
-    """Compares log-probs [N] of all sampled tokens, response after response; `counts` [S] are the responses' lengths."""
+    """Compares log-probs [N] of all sampled tokens, response after response; `counts` [S] are the responses'
+    lengths.
+    """
     gap = np.abs(engine - trainer).astype(np.float64)
     starts = np.concatenate([[0], np.cumsum(counts)])
     place = (
@@ -129,8 +136,9 @@ def judge(gaps: Sequence[Gap], limit: float) -> Verdict:
 
 
 class Probes:
-    """Updates, refits and probes of all policies, one round after the other. It is the same on every rank; `texts` and `gaps` count on the
-    driver."""
+    """Updates, refits and probes of all policies, one round after the other. It is the same on every rank; `texts` and
+    `gaps` count on the driver.
+    """
 
     def __init__(
         self, world: World, table: Table, trainees: Mapping[str, Trainee], trained: Sequence[str], texts: Sequence[str]
@@ -140,7 +148,10 @@ class Probes:
         self.gaps: dict[str, list[Gap]] = {name: [] for name in trainees}
 
     def round(self, name: str, version: int) -> None:
-        """Updates a policy on what it drew before, refits its engine, and measures. Collective. Version 0 has no update before it."""
+        """Updates a policy on what it drew before, refits its engine, and measures.
+
+        Collective. Version 0 has no update before it.
+        """
         trainee = self._trainees[name]
         if version and name in self._trained:
             if trainee.sleeps:
@@ -160,7 +171,8 @@ class Probes:
         self._drawn[name] = gate.probe(self._table, name, self._texts, sampling)
         if not any(r.num_trainable for r in self._drawn[name]):
             raise gate.GateFailure(
-                f"{name}: no token was sampled after {len(self._texts)} prompts: look at data, max_prompt_tokens and the context"
+                f"{name}: no token was sampled after {len(self._texts)} prompts: look at data, max_prompt_tokens and "
+                "the context"
             )
 
     def _measure(self, name: str, version: int, engine: np.ndarray, trainer: np.ndarray) -> None:
@@ -210,7 +222,8 @@ def _with_advantages(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def _refuse_a_begun_run(directory: RunDirectory) -> None:
     if directory.has_begun():
         raise RunError(
-            f"{directory.path} holds a run that has begun: give the drift test a directory of its own, such as run.name=drift"
+            f"{directory.path} holds a run that has begun: give the drift test a directory of its own, such as "
+            "run.name=drift"
         )
 
 
@@ -245,6 +258,6 @@ def _sentence(name: str, verdict: Verdict, limit: float) -> str:
     grows = "GROWS" if verdict.grows else "is flat"
     above = "ABOVE" if verdict.above else "within"
     return (
-        f"{name}: the mean gap {grows} ({verdict.growth:+.1e} +- {verdict.growth_error:.1e} over the refits); its greatest value, "
-        f"{verdict.worst:.1e}, is {above} gate.max_logprob_gap = {limit}"
+        f"{name}: the mean gap {grows} ({verdict.growth:+.1e} +- {verdict.growth_error:.1e} over the refits); its "
+        f"greatest value, {verdict.worst:.1e}, is {above} gate.max_logprob_gap = {limit}"
     )

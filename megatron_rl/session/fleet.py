@@ -1,5 +1,6 @@
-"""Opens the engines of a run: inside its ranks, servers of their own that a pool speaks to, or endpoints of others; and the refits that bring
-the trainer's weights to them."""
+"""Opens the engines of a run: inside its ranks, servers of their own that a pool speaks to, or endpoints of others; and
+the refits that bring the trainer's weights to them.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +42,9 @@ from megatron_rl.world import World
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines by role, and the refits by role of those that take a policy's weights. Servers are known on the driver alone; refits
-    are collective."""
+    """The engines by role, and the refits by role of those that take a policy's weights. Servers are known on the
+    driver alone; refits are collective.
+    """
 
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class _Session:
-    """What engines are opened with."""
+    """The parts of a run that engines are opened with."""
 
     config: TrainConfig
     world: World
@@ -67,8 +69,8 @@ class _Session:
 
 
 def open_fleet(
-    config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy], driver: Driver,
-    stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
+    config: TrainConfig, world: World, tokenizers: Mapping[str, Any], policies: Mapping[str, MegatronPolicy],
+    driver: Driver, stack: contextlib.ExitStack, leave: Callable[[], bool] = lambda: False,
 ) -> Fleet:  # fmt: skip
     """Opens an engine for every role that has one of its own; none for a replay. Collective."""
     fleet = Fleet()
@@ -87,7 +89,7 @@ def open_fleet(
 
 
 def _about(config: TrainConfig, role: str) -> About:
-    """What a client must know of a role's model."""
+    """Returns what a client must know of a role's model."""
     model = config.roles[role].model
     directory = hf.local_directory(model.path)
     architecture = hf.read_architecture(directory)
@@ -110,13 +112,16 @@ def _open_endpoints(session: _Session, fleet: Fleet) -> None:
 
 
 def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
-    """Makes an engine in every rank for each role. One without a policy takes its model directory's weights now, and keeps them."""
+    """Makes an engine in every rank for each role.
+
+    One without a policy takes its model directory's weights now, and keeps them.
+    """
     config = session.config
     for name in config.engine_roles:
         model, tandem = config.roles[name].model, config.roles[name].tandem
         own = EmbeddedEngine(
-            model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype), tokenizer=session.tokenizers[name],
-            junior=None if tandem is None else tandem.junior or model.path,
+            model.path, max_batch=settings.max_batch, dtype=getattr(torch, model.dtype),
+            tokenizer=session.tokenizers[name], junior=None if tandem is None else tandem.junior or model.path,
         )  # fmt: skip
         fleet.engines[name] = SpreadEngine(session.world, name, own)
         policy = session.policies.get(name)

@@ -33,15 +33,15 @@ class Place:
 
     @property
     def session(self) -> str:
-        """Of this start of the ranks, the same on all of them."""
+        """Returns the name of this start of the ranks, the same on all of them."""
         return f"{self.job.name}.{self.job.step}" if self.job is not None and self.port is None else f"port{self.port}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Where torchrun or srun put this process; None when no launcher did.
+    """Returns where torchrun or srun put this process; None when no launcher did.
 
-    srun gives no address: ranks meet by a file in the run directory, or by MASTER_ADDR and MASTER_PORT where the batch script exports
-    both. Raises ValueError when torchrun's environment lacks them, or one of them stands alone.
+    srun gives no address: ranks meet by a file in the run directory, or by MASTER_ADDR and MASTER_PORT where the batch
+    script exports both. Raises ValueError when torchrun's environment lacks them, or one of them stands alone.
     """
     job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -62,17 +62,19 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 
 
 def run_directory(config: Any) -> Path:
-    """Of a run that has one; else where its output goes."""
+    """Returns the directory of a run that has one; else the one where its output goes."""
     if hasattr(config, "run"):
         return Path(config.run.dir) / config.run.name
     return Path(config.output or ".").parent
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:
-    """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits. Returns the exit status: the first failure's.
+    """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits.
 
-    When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in a terminal
-    then reaches a rank twice counts as once (`run.Interrupts`).
+    Returns the exit status: the first failure's.
+
+    When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in
+    a terminal then reaches a rank twice counts as once (`run.Interrupts`).
     """
     base = {
         "WORLD_SIZE": str(nproc),
@@ -97,7 +99,8 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
     failed = failed or next((child.returncode for child in children if child.returncode), 0)
     if failed < 0:
         rank = next(rank for rank, child in enumerate(children) if child.returncode == failed)
-        text = f"rank {rank} was killed by {signal.Signals(-failed).name}: the others are ended; start the run again to go on"
+        name = signal.Signals(-failed).name
+        text = f"rank {rank} was killed by {name}: the others are ended; start the run again to go on"
         print(text, file=sys.stderr)
     if failed:
         _end(children)

@@ -23,7 +23,9 @@ from megatron_rl.types import Prompt
 def prompts(
     config: TrainConfig, recipe: Recipe, tokenizers: Mapping[str, Any]
 ) -> tuple[dict[str, PromptReader], list[Prompt]]:
-    """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out prompts."""
+    """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out
+    prompts.
+    """
     role = next(iter(recipe.roles()))
     limit = config.roles[role].max_prompt_tokens
 
@@ -60,7 +62,9 @@ def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
 
 
 def policy_of(config: TrainConfig, recipe: Recipe) -> dict[str, str]:
-    """The name of the policy that each trained role's rollouts train: its own, or that of the role it is the same as."""
+    """The name of the policy that each trained role's rollouts train: its own, or that of the role it is the
+    same as.
+    """
     return {name: config.roles[name].same_as or name for name, part in recipe.roles().items() if part.trained}
 
 
@@ -78,9 +82,13 @@ def uncredited(config: TrainConfig, recipe: Recipe) -> frozenset[str]:
 def table(
     config: TrainConfig, engines: Mapping[str, Engine], tokenizers: Mapping[str, Any], grade: Grade, driver: Driver
 ) -> Table:  # fmt: skip
-    """What the recipe plays with. Roles that share a policy share its engine."""
+    """Returns the table that the recipe plays with. Roles that share a policy share its engine.
+
+    Other ranks than the driver may lack engines.
+    """
+    owners = {name: role.same_as or name for name, role in config.roles.items()}
     return Table(
-        engines={name: engines[role.same_as or name] for name, role in config.roles.items()} if engines else {},
+        engines={name: engines[owner] for name, owner in owners.items() if owner in engines},
         tokenizers=tokenizers,
         samplings={
             name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))
@@ -108,7 +116,10 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
 
 
 def trainee(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
-    """A policy with what it is trained with. Rollouts made ahead of training get importance weights against their engine."""
+    """A policy with what it is trained with.
+
+    Rollouts made ahead of training get importance weights against their engine.
+    """
     settings = config.roles[name]
     late = config.rollouts.max_staleness > 0 and settings.loss.tis_cap is None
     loss = dataclasses.replace(settings.loss, max_tokens=settings.loss.max_tokens or settings.sampling.max_tokens)

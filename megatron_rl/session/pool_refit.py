@@ -34,7 +34,10 @@ class PoolRefit:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Collective. Waits for a first server; raises EngineError when none comes, or none can be brought to the weights."""
+        """Collective.
+
+        Waits for a first server; raises EngineError when none comes, or none can be brought to the weights.
+        """
         why = None
         for _ in range(REFITS):
             replicas = self._world.from_driver(self._begin, version)
@@ -43,11 +46,12 @@ class PoolRefit:
                 self._driver.refitted({"role": self._role, "version": version, **figures})
                 return
         raise EngineError(
-            f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: {why or 'see the log'}"
+            f"{self._role}: {REFITS} refits to version {version} reached no engine; the last one: "
+            f"{why or 'see the log'}"
         )
 
     def _attempt(self, order: tuple[int, Sequence[int]]) -> tuple[dict[str, float], str | None]:
-        """On every rank: the transfer -> (its figures, or why it failed)."""
+        """Transfers the weights; called on every rank. Returns (its figures, or why it failed)."""
         version, replicas = order
         try:
             return self._side(version, replicas), None
@@ -63,7 +67,7 @@ class PoolRefit:
         return self._pool.end_refit()
 
     def _refresh(self, replicas: list[int]) -> None:
-        """On the driver, while other servers work: brings `replicas` to the version that the pool serves."""
+        """Brings `replicas` to the version that the pool serves, on the driver, while other servers work."""
         assert self._pool is not None
         begun = self._begin(self._pool.version, replicas)
         if begun:

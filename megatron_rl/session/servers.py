@@ -1,4 +1,7 @@
-"""What `train` and `serve` agree on: where servers are listed, how one is started and spoken to. Light: every supervisor imports it."""
+"""What `train` and `serve` agree on: where servers are listed, how one is started and spoken to.
+
+Light: every supervisor imports it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, 
 
 @dataclass(frozen=True)
 class About:
-    """What a client must know of the model that its server has. Who asks for no completions needs none of it."""
+    """The facts that a client must know of its server's model.
+
+    A client that asks for no completions needs none of them.
+    """
 
     ends: frozenset[int] = frozenset()  # end-of-sequence tokens
     vocab: int = 0
@@ -24,14 +30,14 @@ class About:
 
 
 def command(settings: Servers) -> Callable[..., Command]:
-    """What makes the command line of a server of that kind."""
+    """Returns the function that makes the command line of a server of that kind."""
     return _module(settings).command
 
 
 def connect(
     settings: Servers, token: str, refit_timeout_s: float, about: About | None = None
 ) -> Callable[[Listing], Server]:
-    """What makes a client of a listed server."""
+    """Returns the function that makes a client of a listed server."""
     known = about or About()
     if isinstance(settings, Sglang):
         from megatron_rl.engines.sglang import SglangServer

@@ -28,11 +28,15 @@ HUNG = 8  # times engine.lost_after_s without an answer: a server that will not 
 
 
 def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
-    """Returns 0 when it was asked to leave, 1 when the server died too often. Raises ConfigError; StartError when the last start failed."""
+    """Returns 0 when it was asked to leave, 1 when the server died too often.
+
+    Raises ConfigError; StartError when the last start failed.
+    """
     settings = config.engine
     if isinstance(settings, Embedded):
         raise ConfigError(
-            "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or sglang"
+            "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or "
+            "sglang"
         )
     if role not in config.engine_roles:
         raise ConfigError(f"--role {role}: the roles with servers are {', '.join(config.engine_roles)}")
@@ -66,7 +70,8 @@ class _Serving:
     """One replica, over its restarts."""
 
     def __init__(
-        self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str, environment: Mapping[str, str]
+        self, config: TrainConfig, settings: Servers, role: str, replica: int, python: str,
+        environment: Mapping[str, str],
     ) -> None:  # fmt: skip
         self._config, self._settings, self._role, self._replica, self._python = config, settings, role, replica, python
         directory = run_directory(config).resolve()  # the log's name is read elsewhere
@@ -78,7 +83,10 @@ class _Serving:
         self._job = job_from(environment)
 
     def serve(self, stop: threading.Event) -> None:
-        """From its start to its end, or until `stop`, or until it has not answered for long. Raises StartError."""
+        """Runs the server from its start to its end, or until `stop`, or until it has not answered for long.
+
+        Raises StartError.
+        """
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
         words = command(settings)(
@@ -165,8 +173,9 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:
-    """Set by SIGTERM, SIGINT or SIGHUP, when the run is over, and at the end of standard input when that is a pipe from the run that
-    started this."""
+    """Set by SIGTERM, SIGINT or SIGHUP, when the run is over, and at the end of standard input when that is a pipe from
+    the run that started this.
+    """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -43,7 +43,7 @@ class Supervisor:
         self._process.stdin.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it has left; kills it after that time."""
+        """Waits until it has left; kills it after that time."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

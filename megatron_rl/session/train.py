@@ -1,4 +1,6 @@
-"""Builds the parts of a reinforcement-learning run, hands them to the loop, and writes the trained models at its end."""
+"""Builds the parts of a reinforcement-learning run, hands them to the loop, and writes the trained models at
+its end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def run(config: TrainConfig, place: Place) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Models:
-    """What a run trains and reads, before anything plays."""
+    """The policies that a run trains and the data that it reads, before anything plays."""
 
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader]  # by role; roles may share one
@@ -120,8 +122,9 @@ def _finish(
 
 @contextlib.contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once a turn, for half a
-    second, while all threads waited."""
+    """Keeps Python's garbage collector from looking at libraries and models in the block: it did at least once a turn,
+    for half a second, while all threads waited.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -132,7 +135,7 @@ def freeze_garbage_collector() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What a checkpoint holds beside the files of the policies."""
+    """The state that a checkpoint holds beside the files of the policies."""
 
     recipe: Recipe
     policies: Mapping[str, MegatronPolicy]
@@ -152,7 +155,8 @@ def _player(
 ) -> Player:  # fmt: skip
     """Makes the source of the loop's turns, on the driver.
 
-    Turns played under other settings are not taken from the store: all that is not of the machine counts, and the form of the file.
+    Turns played under other settings are not taken from the store: all that is not of the machine counts, and the form
+    of the file.
     """
     store = TurnStore(
         driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
@@ -178,7 +182,9 @@ def _player(
 
 
 def _fingerprint(config: TrainConfig) -> str:
-    """Stands for all settings that rollouts may depend on: those of the machine, and how often is saved, are left out."""
+    """Stands for all settings that rollouts may depend on: those of the machine, and how often is saved, are
+    left out.
+    """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
     plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)

@@ -1,4 +1,6 @@
-"""The step-0 gate: the reward tells right from wrong, and every engine agrees with its trainer, before anything is learned."""
+"""The step-0 gate: the reward tells right from wrong, and every engine agrees with its trainer, before anything is
+learned.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class GateFailure(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class GatePlan:
-    """What the gate is tried on; `prompts` of the driver count."""
+    """The settings and prompts that the gate is tried on; `prompts` of the driver count."""
 
     settings: Gate
     prompts: Sequence[Prompt]
@@ -39,9 +41,12 @@ class GatePlan:
 
 
 def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str) -> dict[str, float]:
-    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it. -> mean scores. On the driver.
+    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it.
 
-    Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is accepted.
+    Returns the mean scores; called on the driver.
+
+    Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is
+    accepted.
     """
     payloads = [p.payload for p in prompts]
     scores = {}
@@ -52,11 +57,12 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
         failures = [g.detail for g in graded if g.detail]
         if name == "right" and scores[name] < RIGHT_SHARE or name == "wrong" and scores[name] > WRONG_SHARE:
             raise GateFailure(
-                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the response "
-                f"{responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least {RIGHT_SHARE}, wrong ones at "
-                f"most {WRONG_SHARE}"
-                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and reward.target, say in "
-                "reward.answer_format how a response states its answer, or switch these checks off by gate.enabled=false"
+                f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the "
+                f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least "
+                f"{RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}"
+                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and "
+                "reward.target, say in reward.answer_format how a response states its answer, or switch these checks "
+                "off by gate.enabled=false"
             )
     return {"gate/reward_right": scores["right"], "gate/reward_wrong": scores["wrong"]}
 
@@ -64,7 +70,9 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
 def check_logprobs(
     world: World, table: Table, trainees: Mapping[str, Trainee], *, texts: Sequence[str], limit: float
 ) -> dict[str, float]:  # fmt: skip
-    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy. Collective; engines hold the policies' weights.
+    """Mean |engine - trainer| log-prob over tokens sampled after `texts`, per policy.
+
+    Collective; engines hold the policies' weights.
 
     Raises GateFailure for the first role whose gap is above `limit`, DriverError on the other ranks.
     """
@@ -79,15 +87,19 @@ def check_logprobs(
 def engine_and_trainer(
     world: World, table: Table, policy: Policy, role: str, texts: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probs of short samples after `texts`, by the role's engine and by its policy. -> [N] float32 each, empty but on the driver."""
+    """Log-probs of short samples after `texts`, by the role's engine and by its policy.
+
+    Returns [N] float32 each, empty but on the driver.
+    """
     drawn: list[Rollout] = []
     world.from_driver(lambda: drawn.extend(_short_probe(table, role, texts)))
     return both_logprobs(world, policy, drawn)
 
 
 def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tuple[np.ndarray, np.ndarray]:
-    """The engine's and the trainer's log-probs of the sampled tokens of `drawn`, which counts on the driver. Collective.
-    -> [number of sampled tokens] float32 each; empty on the other ranks."""
+    """The engine's and the trainer's log-probs of the sampled tokens of `drawn`, which counts on the driver.
+    Collective. -> [number of sampled tokens] float32 each; empty on the other ranks.
+    """
     found = policy_logprobs(world, policy, list(drawn) if world.rank == 0 else None)
     if found is None:
         return np.empty(0, np.float32), np.empty(0, np.float32)
@@ -118,7 +130,7 @@ def probe(table: Table, role: str, texts: Sequence[str], sampling: Sampling) -> 
 
 
 def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> float:
-    """On the driver: the mean gap. Raises GateFailure when it is above `limit`."""
+    """Returns the mean gap, on the driver. Raises GateFailure when it is above `limit`."""
     engine, trainer = pair
     gaps = np.abs(engine - trainer)
     gap = float(gaps.mean()) if len(gaps) else 0.0
@@ -134,10 +146,12 @@ def _judge_gap(role: str, pair: tuple[np.ndarray, np.ndarray], limit: float) -> 
 
 
 def _short_probe(table: Table, role: str, texts: Sequence[str]) -> list[Rollout]:
-    """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other log-probs)."""
+    """One short completion per text, drawn by `role` from its whole distribution (a truncated one has other
+    log-probs).
+    """
     own = table.samplings[role]
     sampling = replace(
-        own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0, min_p=0.0,
-        n=1, seed=table.seed_for("gate", role),
+        own, max_tokens=min(own.max_tokens, PROBE_TOKENS), temperature=own.temperature or 1.0, top_p=1.0, top_k=0,
+        min_p=0.0, n=1, seed=table.seed_for("gate", role),
     )  # fmt: skip
     return probe(table, role, texts, sampling)

@@ -23,7 +23,7 @@ class NothingTrained(RuntimeError):
 
 
 class Turns(Protocol):
-    """What gives the loop its turns, on the driver: training.player.Player, from a recipe or from a recording."""
+    """The giver of the loop's turns, on the driver: training.player.Player, from a recipe or from a recording."""
 
     def take(self, turn: Turn) -> Played:
         """The rollouts of the turn that is due."""
@@ -40,7 +40,10 @@ class Turns(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How long a run is, and how often it evaluates and saves. `evaluate_every` and `save_every` count steps; 0: only at the end."""
+    """The length of a run, and how often it evaluates and saves.
+
+    `evaluate_every` and `save_every` count steps; 0: only at the end.
+    """
 
     steps: int
     evaluate_every: int = 0
@@ -52,9 +55,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the run does beside training. Every rank calls `save`, `settle` and `log`; rank 0 alone calls `should_stop`.
+    """The actions of a run beside training.
 
-    `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become complete.
+    Every rank calls `save`, `settle` and `log`; rank 0 alone calls `should_stop`.
+
+    `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become
+    complete.
     """
 
     log: Callable[..., None]  # (step, scope, metrics, *, turn)
@@ -65,7 +71,7 @@ class Hooks:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a run stands: a checkpoint's JSON values. The loop moves it; it is the same on every rank."""
+    """The place where a run stands: a checkpoint's JSON values. The loop moves it; it is the same on every rank."""
 
     step: int = 0
     index: int = 0  # turns done of this step
@@ -91,8 +97,9 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The parts of a run. `trainees` has every policy by its name, trained or not; `policy_of` names the policy of each trained role
-    (another role's, where two roles share one). `table`, `turns` and `held_out` are used on rank 0 alone."""
+    """The parts of a run. `trainees` has every policy by its name, trained or not; `policy_of` names the policy of each
+    trained role (another role's, where two roles share one). `table`, `turns` and `held_out` are used on rank 0 alone.
+    """
 
     world: World
     trainees: Mapping[str, Trainee]
@@ -107,8 +114,9 @@ class Setup:
 def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     """Plays, updates and refits turn by turn as the recipe's schedule says. Every rank runs this same code.
 
-    Goes on from `progress` and moves it. Returns True when all steps are done, False when asked to leave (after saving).
-    Raises NothingTrained when no update was executed, GateFailure before the first one, and whatever a part raises, on every rank.
+    Goes on from `progress` and moves it. Returns True when all steps are done, False when asked to leave (after
+    saving). Raises NothingTrained when no update was executed, GateFailure before the first one, and whatever a part
+    raises, on every rank.
     """
     schedule = setup.recipe.schedule()[: plan.steps]
     if not any(schedule):
@@ -139,7 +147,9 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
 
 
 def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
-    """Puts policies to sleep that sleep between their turns, gives every engine its policy's weights, and tries the gate."""
+    """Puts policies to sleep that sleep between their turns, gives every engine its policy's weights, and tries the
+    gate.
+    """
     watch = setup.table.watch
     for trainee in setup.trainees.values():
         if trainee.sleeps:
@@ -179,7 +189,10 @@ class _Due:
         self.usable: dict[str, list[Rollout]] = {}  # by policy
 
     def take(self) -> list[tuple[str, bool]]:
-        """Gets the rollouts, on the driver. -> for each policy of the turn, in order, whether there is something to learn from."""
+        """Gets the rollouts, on the driver.
+
+        Returns for each policy of the turn, in order, whether there is something to learn from.
+        """
         assert self._setup.turns is not None, "turns are taken on the driver"
         self._played = self._setup.turns.take(self._turn)
         for role in self._turn.roles:
@@ -188,7 +201,10 @@ class _Due:
         return [(name, self._has_signal(name)) for name in self.usable]
 
     def metrics(self, role: str, version: int) -> dict[str, float]:
-        """Figures of the role's rollouts, none on other ranks than the driver. `version`: of the policy before its update."""
+        """Figures of the role's rollouts, none on other ranks than the driver.
+
+        `version`: of the policy before its update.
+        """
         rollouts = self._played.rollouts.get(role)
         if rollouts is None:
             return {}
@@ -198,7 +214,9 @@ class _Due:
         return rollout.num_trainable > 0 and not (self._plan.mixed == "drop" and len(rollout.versions) > 1)
 
     def _has_signal(self, name: str) -> bool:
-        """Whether any advantage is more than what rounding leaves of equal rewards; a loss that needs none learns from any rollout."""
+        """Returns whether any advantage is more than what rounding leaves of equal rewards; a loss that needs none
+        learns from any rollout.
+        """
         rollouts = self.usable[name]
         if not self._setup.trainees[name].loss.uses_advantages:
             return bool(rollouts)
@@ -235,8 +253,9 @@ def _end_step(schedule: Schedule, progress: Progress) -> None:
 
 
 def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -> None:
-    """Evaluates at the start, every so many steps, and at the end. The step's checkpoint comes first: a run that goes on from it
-    evaluates again, with the same figures, so that the two write the same lines."""
+    """Evaluates at the start, every so many steps, and at the end. The step's checkpoint comes first: a run that goes
+    on from it evaluates again, with the same figures, so that the two write the same lines.
+    """
     step = progress.step
     at_start, at_end = step == 0 and plan.evaluate_at_start, step >= steps
     regular = plan.evaluate_every > 0 and step > 0 and step % plan.evaluate_every == 0
@@ -271,7 +290,9 @@ def _complete(setup: Setup, number: int | None) -> None:
 
 
 def _ages(rollouts: Sequence[Rollout], version: int) -> dict[str, float]:
-    """Mean and greatest age of the rollouts in updates of their policy, and the share of those that several versions wrote."""
+    """Mean and greatest age of the rollouts in updates of their policy, and the share of those that several versions
+    wrote.
+    """
     ages = [float(version - r.version) for r in rollouts if r.num_trainable] or [0.0]
     mixed = fmean(float(len(r.versions) > 1) for r in rollouts) if rollouts else 0.0
     return {"version_lag": fmean(ages), "staleness": max(ages), "mixed_versions": mixed}

@@ -1,4 +1,6 @@
-"""What a recipe is given to play a turn with: the turn, the source of prompts, and the table with engines and graders."""
+"""What a recipe is given to play a turn with: the turn, the source of prompts, and the table with engines and
+graders.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,18 @@ class Table:
         self.notes.setdefault(role, {}).update(figures)
 
     def seed_for(self, *names: object) -> int:
-        """Returns a seed in [0, 2^63) that is a function of the run's seed and `names` alone, so that a resumed run draws the same."""
+        """Returns a seed in [0, 2^63) that is a function of the run's seed and `names` alone, so that a resumed run
+        draws the same.
+        """
         digest = hashlib.blake2b("/".join(map(str, (self.seed, *names))).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What a turn trains on: rollouts with advantages by role, in the order of training; and figures by role."""
+    """The material that a turn trains on: rollouts with advantages by role, in the order of training; and figures by
+    role.
+    """
 
     rollouts: Mapping[str, list[Rollout]]
     metrics: Mapping[str, Mapping[str, float]]  # by role
@@ -85,7 +91,7 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a recipe says of one of its roles."""
+    """The description that a recipe gives of one of its roles."""
 
     trained: bool = True
     samples: int = 1  # of each problem, that an update of this role trains on
@@ -101,7 +107,10 @@ class Recipe:
     """
 
     def roles(self) -> Mapping[str, Part]:
-        """Every role that the method needs a model for. The first one's tokenizer and prompt length hold for the data set's prompts."""
+        """Every role that the method needs a model for.
+
+        The first one's tokenizer and prompt length hold for the data set's prompts.
+        """
         raise NotImplementedError
 
     def schedule(self) -> Schedule:
@@ -121,7 +130,7 @@ class Recipe:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs of the recipe, as JSON values. Taken from the driver's copy."""
+        """Returns what a resumed run needs of the recipe, as JSON values. It is taken from the driver's copy."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

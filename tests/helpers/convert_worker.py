@@ -19,7 +19,9 @@ from megatron_rl.weights.layouts import TrainerLayout
 
 
 def imported(cases: list[dict[str, Any]]) -> dict[str, bool]:
-    """A converted checkpoint gives every layout the weights of the Hugging Face directory, bit for bit, over other weights."""
+    """A converted checkpoint gives every layout the weights of the Hugging Face directory, bit for bit, over other
+    weights.
+    """
     answers = {}
     for case in cases:
         wanted = dict(hf.read_tensors(case["model"]))

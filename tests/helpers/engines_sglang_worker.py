@@ -55,7 +55,8 @@ def outcome(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
 
 def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
     """Returns what a server refuses that has joined nobody yet."""
-    stranger = SglangServer(server.url, "not the token", config.engine, ends=(), vocab=97, refit_timeout_s=10)  # type: ignore[arg-type]
+    engine: Any = config.engine
+    stranger = SglangServer(server.url, "not the token", engine, ends=(), vocab=97, refit_timeout_s=10)
     order = base64.b64encode(pickle.dumps({"verb": "take part", "version": 0, "wait_s": 1.0})).decode()
     body = {"serialized_named_tensors": [order] * 2, "flush_cache": False}
     with urllib3.PoolManager(timeout=20) as nobody:

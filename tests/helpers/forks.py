@@ -1,4 +1,6 @@
-"""Starts ranks and other processes of a test as forks of a server that has imported what they need: in milliseconds, not seconds."""
+"""Starts ranks and other processes of a test as forks of a server that has imported what they need: in milliseconds,
+not seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ IMPORTED = ["refit_worker", "actor_worker"]
 
 
 def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables: str) -> BaseProcess:
-    """Runs `function` (of a module) in a process of its own, under these environment variables; its output goes to `log`."""
+    """Runs `function` (of a module) in a process of its own, under these environment variables; its output goes to
+    `log`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with mock.patch.dict(os.environ, environment()):  # for its imports
@@ -49,7 +53,10 @@ def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments:
 
 
 def answers(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> list[Any]:
-    """What `function` returned on each rank. Fails with the output of those that failed, and kills the others."""
+    """Returns what `function` returned on each rank.
+
+    Fails with the output of those that failed, and kills the others.
+    """
     end = time.monotonic() + timeout_s
     while any(r.exitcode is None for r in ranks) and not any(r.exitcode for r in ranks) and time.monotonic() < end:
         connection.wait([r.sentinel for r in ranks if r.exitcode is None], max(0.0, end - time.monotonic()))

@@ -188,10 +188,8 @@ def reference(
     clip = min(1.0, 1.0 / (float(norm) + 1e-6))
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-4).step()
-    grads, after = (
-        copies.by_expert(grads, arch),
-        copies.by_expert({n: p.detach().float() for n, p in named.items()}, arch),
-    )
+    grads = copies.by_expert(grads, arch)
+    after = copies.by_expert({n: p.detach().float() for n, p in named.items()}, arch)
     return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm), torch.cat(logits)
 
 

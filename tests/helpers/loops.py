@@ -66,18 +66,25 @@ class Log:
         return [m[name] for _, _, s, m in self.lines if s == scope and name in m]
 
 
+def _player(recipe, table, progress, store, *, data, replay):
+    """Returns the source of the loop's turns; `data` is its state in a checkpoint, `replay` a directory of turns."""
+    readers = {"generator": Questions()}
+    if data:
+        readers["generator"].load_state_dict(data["generator"])
+    if replay is None:
+        maker = TurnPlayer(recipe=recipe, readers=readers, table=table, prompts_per_step=10)
+    else:
+        maker = ReplayPlayer(recipe=recipe, readers=readers, recorded=TurnStore(replay))
+    turns = upcoming(recipe.schedule(), progress.state_dict())
+    return Player(maker, turns, store, max_staleness=0)
+
+
 def make(template, log, directory, **own):
-    """The parts of a run; `directory` holds its store of turns. `own`: grade, policy, state (of a checkpoint), stop_after, world, recipe,
-    replay (a directory), and fields of Trainee."""
-    parts = {
-        "grade": right,
-        "policy": None,
-        "state": None,
-        "stop_after": None,
-        "world": OneProcess(),
-        "recipe": None,
-        "replay": None,
-    }
+    """The parts of a run; `directory` holds its store of turns. `own`: grade, policy, state (of a checkpoint),
+    stop_after, world, recipe, replay (a directory), and fields of Trainee.
+    """
+    parts = {"grade": right, "world": OneProcess()}
+    parts |= dict.fromkeys(("policy", "state", "stop_after", "recipe", "replay"))
     settings = {name: value for name, value in own.items() if name not in parts}
     parts |= {name: value for name, value in own.items() if name in parts}
     world, state = parts["world"], parts["state"] or {}
@@ -92,21 +99,12 @@ def make(template, log, directory, **own):
         grade=parts["grade"],
         seed=3,
     )
-    trainee = Trainee(
-        policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=streaming(policy, engine), **settings
-    )
-    player = None
+    loss = PolicyLoss(LossConfig(kl_coef=0.0))
+    trainee = Trainee(policy=policy, loss=loss, refit=streaming(policy, engine), **settings)
     progress = loop.Progress(**state.get("progress", {}))
+    player = None
     if world.rank == 0:
-        readers = {"generator": Questions()}
-        if state:
-            readers["generator"].load_state_dict(state["data"]["generator"])
-        if parts["replay"] is None:
-            maker = TurnPlayer(recipe=recipe, readers=readers, table=table, prompts_per_step=10)
-        else:
-            maker = ReplayPlayer(recipe=recipe, readers=readers, recorded=TurnStore(parts["replay"]))
-        turns = upcoming(recipe.schedule(), progress.state_dict())
-        player = Player(maker, turns, TurnStore(directory), max_staleness=0)
+        player = _player(recipe, table, progress, TurnStore(directory), data=state.get("data"), replay=parts["replay"])
 
     def save(number):
         assert policy.asleep == settings.get("sleeps", False)

@@ -9,7 +9,7 @@ from megatron_rl.weights.sizes import Sizes
 
 
 def numbered(sizes: Sizes) -> dict[str, torch.Tensor]:
-    """By Hugging Face names, float64."""
+    """Returns parameters of different numbers by Hugging Face names, float64."""
     out, start = {}, 0
     for name, (rows, columns) in rectangles.hf_shapes(sizes).items():
         one_dimensional = columns == 1

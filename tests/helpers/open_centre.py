@@ -1,8 +1,11 @@
-"""Toy versions of methods that a stranger to this project might add. Each is one small piece of code that touches nothing else: they are the
-test of the centre's design (tests/multi/test_open_centre.py counts their lines and trains them through the real loop)."""
+"""Toy versions of methods that a stranger to this project might add. Each is one small piece of code that touches
+nothing else: they are the test of the centre's design (tests/multi/test_open_centre.py counts their lines and trains
+them through the real loop).
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,22 +13,23 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.algorithms.losses import Statistics, objective
-from megatron_rl.batches.batch import Batch
+from megatron_rl.algorithms.objectives import Objective, objective
+from megatron_rl.batches.batch import Batch, Statistics
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
 from megatron_rl.text import decode_all
 from megatron_rl.training.rollouts import sample, tokenize
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Author, Prompt, Rollout, Stop, spans_of
 
-LINES: dict[str, int] = {}  # name of a toy: the most lines that it may have
+LINES: dict[str, tuple[int, int]] = {}  # name of a toy: the lines that it has, and the most that it may have
 
 
 def within(lines: int) -> Any:
     """Notes how many lines the decorated toy may have."""
 
     def note(toy: Any) -> Any:
-        LINES[toy.__name__] = lines
+        source = toy.function if isinstance(toy, Objective) else toy
+        LINES[source.__name__] = (len(inspect.getsource(source).splitlines()), lines)
         return toy
 
     return note
@@ -61,8 +65,8 @@ class DynamicSampling(Grpo):
             prompts = source.take(self.groups)
             taken += len(prompts)
             rollouts = super().play(replace(turn, number=turn.number * self.rounds + number), _Given(prompts), table)
-            kept += [r for r in rollouts[GENERATOR] if np.abs(r.advantages).max() > 1e-6]
-            if len({r.group + r.payload["question"] for r in kept}) >= self.groups:
+            kept += [replace(r, group=f"{number}/{r.group}") for r in rollouts[GENERATOR] if abs(r.advantages) > 1e-6]
+            if len({r.group for r in kept}) >= self.groups:
                 break
         table.note(GENERATOR, {"prompts_taken": float(taken), "rounds": number + 1.0})
         return {GENERATOR: kept}
@@ -82,9 +86,9 @@ class _Given:
 @objective(needs=("old",))
 def sequence_ratio(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Any:
     """GSPO (arXiv 2507.18071): one clipped importance ratio per sequence, the geometric mean of its tokens'. -> [N]"""
-    log_ratio = live.logprobs - batch.old_logprobs
-    mean = batch.sequence_means(log_ratio.detach())  # [N], the mean over each position's sequence
-    ratio = (mean + live.logprobs - live.logprobs.detach()).exp()
+    counts = batch.sequence_sums(batch.counted.float()).clamp(min=1)
+    mean = batch.sequence_sums((live.logprobs - batch.old_logprobs).detach()) / counts
+    ratio = (batch.spread(mean) + live.logprobs - live.logprobs.detach()).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(ratio * batch.advantages).minimum(clipped * batch.advantages)
 
@@ -102,8 +106,9 @@ def median_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray)
 @within(170)
 @dataclass(frozen=True, kw_only=True)
 class Evolve(Recipe):
-    """A proposer writes questions, a solver answers them, a judge marks the answers; all three are trained from the same episodes
-    (Multi-Agent Evolve, arXiv 2510.23595). The roles have models of their own, or share one by `same_as`."""
+    """A proposer writes questions, a solver answers them, a judge marks the answers; all three are trained from the
+    same episodes (Multi-Agent Evolve, arXiv 2510.23595). The roles have models of their own, or share one by `same_as`.
+    """
 
     updates: int
     answers: int = 4  # of the solver to each proposed question
@@ -168,8 +173,9 @@ class Evolve(Recipe):
 @within(140)
 @dataclass(frozen=True, kw_only=True)
 class Rubric(Recipe):
-    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A failed veto item
-    makes the reward 0 (rubric anchors, arXiv 2508.12790)."""
+    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A
+    failed veto item makes the reward 0 (rubric anchors, arXiv 2508.12790).
+    """
 
     updates: int
     group_size: int = 4
@@ -215,7 +221,7 @@ class Counting:
         return str(task["question"])
 
     def step(self, turn: int, text: str) -> tuple[str | None, float]:
-        """What the tool says to the model's text (None: the episode is over), and the reward so far."""
+        """Returns what the tool says to the model's text (None: the episode is over), and the reward so far."""
         letters = sum(c.isalpha() for c in text)
         return (f"[{letters}]", 0.0) if turn == 0 else (None, letters / max(1, len(text)))
 
@@ -223,7 +229,9 @@ class Counting:
 @within(120)
 @dataclass(frozen=True, kw_only=True)
 class ToolTurns(Recipe):
-    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are never trained on."""
+    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are
+    never trained on.
+    """
 
     updates: int
     group_size: int = 4
@@ -265,8 +273,8 @@ class ToolTurns(Recipe):
                 session.ask(len(keys) - 1, so_far[i], sampling, after=key)
         rollouts = [
             Rollout(
-                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]), spans=spans_of(*parts[i]),
-                stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
+                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]),
+                spans=spans_of(*parts[i]), stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
             )
             for i, p in enumerate(prompts)
         ]  # fmt: skip
@@ -276,7 +284,7 @@ class ToolTurns(Recipe):
 @within(20)
 @objective(needs=("teacher_logprobs",), uses_advantages=False)
 def toward_teacher(live: Statistics, batch: Batch) -> Any:
-    """On-policy distillation: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
+    """Distils on-policy: the k2 estimate of KL(student || teacher) on sampled tokens. -> [N]"""
     return 0.5 * (live.logprobs - batch.values["teacher_logprobs"]) ** 2
 
 

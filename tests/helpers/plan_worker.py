@@ -1,4 +1,5 @@
-"""Runs on every rank: bytes that the actor really holds, for the cases in a JSON file, beside those that planning/memory.py expects.
+"""Runs on every rank: bytes that the actor really holds, for the cases in a JSON file, beside those that
+planning/memory.py expects.
 
 plan_worker.py OUT CASES.json     under run_ranks; a case: {model, layout, dtype, recompute, modules, lengths, micro}
 """
@@ -27,7 +28,9 @@ from megatron_rl.types import Author, Rollout, spans_of
 
 
 class Saved:
-    """Storages that autograd keeps for backward passes, each counted once while anything keeps it; not those in `but`."""
+    """Storages that autograd keeps for backward passes, each counted once while anything keeps it; not those in
+    `but`.
+    """
 
     def __init__(self, but: set[int]) -> None:
         self.but, self.keepers, self.live, self.peak = but, Counter(), 0, 0
@@ -89,8 +92,8 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     layout, dtype, recompute = Layout(**case["layout"]), case.get("dtype", "float32"), case.get("recompute", "none")
     modules = tuple(case.get("modules", ("core_attn",)))
     role = RoleConfig(
-        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout, loss=LossConfig(kl_coef=0.0),
-        micro_batch_tokens=case["micro"],
+        model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout,
+        loss=LossConfig(kl_coef=0.0), micro_batch_tokens=case["micro"],
     )  # fmt: skip
     policy = MegatronPolicy(role, parallel.create(layout))
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))

@@ -22,7 +22,10 @@ def free_port() -> int:
 
 
 def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 900) -> list[Any]:
-    """Runs `script OUT/rank{r}.json *arguments` on `world` ranks. Returns what each wrote; fails with the failed ranks' output."""
+    """Runs `script OUT/rank{r}.json *arguments` on `world` ranks.
+
+    Returns what each wrote; fails with the failed ranks' output.
+    """
     out.mkdir(parents=True, exist_ok=True)
     port, children = str(free_port()), []
     path = os.pathsep.join(
@@ -35,8 +38,8 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
     )
     for rank in range(world):
         env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
         }  # fmt: skip
         log = (out / f"rank{rank}.log").open("w")
         command = [sys.executable, str(script), str(out / f"rank{rank}.json"), *arguments]

@@ -1,6 +1,7 @@
 """Trainer ranks and engine processes for tests of refits: numbered weights, a changed one per version, real transports.
 
-`trainer` and `actors` run on ranks (engines inside these, or processes that join by a file with the address), `engine_process` beside.
+`trainer` and `actors` run on ranks (engines inside these, or processes that join by a file with the address),
+`engine_process` beside.
 """
 
 from __future__ import annotations
@@ -229,7 +230,9 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def late(out: Path, kind: str) -> Any:
-    """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything landed."""
+    """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything
+    landed.
+    """
     rank, board, transport = pair(kind)
     target = torch.zeros(1 << 16, dtype=torch.uint8)
     if rank == 1:
@@ -281,7 +284,8 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
         exchange.RefitOrder(version=0, verify="full"), Deadline.start(30.0, 20.0), outcome
     )
     return {
-        "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices), "checked": outcome.checked,
+        "bytes": outcome.sent + outcome.received, "planned": 4 * plan.sent, "slices": len(plan.slices),
+        "checked": outcome.checked,
         "mismatch": outcome.mismatch, "copied": engine.targets.bytes, "packed": packed[0], "holds": engine.holds(0),
     }  # fmt: skip
 

@@ -1,11 +1,13 @@
 """A real Slurm cluster (munged, slurmctld, one slurmd per node) on this machine, for tests.
 
-Needs no root rights, no systemd, no cgroup and no line in /etc/hosts, and writes nothing outside its directory. All nodes are this machine:
-a script asks `hostname` for an address that others reach; the name n1 does not resolve, though srun reaches it.
+Needs no root rights, no systemd, no cgroup and no line in /etc/hosts, and writes nothing outside its directory. All
+nodes are this machine: a script asks `hostname` for an address that others reach; the name n1 does not resolve, though
+srun reaches it.
 
-Processes of a cluster are found whoever their parent is: jobs carry its SLURM_CONF and their node's SLURMD_NODENAME in the environment;
-slurmstepd writes its title over its environment, but stays in the directory that its node's slurmd was started in. As a program,
-`slurm_cluster.py CONF` kills them all as soon as its standard input closes: the guard of a cluster whose owner was killed.
+Processes of a cluster are found whoever their parent is: jobs carry its SLURM_CONF and their node's SLURMD_NODENAME in
+the environment; slurmstepd writes its title over its environment, but stays in the directory that its node's slurmd was
+started in. As a program, `slurm_cluster.py CONF` kills them all as soon as its standard input closes: the guard of a
+cluster whose owner was killed.
 """
 
 from __future__ import annotations
@@ -90,14 +92,17 @@ class SlurmError(RuntimeError):
 class Cluster:
     """A cluster with the nodes n1 to n{nodes}, partitions batch and urgent (which preempts batch), and fake GPUs.
 
-    The GPUs are links to /dev/null: Slurm wants character devices, and only root may make such. Several clusters on a machine do not meet.
-    With SlurmdTimeout=10 it takes about half a minute until slurmctld gives up on a crashed node.
+    The GPUs are links to /dev/null: Slurm wants character devices, and only root may make such. Several clusters on a
+    machine do not meet. With SlurmdTimeout=10 it takes about half a minute until slurmctld gives up on a crashed node.
     """
 
     def __init__(
         self, directory: Path, *, nodes: int = 4, cpus: int = 16, gpus: int = 8, memory_mib: int = 4000
     ) -> None:
-        """`directory` is made. Raises ValueError for more nodes than a block of ports serves or a path too long for a socket."""
+        """`directory` is made.
+
+        Raises ValueError for more nodes than a block of ports serves or a path too long for a socket.
+        """
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"{nodes} nodes: give 1 to {MAX_NODES}")
         self.directory = directory.absolute()
@@ -120,7 +125,10 @@ class Cluster:
         self.stop()
 
     def start(self, *, timeout_s: float = 300.0) -> Cluster:
-        """Starts all daemons and returns once every node is idle. Raises SlurmError with the logs' ends; then nothing is left running."""
+        """Starts all daemons and returns once every node is idle.
+
+        Raises SlurmError with the logs' ends; then nothing is left running.
+        """
         atexit.register(self.stop)
         try:
             port = self._stack.enter_context(claimed_ports(len(self.names) + 2))
@@ -147,13 +155,18 @@ class Cluster:
         self._stack.close()
 
     def environment(self) -> dict[str, str]:
-        """For the commands of this cluster: without what another Slurm left there, as in a test that itself runs in a job."""
+        """Returns the environment for this cluster's commands: without what another Slurm left there, as in a test that
+        itself runs in a job.
+        """
         foreign = re.compile("(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCANCEL|MUNGE)")
         kept = {name: value for name, value in os.environ.items() if not foreign.match(name)}
         return kept | {"SLURM_CONF": str(self.conf), "PATH": PATH}
 
     def run(self, *words: str | Path, timeout_s: float = 300.0, cwd: Path | None = None) -> str:
-        """Runs one of Slurm's commands, in the cluster's directory unless `cwd` is given -> its output. SlurmError where it fails."""
+        """Runs one of Slurm's commands, in the cluster's directory unless `cwd` is given -> its output.
+
+        SlurmError where it fails.
+        """
         done = subprocess.run(
             list(map(str, words)),
             env=self.environment(),
@@ -175,12 +188,16 @@ class Cluster:
         return self.run("sbatch", "--parsable", *options, path)
 
     def states(self, job: str) -> dict[str, str]:
-        """{job: state}, or of an array {job_index: state}, where those cancelled before they ran are one entry, {job: CANCELLED}."""
+        """{job: state}, or of an array {job_index: state}, where those cancelled before they ran are one entry, {job:
+        CANCELLED}.
+        """
         said = self.run("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T")
         return dict(line.split() for line in said.splitlines())
 
     def field(self, job: str, name: str) -> str:
-        """A field of a job or of one array element (12_3) in `scontrol show job`: Restarts, NodeList, Reason, ExitCode..."""
+        """A field of a job or of one array element (12_3) in `scontrol show job`: Restarts, NodeList, Reason,
+        ExitCode...
+        """
         return _field(self.run("scontrol", "--oneliner", "show", "job", job), name)
 
     def node_states(self) -> dict[str, str]:
@@ -191,7 +208,10 @@ class Cluster:
         )
 
     def wait(self, job: str, states: str | Iterable[str] = ENDED, timeout_s: float = 300.0) -> dict[str, str]:
-        """Until the job, and of an array each element, is in one of `states` -> `states(job)`. SlurmError after `timeout_s`."""
+        """Waits until the job, and of an array each element, is in one of `states` -> `states(job)`.
+
+        SlurmError after `timeout_s`.
+        """
         wanted = {states} if isinstance(states, str) else set(states)
         found: dict[str, str] = {}
 
@@ -236,7 +256,10 @@ class Cluster:
     def _until(
         self, what: str, condition: Callable[[], bool], timeout_s: float, *, show: tuple[str, ...] = ("sinfo",)
     ) -> None:
-        """Looks until the condition holds. A daemon that ends, or the time, raises SlurmError with the logs' ends and what `show` says."""
+        """Looks until the condition holds.
+
+        A daemon that ends, or the time, raises SlurmError with the logs' ends and what `show` says.
+        """
         end, trouble = time.monotonic() + timeout_s, ""
         while True:
             ended = {name: daemon.returncode for name, daemon in self._daemons.items() if daemon.poll() is not None}
@@ -266,11 +289,11 @@ class Cluster:
         self._start_daemon(name, ["slurmd", "-D", "-N", name], self.directory / "spool" / name)
 
     def _start_daemon(self, name: str, words: list[str], cwd: Path) -> None:
-        """In a session of its own, so that Ctrl-C reaches the tests alone."""
+        """Starts a daemon in a session of its own, so that Ctrl-C reaches the tests alone."""
         with (self.directory / f"log/{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                [shutil.which(words[0], path=PATH) or words[0], *words[1:]], env=self.environment(), cwd=cwd, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                [shutil.which(words[0], path=PATH) or words[0], *words[1:]], env=self.environment(), cwd=cwd,
+                start_new_session=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
     def _munge_words(self) -> list[str]:
@@ -321,12 +344,15 @@ class Cluster:
 
 
 def missing_commands() -> list[str]:
-    """Which of Slurm's programs are not installed."""
+    """Returns those of Slurm's programs that are not installed."""
     return [name for name in COMMANDS if shutil.which(name, path=PATH) is None]
 
 
 def processes(conf: Path, node: str | None = None) -> list[psutil.Process]:
-    """All processes of a cluster, or of one of its nodes. First Slurm's own: they would report the end of the others."""
+    """All processes of a cluster, or of one of its nodes.
+
+    First Slurm's own: they would report the end of the others.
+    """
     slurms, others = [], []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
@@ -348,7 +374,9 @@ def processes(conf: Path, node: str | None = None) -> list[psutil.Process]:
 
 
 def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 30.0) -> None:
-    """SIGKILL to all that `find` gives, again and again until it gives none: one that is killed may have started another."""
+    """SIGKILL to all that `find` gives, again and again until it gives none: one that is killed may have started
+    another.
+    """
     end = time.monotonic() + timeout_s
     while left := [process for process in find() if process.pid != os.getpid()]:
         for process in left:
@@ -361,7 +389,10 @@ def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 30.0) 
 
 @contextlib.contextmanager
 def claimed_ports(count: int) -> Iterator[int]:
-    """Gives the first of `count` free ports in a row. The one before it stays bound to the end: the sign that the block is taken."""
+    """Gives the first of `count` free ports in a row.
+
+    The one before it stays bound to the end: the sign that the block is taken.
+    """
     for block in random.sample(PORTS, len(PORTS)):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             stack.enter_context(_bound(block))

@@ -31,7 +31,7 @@ def submit(site: tuple[Cluster, Path], *words: str) -> list[str]:
 
 
 def said(cluster: Cluster, *words: str) -> str:
-    """What a command of the program prints on the cluster."""
+    """Returns what a command of the program prints on the cluster."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", *words],
         cwd=ROOT, env=environment() | cluster.environment(), capture_output=True, text=True, timeout=300, check=True,
@@ -54,7 +54,7 @@ def figures(run: Path) -> list[tuple[int, str, dict[str, float]]]:
 
 
 def works(run: Path, starts: int) -> None:
-    """Until the run has started so often and saved a turn since."""
+    """Waits until the run has started so often and saved a turn since."""
 
     def saved() -> bool:
         begun = slices.read(run)

@@ -63,9 +63,11 @@ LLAMA31_ROPE = {  # as the config.json of Llama 3.1 spells it, for a context tha
 
 
 def make_model(directory, family="qwen2", *, seed=0, **overrides):
-    """Writes config.json and model.safetensors of a random model into `directory` (made if absent) and returns its path.
+    """Writes config.json and model.safetensors of a random model into `directory` (made if absent) and returns its
+    path.
 
-    Norm weights and biases are random too, so that a model that leaves one out is found out; `overrides` are config fields.
+    Norm weights and biases are random too, so that a model that leaves one out is found out; `overrides` are config
+    fields.
     """
     config_class, model_class = FAMILIES[family]
     sizes = {**SIZES, **OWN_SIZES.get(family, {}), **overrides}

@@ -3,7 +3,8 @@
 python two_hosts.py COMMAND...               as torchrun would: two ranks of it
 python two_hosts.py COMMAND... and COMMAND... one on each
 
-Their addresses are 10.9.0.1 and 10.9.0.2, at cable0 and cable1. Exit status: the first failure's; the other host's command is then killed.
+Their addresses are 10.9.0.1 and 10.9.0.2, at cable0 and cable1. Exit status: the first failure's; the other host's
+command is then killed.
 """
 
 from __future__ import annotations

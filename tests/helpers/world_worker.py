@@ -26,7 +26,7 @@ class Asked:
 
 
 def told(world, function, *args):
-    """What from_driver gave here: its value, or the name and text of the error."""
+    """Returns what from_driver gave here: its value, or the name and text of the error."""
     try:
         return ["value", world.from_driver(function, *args)]
     except (DriverError, FollowerError, ValueError, TypeError, RuntimeError) as error:

@@ -1,4 +1,6 @@
-"""The drift test: gaps are measured where they are, a steady one passes, and one that grows with every refit does not."""
+"""The drift test: gaps are measured where they are, a steady one passes, and one that grows with every refit
+does not.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         engine.load([("table", spoiled)], version=version)
 
     table = Table(
-        engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}}, samplings={"a": Sampling(max_tokens=20)},
-        max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
+        engines={"a": engine}, tokenizers={"a": lambda text: {"input_ids": [2, 3, 4]}},
+        samplings={"a": Sampling(max_tokens=20)}, max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
     trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
     probes = Probes(OneProcess(), table, {"a": trainee}, ("a",), ["text"] * 64)
@@ -85,10 +87,12 @@ def test_the_command_on_two_ranks_with_the_embedded_engine(tmp_path):
     )
     (tmp_path / "template.txt").write_text("{question}")
     settings = {
-        "roles": {"generator": {"model": {"path": f"{tmp_path}/model"}, "layout": {"tp": 2}, "optimizer": {"lr": 0.01, "min_lr": 0.01},
+        "roles": {"generator": {"model": {"path": f"{tmp_path}/model"}, "layout": {"tp": 2},
+                                "optimizer": {"lr": 0.01, "min_lr": 0.01},
                                 "sampling": {"max_tokens": 24, "temperature": 0.6, "top_k": 3}, "max_prompt_tokens": 32,
                                 "micro_batch_tokens": 128}},
-        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": f"{tmp_path}/template.txt"}},
+        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo",
+                   "args": {"updates": 1, "template": f"{tmp_path}/template.txt"}},
         "data": {"path": f"{tmp_path}/problems.jsonl", "fields": {"question": "question", "answer": "answer"}},
         "run": {"dir": str(tmp_path), "name": "drift", "prompts_per_step": 16}, "launch": {"nproc": 2},
     }  # fmt: skip

@@ -128,7 +128,7 @@ def test_published_sft_has_the_papers_numbers(name):
 
 
 def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
-    """As written there, and one in another format, in real workers."""
+    """They are as written there, and one is in another format; they run in real workers."""
     [code] = re.findall(r"```python\n# my_rewards.py\n(.*?)```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
     other = "def plain(response, payload):\n    return response == 'Answer: ' + payload['answer']\n"
     (tmp_path / "my_rewards.py").write_text(code + "\n\n" + other)

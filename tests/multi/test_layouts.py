@@ -1,4 +1,6 @@
-"""Our actor equals Hugging Face transformers: log-probs, loss, every gradient, and the weights after one optimizer step."""
+"""Our actor equals Hugging Face transformers: log-probs, loss, every gradient, and the weights after one optimizer
+step.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +196,8 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "cast": 0.0,
 }
 BF16 = {
-    "logprobs": 1.5,  # root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights
+    # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
+    "logprobs": 1.5,
     "gradients": 2.0,  # the largest, likewise
     "loss": 0.01,
     "weights": 2e-3,  # mean, after one Adam step of lr 1e-2
@@ -213,7 +216,9 @@ MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def matrix(world: int) -> list[dict]:
-    """Every axis alone on two ranks, and on four every pair of axes and what an axis can do alone; packed and padded, dense and experts."""
+    """Every axis alone on two ranks, and on four every pair of axes and what an axis can do alone; packed and padded,
+    dense and experts.
+    """
     if world == 2:
         pairs = [(name,) for name in AXES]
     else:

@@ -72,7 +72,9 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
 
 
 def test_a_run_that_was_killed_plays_no_turn_twice(template, tmp_path):
-    """The store has the turns after the last checkpoint: the same rollouts are trained on again, without an engine asked."""
+    """The store has the turns after the last checkpoint: the same rollouts are trained on again, without an engine
+    asked.
+    """
     whole, killed, second = Log(), Log(), Log()
     plan = loop.Plan(steps=6, save_every=2, evaluate_at_start=False)
     setup, progress = make(template, whole, tmp_path / "whole")

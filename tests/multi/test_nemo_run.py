@@ -1,4 +1,6 @@
-"""tools/launch.py by NeMo-Run itself, in its own environment: what it renders, runs here to the end, and runs on a real Slurm cluster."""
+"""tools/launch.py by NeMo-Run itself, in its own environment: what it renders, runs here to the end, and runs on a real
+Slurm cluster.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from megatron_rl.run.metrics import read_metrics
 GOLDEN = Path(__file__).parents[1] / "golden/nemo_run"
 GRAPH, SWEEP = "examples/nemo_run/sft_tango_eval.py", "examples/nemo_run/sweep.py"
 DONE = "SUCCEEDED"
-QUICK = ["generator.steps=30", "generator.optimizer.decay_steps=40", "verifier.steps=10", "verifier.optimizer.decay_steps=40",
-         "tango.recipe.args.generator_updates=2"]  # fmt: skip
+QUICK = ["generator.steps=30", "generator.optimizer.decay_steps=40", "verifier.steps=10",
+         "verifier.optimizer.decay_steps=40", "tango.recipe.args.generator_updates=2"]  # fmt: skip
 SITE = f"""
 time: "00:30:00"
 warning_s: 120
@@ -112,8 +114,8 @@ def rendered(launch, tmp_path) -> dict[str, str]:
     """Dry runs by the golden file's name, with what differs from place to place named."""
     pyxis = tmp_path / "pyxis.yaml"
     pyxis.write_text(
-        "account: lab\npartition: gpu\ngpu_type: a100\nmemory: '0'\nsetup: [module load slurm]\nsbatch: ['--comment=a word']\n"
-        "environment: {NCCL_DEBUG: 'INFO, all'}\npython: /opt/venv/bin/python\n"
+        "account: lab\npartition: gpu\ngpu_type: a100\nmemory: '0'\nsetup: [module load slurm]\nsbatch: "
+        "['--comment=a word']\nenvironment: {NCCL_DEBUG: 'INFO, all'}\npython: /opt/venv/bin/python\n"
         "container: {runtime: pyxis, image: /shared/megatron_rl.sqsh, mounts: ['/shared:/shared']}\n"
     )
     words = {
@@ -142,7 +144,9 @@ def rendered(launch, tmp_path) -> dict[str, str]:
 
 
 def test_dry_runs_are_as_the_golden_files_have_them(launch, tmp_path):
-    """After a wanted change: MEGATRON_RL_GOLDEN=write pytest tests/multi/test_nemo_run.py, and read the difference."""
+    """Run MEGATRON_RL_GOLDEN=write pytest tests/multi/test_nemo_run.py after a wanted change, and read the
+    difference.
+    """
     before = sorted(ROOT.glob("runs/*"))
     found = rendered(launch, tmp_path)
     if os.environ.get("MEGATRON_RL_GOLDEN") == "write":
@@ -243,7 +247,7 @@ def test_the_graph_runs_here_to_its_end(launch, site, tmp_path):
 
 
 def as_submitted(path: Path, site: Path) -> str:
-    """What `megatron-rl submit` would write for this config."""
+    """Returns what `megatron-rl submit` would write for this config."""
     plan = submit.plan_run(config_files.load(SftConfig, [path]), profile.read(str(site)), command="sft", to_come=True)
     return plan.files["config.yaml"]
 
@@ -282,7 +286,8 @@ def test_what_comes_after_a_failed_task_is_not_started(launch, site, tmp_path):
 @pytest.mark.slow
 def test_a_signal_reaches_the_task_and_nothing_more_is_started(nemo_python, site, tmp_path):
     (tmp_path / "wait.py").write_text(WAIT)
-    programs = f"Program(name='a', words=['{tmp_path}/wait.py', '{tmp_path}']), Program(name='b', words=['{tmp_path}/wait.py', '{tmp_path}'])"
+    words = f"['{tmp_path}/wait.py', '{tmp_path}']"
+    programs = f"Program(name='a', words={words}), Program(name='b', words={words})"
     own = definition(tmp_path / "own.py", f"Experiment(name='own', tasks=[{programs}])")
     os.mkfifo(tmp_path / "started")
     process = subprocess.Popen(
@@ -319,7 +324,9 @@ def test_a_sweep_runs_here_and_is_one_report(launch, site, tmp_path):
 @pytest.mark.multi
 @pytest.mark.slow
 def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, cluster, site, tmp_path):
-    """First by NeMo-Run, Tango on two nodes; then with Tango as an array through slurm/, and what is done is not done again."""
+    """First by NeMo-Run, Tango on two nodes; then with Tango as an array through slurm/, and what is done is not done
+    again.
+    """
     words = [
         GRAPH,
         "--small",
@@ -352,7 +359,9 @@ def test_the_graph_runs_on_a_slurm_cluster_and_its_tango_as_a_chain_too(launch, 
 @pytest.mark.multi
 @pytest.mark.slow
 def test_a_failed_job_takes_what_waits_for_it_with_it(launch, cluster, site, tmp_path):
-    """By NeMo-Run's dependencies, and from there on by those of our own scripts; values of the profile's environment arrive as they are."""
+    """This is so by NeMo-Run's dependencies, and from there on by those of our own scripts; values of the profile's
+    environment arrive as they are.
+    """
     (tmp_path / "fail.py").write_text("import sys; sys.exit(3)")
     (tmp_path / "tell.py").write_text(TELL)
     model, data = tmp_path / "none", tmp_path / "none.jsonl"

@@ -200,7 +200,8 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
         layouts.trainer(sizes, TrainerLayout(dp=parallel.dp, **cut)),
         layouts.engines(sizes, EngineLayout(tp=tp, replicas=replicas)),
         trainer=RankPlacement([rank // 8 for rank in range(16)], list(range(16))),
-        engine=RankPlacement([2 + rank // 8 for rank in range(tp * replicas)], [16 + rank for rank in range(tp * replicas)]),
+        engine=RankPlacement([2 + rank // 8 for rank in range(tp * replicas)],
+                             [16 + rank for rank in range(tp * replicas)]),
         bucket_elements=1 << 26,
     )  # fmt: skip
     ours = compute.refit_cost(

@@ -108,7 +108,8 @@ def test_places_of_the_launchers():
 @pytest.mark.multi
 def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
     shared = [
-        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl", "data.settings=last_letter",
+        f"model.path={last_letter}/generator/model", f"data.path={last_letter}/task/test.jsonl",
+        "data.settings=last_letter",
         "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", "launch.nproc=2",
     ]  # fmt: skip
     program("generate", *shared, f"output={tmp_path}/pairs", "validation_share=0.25", "n=2")
@@ -132,15 +133,18 @@ def test_eval_and_generate_on_two_ranks(last_letter, tmp_path):
 @pytest.mark.slow
 @pytest.mark.multi
 def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_path):
-    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from their record."""
+    """Generator with tp 2, verifier with dp 2, several optimizer steps per update, sleep; then the same turns from
+    their record.
+    """
     arguments = [
-        *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2", "roles.generator.samples_per_optimizer_step=20",
+        *tango_settings(last_letter, tmp_path, "run"), "roles.generator.layout.tp=2",
+        "roles.generator.samples_per_optimizer_step=20",
         "roles.verifier.sleep=true", "recipe.args.generator_updates=3", "evaluation.prompts=null",
     ]  # fmt: skip
     port = str(free_port())
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, "-m", "megatron_rl.main", "train",
-         *arguments],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, 
+         "-m", "megatron_rl.main", "train", *arguments],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -171,7 +175,10 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
 @pytest.mark.slow
 @pytest.mark.multi
 def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter, tmp_path):
-    """A Llama whose words have other numbers judges a Qwen2: between them goes text. Context parallel beside tensor parallel."""
+    """A Llama whose words have other numbers judges a Qwen2: between them goes text.
+
+    Context parallel beside tensor parallel.
+    """
     words = AutoTokenizer.from_pretrained(last_letter / "task/model").get_vocab()
     named = sorted(
         words, key=lambda word: (words[word] > 2, -words[word] if words[word] > 2 else words[word])
@@ -185,7 +192,8 @@ def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter,
     )  # fmt: skip
     own.save_pretrained(tmp_path / "llama")
     program(
-        "sft", "examples/last_letter/sft.yaml", f"model.path={tmp_path}/llama", f"data.train={last_letter}/task/verifier_sft.jsonl",
+        "sft", "examples/last_letter/sft.yaml", f"model.path={tmp_path}/llama",
+        f"data.train={last_letter}/task/verifier_sft.jsonl",
         "steps=60", "optimizer.decay_steps=60", "run.name=verifier", f"run.dir={tmp_path}", "launch.nproc=1",
     )  # fmt: skip
     program(

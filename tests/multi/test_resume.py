@@ -41,7 +41,8 @@ def wait_for_lines(process: subprocess.Popen, path: Path, count: int, timeout_s:
             return
         time.sleep(0.02)
     raise AssertionError(
-        f"{path} did not reach {count} lines (status {process.poll()}):\n{(path.parent.parent / 'log').read_text()[-3000:]}"
+        f"{path} did not reach {count} lines (status "
+        f"{process.poll()}):\n{(path.parent.parent / 'log').read_text()[-3000:]}"
     )
 
 

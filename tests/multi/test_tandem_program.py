@@ -18,9 +18,10 @@ def test_a_tandem_run_learns_from_its_seniors_tokens(last_letter, tmp_path):
     """Two ranks, two optimizer steps per update; the gate compares log-probs on senior tokens."""
     program(
         "train", "examples/tandem_last_letter/tandem.yaml", f"roles.generator.model.path={last_letter}/generator/model",
-        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl", "evaluation.num_prompts=32",
-        "run.prompts_per_step=8", "recipe.args.updates=2", "roles.generator.samples_per_optimizer_step=32", "launch.nproc=2",
-        f"run.dir={tmp_path}", "run.name=run",
+        f"data.path={last_letter}/task/train.jsonl", f"evaluation.prompts.path={last_letter}/task/test.jsonl",
+        "evaluation.num_prompts=32",
+        "run.prompts_per_step=8", "recipe.args.updates=2", "roles.generator.samples_per_optimizer_step=32",
+        "launch.nproc=2", f"run.dir={tmp_path}", "run.name=run",
     )  # fmt: skip
     turns = rows_of(tmp_path / "run", "generator")
     assert len(turns) == 2

@@ -93,7 +93,7 @@ def test_an_update_out_of_turn_is_refused_at_once_and_the_server_lives(found):
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_greedy_after_a_refit_into_two_ranks_is_that_of_transformers(found, judges, version):
-    """With a prompt of 300 tokens that the prefix cache knew before the refit."""
+    """One prompt has 300 tokens that the prefix cache knew before the refit."""
     check_greedy(judges[version], found[f"greedy_v{version}"], version=version)
     assert found["greedy_v0"] != found["greedy_v1"] and found["versions"] == [1, 1]
 

@@ -25,7 +25,8 @@ VOCAB = 97
 ENDS = (0, 7)  # of the tokenizer and of the model's config
 CONFIG = """
 roles:
-  generator: {{model: {{path: {base}/model}}, layout: {{tp: 2, pp: 2}}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}
+  generator:
+    {{model: {{path: {base}/model}}, layout: {{tp: 2, pp: 2}}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}
 recipe: {{target: megatron_rl.recipes.grpo:Grpo}}
 data: {{path: nowhere.jsonl}}
 engine: {{kind: vllm, python: {python}, replicas: 2, max_batch: 16}}
@@ -90,7 +91,7 @@ def test_vllm_conforms(found, name):
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_greedy_after_a_refit_from_a_tp2_pp2_actor_is_that_of_transformers(found, judges, version):
-    """Of both replicas, with a prompt of 300 tokens that the prefix cache knew before the refit."""
+    """This holds for both replicas, with a prompt of 300 tokens that the prefix cache knew before the refit."""
     check_greedy(judges[version], found[f"greedy_v{version}"], version=version)
     for replica in (0, 1):
         check_greedy(judges[version], found[f"each_v{version}_{replica}"], version=version)

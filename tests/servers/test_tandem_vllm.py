@@ -98,7 +98,7 @@ def check(judges, version, prompt, completion, *, model_logprobs=False):
 @pytest.mark.parametrize("version", [0, 1])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_token_has_its_authors_log_prob_after_a_refit_of_the_senior_alone(found, judges, strategy, version):
-    """With a prompt of 300 tokens, which the prefix cache knows of both models."""
+    """One prompt has 300 tokens, which the prefix cache knows of both models."""
     for place, (prompt, group) in enumerate(
         zip(prompts(VOCAB), completions(found[f"{strategy}_v{version}"]), strict=True)
     ):

@@ -1,5 +1,6 @@
-"""Lets PyPI's torchvision, a CUDA build, be imported beside a CPU build of torch: it dies registering a fake of operators that its library,
-which does not load, should have declared. Declaring them first is enough."""
+"""Lets PyPI's torchvision, a CUDA build, be imported beside a CPU build of torch: it dies registering a fake of
+operators that its library, which does not load, should have declared. Declaring them first is enough.
+"""
 
 from __future__ import annotations
 

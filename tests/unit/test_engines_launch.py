@@ -132,7 +132,8 @@ def test_a_servers_environment(tmp_path):
     """
     (tmp_path / "engine.py").write_text(
         "import megatron_rl.engines.guard, os\nroot = os.environ['PYTHONPATH'].split(os.pathsep)[0]\n"
-        "print(sorted(os.listdir(root)), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' in k or 'RANK' in k])"
+        "print(sorted(os.listdir(root)), megatron_rl.__file__.startswith(root), [k for k in os.environ if 'ELASTIC' "
+        "in k or 'RANK' in k])"
     )
     plain = (
         "['megatron_rl', 'megatron_rl_plugin-0.dist-info'] True []"  # the package, and what names its plug-in to vLLM
@@ -381,8 +382,8 @@ def test_serve_announces_starts_again_and_gives_up(config):
 
 
 def test_serve_leaves_when_it_is_told_to(config):
-    """By a signal, also while its parent's pipe is open (the interpreter then aborted at its end), and at the end of
-    that pipe.
+    """It leaves by a signal, also while its parent's pipe is open (the interpreter then aborted at its end), and at the
+    end of that pipe.
     """
     with contextlib.ExitStack() as stack:
         told, child, held = (

@@ -365,7 +365,7 @@ def test_a_listing_that_cannot_be_read_is_no_reason_to_drop_its_server(fleet: Fl
 
 
 def test_slow_looks_are_not_taken_for_silence(fleet: Fleet):
-    """While the watcher asked a lost server whether it was ready, the others grew too old."""
+    """The others grew too old while the watcher asked a lost server whether it was ready."""
     fleet.start()
     pool = fleet.serving(replicas=1, lost_after_s=5.0)
     pool.members.closing.set()

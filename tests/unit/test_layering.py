@@ -1,4 +1,6 @@
-"""Who may import whom: a lower layer never imports a higher one, heavy libraries stay behind their adapter, role names in recipes."""
+"""Who may import whom: a lower layer never imports a higher one, heavy libraries stay behind their adapter, role names
+in recipes.
+"""
 
 import ast
 import subprocess
@@ -70,13 +72,16 @@ def under(module, package):
 
 
 def layer(module):
-    """Number of the layer; the longest matching name decides (engines.base is lower than engines). None outside the package."""
+    """Number of the layer; the longest matching name decides (engines.base is lower than engines).
+
+    None outside the package.
+    """
     names = [(name, i) for i, layer in enumerate(LAYERS) for name in layer if under(module, f"megatron_rl.{name}")]
     return max(names, key=lambda found: len(found[0]))[1] if names else None
 
 
 def faults(module, source):
-    """What a source does that its layer may not, one line each."""
+    """Returns what a source does that its layer may not, one line each."""
     own, out = layer(module), []
     for name in imports(source):
         target = layer(name)
@@ -152,7 +157,10 @@ def test_role_names_stand_in_recipes_alone():
 
 
 def test_reading_a_config_loads_neither_torch_nor_megatron():
-    code = "import sys, megatron_rl.config.schema, megatron_rl.config.checks, megatron_rl.main; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    code = (
+        "import sys, megatron_rl.config.schema, megatron_rl.config.checks, megatron_rl.main; "
+        "print(sorted({m.split('.')[0] for m in sys.modules}))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
     loaded = ast.literal_eval(done.stdout)
     assert not {"torch", "megatron", "transformers", "vllm", "sglang"} & set(loaded) and "pydantic" in loaded

@@ -295,8 +295,9 @@ def test_kl_ref_is_the_kl_of_the_policy_to_its_reference_whatever_the_estimate_i
 
 
 def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engines_samples():
-    """The mean is taken over the engine's tokens, with a cap that never binds; with a cap of 1 no token weighs more than
-    its own."""
+    """The mean is taken over the engine's tokens, with a cap that never binds; with a cap of 1 no token weighs more
+    than its own.
+    """
     trainer, engine = two_models()
     gains = torch.randn(len(trainer), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     live = trainer.clone().requires_grad_()
@@ -320,8 +321,9 @@ def test_kl_without_reference_is_refused_with_the_cure():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_rank_with_nothing_to_train_takes_part_with_zeros(config):
-    """A rank, where there are fewer sequences than replicas, gets a dummy micro-batch, which has no reference; it must not stop the
-    others."""
+    """A rank, where there are fewer sequences than replicas, gets a dummy micro-batch, which has no reference; it must
+    not stop the others.
+    """
     zeros = torch.zeros(4)
     empty = zeros.long()
     batch = Batch(

@@ -163,7 +163,9 @@ def test_the_second_interrupt_leaves_at_once_with_130(waiter):
 
 
 def test_interrupts_end_a_main_thread_that_never_returns_to_python(waiter):
-    """It waits for a lock in C, as inside a collective: no Python handler runs. (Signals sent too fast are one, so a few are sent.)"""
+    """It waits for a lock in C, as inside a collective: no Python handler runs. (Signals sent too fast are one, so a
+    few are sent.)
+    """
     process = waiter("deaf")
     for _ in range(100):
         process.send_signal(signal.SIGINT)
@@ -188,7 +190,10 @@ def test_a_forked_worker_has_its_own_signals_again():
 
 
 def test_a_run_directory_has_one_trainer_at_a_time(tmp_path):
-    code = f"from pathlib import Path\nfrom megatron_rl.run.directory import only_one\nwith only_one(Path({str(tmp_path)!r})): print('in')"
+    code = (
+        "from pathlib import Path\nfrom megatron_rl.run.directory import only_one\n"
+        f"with only_one(Path({str(tmp_path)!r})): print('in')"
+    )
     with only_one(tmp_path):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
         assert "is being run by process" in other.stderr and other.stdout == ""

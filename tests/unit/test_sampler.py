@@ -25,7 +25,7 @@ def draws(sampling, *, over="positions"):
 
 
 def chi_square(tokens, probabilities):
-    """In standard deviations above its mean."""
+    """Returns chi-square in standard deviations above its mean."""
     kept = probabilities > 0
     counts = torch.bincount(tokens, minlength=len(probabilities)).double()
     assert counts[~kept].sum() == 0, "a token that was cut is drawn"

@@ -1,4 +1,6 @@
-"""A run of Tango through the real loop and player, with two tables of logits as policies and engines that say what they are told."""
+"""A run of Tango through the real loop and player, with two tables of logits as policies and engines that say what they
+are told.
+"""
 
 import pytest
 from fake_policy import TablePolicy

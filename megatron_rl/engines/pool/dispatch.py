@@ -38,7 +38,7 @@ class Request(Generic[T]):
     prefer: Member | None = None
 
 
-class Work:
+class Outstanding:
     """Tasks that one caller waits for, in the order in which they end."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Dispatcher:
         """Waits for the threads, whose requests have failed: the members were closed before."""
         self._threads.shutdown(cancel_futures=True)
 
-    def submit(self, work: Work, task: Callable[..., Any], *arguments: Any) -> None:
+    def submit(self, work: Outstanding, task: Callable[..., Any], *arguments: Any) -> None:
         """Runs a task on a thread, for `work`. Raises EngineError when the members are closed."""
         self.members.check_open()
         work.add(self._threads.submit(task, *arguments))
@@ -91,7 +91,7 @@ class Dispatcher:
         """Returns the patience of one caller."""
         return Waiting(self.members, self._hopeless)
 
-    def wait(self, work: Work, waiting: Waiting | None) -> Any:
+    def wait(self, work: Outstanding, waiting: Waiting | None) -> Any:
         """Looks after the servers and waits a moment -> what a task found, or None when none ended.
 
         Raises what the task raised; EngineError when there is no point in waiting. `waiting` is None when nothing is
@@ -107,7 +107,7 @@ class Dispatcher:
         self.members.check_open()
         return None if task is None else task.result()
 
-    def send(self, work: Work, request: Request[T]) -> tuple[T, Member]:
+    def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
         """Asks until some server answers -> its answer, and which it was. Runs on a thread.
 
         Raises EngineError when too many living ones fail, and when nobody waits for `work` any more; RequestRefused for
@@ -137,7 +137,7 @@ class Dispatcher:
                     self.members.change.notify(request.sequences)  # of hundreds that wait: no more can begin now
             self._pause(pause_s, failed)
 
-    def _take(self, work: Work, request: Request[T], failed: set[Member]) -> tuple[Member, int]:
+    def _take(self, work: Outstanding, request: Request[T], failed: set[Member]) -> tuple[Member, int]:
         """Waits for a server with room and takes it -> the server, and the version of its weights. Takes one that has
         `failed` only when there is no other.
         """

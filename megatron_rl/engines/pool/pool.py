@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rl.config.schema import Servers
 from megatron_rl.engines.base import Tokens
-from megatron_rl.engines.pool.dispatch import Dispatcher, Request, Work
+from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
 from megatron_rl.engines.pool.refits import PoolRefits
 from megatron_rl.engines.pool.session import PoolSession
@@ -54,7 +54,7 @@ class ServerEngine:
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """See engines.base.Engine. The sequences are spread over the servers. Raises as PoolSession.answers does."""
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
-        work, waiting, found = Work(), self._dispatcher.waiting(), dict[int, np.ndarray]()
+        work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, np.ndarray]()
         try:
             for places in _shares([len(tokens) for tokens in arrays], self.members.limits.servers):
                 self._dispatcher.submit(work, self._score, work, places, [arrays[place] for place in places])
@@ -78,7 +78,7 @@ class ServerEngine:
     def _hopeless(self) -> str | None:
         return None if self.hopeless is None else self.hopeless()
 
-    def _score(self, work: Work, places: Sequence[int], sequences: list[np.ndarray]) -> dict[int, np.ndarray]:
+    def _score(self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray]) -> dict[int, np.ndarray]:
         """Runs on a thread -> scores by place."""
 
         def ask(member: Member, version: int) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, Tokens
 from megatron_rl.engines.pool.continuation import dated, joined, nothing_of, seed_after
-from megatron_rl.engines.pool.dispatch import Dispatcher, Request, Work
+from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import Member
 from megatron_rl.engines.server import ServerLost
 from megatron_rl.types import Stop
@@ -29,7 +29,7 @@ class _Asked:
     key: int
     tokens: np.ndarray  # [T] int32
     sampling: Sampling
-    work: Work
+    work: Outstanding
     prefer: Member | None
     found: dict[int, Completion] = field(default_factory=dict)  # by sample
 
@@ -49,7 +49,7 @@ class PoolSession:
         self._asked: dict[int, _Asked] = {}  # asks without an answer, by key
         self._homes: dict[int, Member] = {}  # the server that answered a key last, and holds its prefix
         self._askers = 0  # threads in `asking`
-        self._work = Work()
+        self._work = Outstanding()
         self._closed = False
 
     def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
@@ -124,7 +124,7 @@ class PoolSession:
     def _call_off(self) -> None:
         """Sends nothing more of what was asked, and forgets what comes of it."""
         with self._lock:
-            over, self._work = self._work, Work()
+            over, self._work = self._work, Outstanding()
             self._asked.clear()
         with self._dispatcher.members.change:
             over.over = True

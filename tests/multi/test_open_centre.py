@@ -1,0 +1,240 @@
+"""The test of the centre's design: methods that touch nothing but their own few lines (tests/helpers/open_centre.py), each trained some
+updates by `megatron-rl train`'s own code on 2 ranks with real Megatron models, and checked for what it must do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import open_centre
+import pytest
+from fake_endpoint import FakeEndpoint
+from ranks import free_port, run_ranks
+from safetensors.torch import load_file
+from tiny_models import make_model
+from toys import characters
+
+from megatron_rl.run.checkpoint import Checkpoints
+from megatron_rl.run.metrics import read_metrics
+from megatron_rl.training.store import TurnStore, turn_files, turn_number
+from megatron_rl.training.turns import Turn
+from megatron_rl.types import Author
+
+pytestmark = pytest.mark.multi
+WORKER = Path(__file__).parents[1] / "helpers" / "open_centre_worker.py"
+TOKENIZER = characters()
+SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+RUBRIC = [
+    {"ask": "Is there a vowel?", "weight": 0.5},
+    {"ask": "Is there a capital?", "weight": 0.5},
+    {"ask": "Is there no @?", "weight": 0.0, "veto": True},
+]
+
+
+class Judge(FakeEndpoint):
+    """Answers the rubric's questions about a text, in tokens."""
+
+    def completions(self, body):
+        self.asked.append(body)
+        text = TOKENIZER.decode(body["prompt"])
+        question, _, response = text.partition("? ") if "? " in text else text.partition("?")
+        good = {
+            "Is there a vowel": any(c in "aeiou" for c in response),
+            "Is there a capital": any(c.isupper() for c in response),
+            "Is there no @": "@" not in response,
+        }[question]
+        said = TOKENIZER("YES" if good else "NO")["input_ids"]
+        ends = {"finish_reason": "length", "stop_reason": None}
+        return {"choices": [{"index": 0, "text": "", "token_ids": said, **ends}]}
+
+
+@pytest.fixture(scope="module")
+def judge():
+    fake = Judge()
+    yield fake
+    fake.close()
+
+
+def role(base, *, model="a", lr=0.02, **settings):
+    path = {"model": {"path": f"{base}/{model}"}} if model else {}
+    own = {"optimizer": {"lr": lr}, "loss": {"kl_coef": 0.0} | settings.pop("loss", {})} if model else {}
+    return {
+        **path, **own, "sampling": {"max_tokens": 6}, "max_prompt_tokens": 64, "micro_batch_tokens": 128, **settings,
+    }  # fmt: skip
+
+
+def config(base, name, recipe, roles, *, args=None, reward="share_of_vowels", **run):
+    return {
+        "roles": roles,
+        "recipe": {"target": recipe, "args": args or {}},
+        "data": {"path": f"{base}/data.jsonl", "fields": {n: n for n in ("question", "answer", "rubric")}},
+        "reward": {"target": f"open_centre:{reward}", "workers": 1},
+        "gate": {"enabled": False},
+        "run": {"dir": f"{base}/runs", "name": name, "prompts_per_step": 4, "save_every": 1, **run},
+        "launch": {"nproc": 2},
+    }
+
+
+def grpo(base, name, **settings):
+    loss, args = settings.pop("loss", {}), {"updates": 4, "group_size": 4, "template": f"{base}/template.txt"}
+    target, more = settings.pop("target", "megatron_rl.recipes.grpo:Grpo"), settings.pop("args", {})
+    roles = {"generator": role(base, loss=loss, samples_per_optimizer_step=settings.pop("batch", None))}
+    return config(base, name, target, roles, args=args | more, **settings)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, judge):
+    """All runs, by one start of two ranks. -> the directory of the runs."""
+    base = tmp_path_factory.mktemp("open")
+    for seed, name in enumerate("abc"):
+        make_model(base / name, "qwen2", vocab_size=97, num_hidden_layers=1, seed=seed, **SMALL)
+        TOKENIZER.save_pretrained(base / name)
+    rows = [{"question": f"{c}?", "answer": c, "rubric": RUBRIC} for c in "abcdefghijklmnop"]
+    (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (base / "template.txt").write_text("{question}")
+    (base / "key").write_text("sk-secret")
+    endpoint = {"url": judge.url, "model": "judge", "key_file": f"{base}/key"}
+    dynamic = {"target": "open_centre:DynamicSampling", "args": {"groups": 3}, "reward": "has_capital"}
+    three = {name: role(base, model=model) for name, model in zip(("proposer", "solver", "judge"), "abc", strict=True)}
+    one = {"proposer": role(base)} | {n: role(base, model=None, same_as="proposer") for n in ("solver", "judge")}
+    writers = {"writer": role(base), "judge": role(base, policy="none", endpoint=endpoint)}
+    pupils = {"student": role(base, lr=0.01), "teacher": role(base, model="b", policy="none")}
+    configs = [
+        grpo(base, "dynamic", **dynamic),
+        grpo(base, "cut", **dynamic, steps=2),
+        grpo(base, "cut", **dynamic, steps=4, resume="must"),
+        grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8),
+        grpo(base, "word", loss={"objective": "gspo"}, batch=8),
+        grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
+        config(base, "three", "open_centre:Evolve", three, args={"updates": 3}),
+        config(base, "one", "open_centre:Evolve", one, args={"updates": 3}),
+        config(base, "rubric", "open_centre:Rubric", writers, args={"updates": 3}),
+        config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
+        config(
+            base, "distil", "open_centre:Distil", pupils | {"student": role(base, loss={"objective": "open_centre:toward_teacher"})},
+            args={"updates": 6},
+        ),
+    ]  # fmt: skip
+    files = []
+    for i, one_config in enumerate(configs):
+        (base / f"{i}.yaml").write_text(json.dumps(one_config))
+        files.append([str(base / f"{i}.yaml"), free_port()])
+    statuses = run_ranks(WORKER, 2, base / "ranks", json.dumps(files), timeout_s=600)
+    assert statuses == [[0] * len(files)] * 2
+    return base / "runs"
+
+
+def series(run, role, name):
+    return [row.metrics[name] for row in read_metrics(run) if row.scope == role and name in row.metrics]
+
+
+def played_turns(run, *roles):
+    """What a run's store has of its turns, in order."""
+    directory = run / "rollouts"
+    numbers = map(turn_number, turn_files(directory))
+    return [TurnStore(directory).read(Turn(step=0, index=0, roles=roles, number=n))[0] for n in numbers]
+
+
+def turns(run, role):
+    """The rollouts of a role, turn by turn."""
+    return [played.rollouts[role] for played in played_turns(run, role)]
+
+
+def weights(run, name):
+    return load_file(run / "models" / name / "model.safetensors")
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all((first[k] == second[k]).all() for k in first)
+
+
+@pytest.mark.parametrize("name", open_centre.LINES)
+def test_a_toy_stays_within_its_lines(name):
+    has, may = open_centre.LINES[name]
+    assert has <= may
+
+
+def test_dynamic_sampling_trains_groups_with_signal_alone_and_counts_every_prompt_once(runs):
+    taken = series(runs / "dynamic", "generator", "prompts_taken")
+    assert len(taken) == 4 and sum(taken) > 4 * 3, "some groups had no signal, and more prompts were taken"
+    assert set(series(runs / "dynamic", "generator", "groups_without_signal")) == {0.0}
+    state = Checkpoints(runs / "dynamic/checkpoints").newest().read_state()["data"]["generator"]
+    assert state["epoch"] * 16 + state["position"] == sum(taken)
+
+
+def test_a_run_with_dynamic_sampling_that_was_cut_goes_on_exactly(runs):
+    assert same(weights(runs / "cut", "generator"), weights(runs / "dynamic", "generator"))
+    for name in ("prompts_taken", "reward/outcome", "loss"):
+        assert series(runs / "cut", "generator", name) == series(runs / "dynamic", "generator", name)
+
+
+def test_a_loss_of_ones_own_trains_what_the_same_loss_of_ours_does(runs):
+    assert series(runs / "loss", "generator", "optimizer_steps") == [2.0] * 4
+    assert same(weights(runs / "loss", "generator"), weights(runs / "word", "generator"))
+
+
+def test_an_estimator_of_ones_own_gives_the_advantages(runs):
+    for rollouts in turns(runs / "estimator", "generator"):
+        groups = {r.group for r in rollouts}
+        for group in groups:
+            own = [r for r in rollouts if r.group == group]
+            rewards = np.array([r.rewards["outcome"] for r in own])
+            np.testing.assert_allclose([r.advantages for r in own], rewards - np.median(rewards), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["three", "one"])
+def test_three_roles_learn_from_the_same_episodes(runs, name):
+    run = runs / name
+    roles = ("proposer", "solver", "judge")
+    for turn, played in enumerate(played_turns(run, *roles)):
+        assert list(played.rollouts) == list(roles)
+        for role_name in roles:
+            for r in played.rollouts[role_name]:
+                assert r.role == role_name and not r.trainable[: r.start].any() and r.trainable[r.start :].all()
+                assert r.versions == (turn,), "every engine had its policy's newest weights"
+        assert len(played.rollouts["solver"]) < 4 * 4 * 4, "answers without a mark left their groups"
+    summary = json.loads((run / "summary.json").read_text())
+    policies = roles if name == "three" else ("proposer",)
+    assert summary["updates"] == dict.fromkeys(policies, 3)
+    assert sorted(p.name for p in (run / "models").iterdir()) == sorted(policies)
+    trained = [sum(r.num_trainable for part in p.rollouts.values() for r in part) for p in played_turns(run, *roles)]
+    if name == "one":  # one update of all three roles' rollouts together
+        assert series(run, "judge", "trained_tokens") == series(run, "solver", "trained_tokens") == trained
+    else:
+        each = [series(run, role_name, "trained_tokens") for role_name in roles]
+        assert [sum(tokens) for tokens in zip(*each, strict=True)] == trained
+
+
+def test_a_rubric_is_judged_behind_a_url(runs, judge):
+    items = series(runs / "rubric", "writer", "items")
+    assert sum(items) == 3 * 4 * 4 * 3 == len(judge.asked)
+    for rollouts in turns(runs / "rubric", "writer"):
+        for r in rollouts:
+            text = TOKENIZER.decode(r.response, skip_special_tokens=True)
+            wanted = 0.5 * any(c in "aeiou" for c in text) + 0.5 * any(c.isupper() for c in text)
+            assert r.rewards["rubric"] == (0.0 if "@" in text else wanted), text
+
+
+def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(runs):
+    run = runs / "tool"
+    tokens = []
+    for rollouts in turns(run, "agent"):
+        tokens.append(float(sum(r.num_trainable for r in rollouts)))
+        for r in rollouts:
+            assert r.spans[:, 2].tolist() == [Author.ENVIRONMENT, Author.POLICY, Author.ENVIRONMENT, Author.POLICY]
+            said = TOKENIZER.decode(r.tokens[r.spans[2, 0] : r.spans[2, 1]])
+            first = TOKENIZER.decode(r.tokens[r.spans[1, 0] : r.spans[1, 1]], skip_special_tokens=True)
+            assert (
+                said == f"[{sum(c.isalpha() for c in first)}]"
+                and (r.logprobs[r.spans[2, 0] : r.spans[2, 1]] == 0).all()
+            )
+            assert r.length == len(r.response) == r.num_trainable
+    assert series(run, "agent", "trained_tokens") == tokens
+    assert max(series(run, "agent", "engine_gap")) < 1e-4, "the trainer reads the conversation as the engine did"
+
+
+def test_distillation_draws_the_student_to_its_teacher(runs):
+    gaps = series(runs / "distil", "student", "teacher_gap")
+    assert len(gaps) == 6 and gaps[-1] < 0.8 * gaps[0], gaps
+    assert [p.name for p in (runs / "distil/models").iterdir()] == ["student"]
