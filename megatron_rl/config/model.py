@@ -180,8 +180,8 @@ class RoleConfig:
     # own: the role has a policy in the trainer, which its engines take weights from. none: its engines keep the weights
     # of model.path, and it costs the trainer no memory; it cannot be trained.
     policy: Literal["own", "none"] = "own"
-    # Another role whose policy and engines this one shares. Only sampling, max_prompt_tokens, tandem and data are its
-    # own.
+    # Another role whose policy and engines this one shares. Its own are sampling, max_prompt_tokens, tandem and data;
+    # the other role's are model, layout, optimizer, loss and all else that training needs.
     same_as: str | None = None
     # An OpenAI-compatible server that answers for this role; needs policy = none.
     endpoint: EndpointConfig | None = None

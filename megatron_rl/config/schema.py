@@ -102,9 +102,15 @@ class TrainConfig:
                     f"roles.{name}.same_as = {role.same_as!r}: name another role that shares nobody's policy itself; "
                     f"the roles are {', '.join(self.roles)}"
                 )
+            if role.tandem is not None and owner.tandem is None:
+                raise ConfigError(
+                    f"roles.{name}.tandem with same_as = {role.same_as!r}: that role's engines hold no junior; set "
+                    f"roles.{role.same_as}.tandem too, or leave this one out"
+                )
             roles[name] = replace(
                 role, model=owner.model, policy=owner.policy, endpoint=owner.endpoint, layout=owner.layout,
                 optimizer=owner.optimizer, loss=owner.loss, packed=owner.packed, sleep=owner.sleep,
+                router_replay=owner.router_replay,
                 micro_batch_tokens=owner.micro_batch_tokens,
                 samples_per_optimizer_step=owner.samples_per_optimizer_step,
             )  # fmt: skip

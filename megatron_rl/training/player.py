@@ -1,10 +1,8 @@
 """Gives the loop its turns: played when they are due or ahead of training, or read from another run's record.
 
 A turn is played when at most `max_staleness` turns before it are not trained yet, so that no token is written by
-weights
-that miss more updates than that. What was played is in the store until a complete checkpoint holds it: a killed run
-plays
-no turn twice.
+weights that miss more updates than that. What was played is in the store until a complete checkpoint holds it: a killed
+run plays no turn twice.
 """
 
 from __future__ import annotations

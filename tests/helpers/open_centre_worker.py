@@ -1,4 +1,7 @@
-"""One rank of several runs, one after the other: `OUT RUNS`, where RUNS is a JSON list of [config file, port]. Writes the statuses."""
+"""One rank of several runs, one after the other.
+
+Arguments: OUT, where the statuses go, and RUNS, a JSON list of [config file, port].
+"""
 
 import json
 import os

@@ -1,5 +1,8 @@
-"""The test of the centre's design: methods that touch nothing but their own few lines (tests/helpers/open_centre.py), each trained some
-updates by `megatron-rl train`'s own code on 2 ranks with real Megatron models, and checked for what it must do."""
+"""The test of the centre's design: methods that touch nothing but their own few lines (tests/helpers/open_centre.py).
+
+Each is trained some updates by `megatron-rl train`'s own code on 2 ranks with real Megatron models, and checked for
+what it must do.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,8 @@ def runs(tmp_path_factory, judge):
     three = {name: role(base, model=model) for name, model in zip(("proposer", "solver", "judge"), "abc", strict=True)}
     one = {"proposer": role(base)} | {n: role(base, model=None, same_as="proposer") for n in ("solver", "judge")}
     writers = {"writer": role(base), "judge": role(base, policy="none", endpoint=endpoint)}
-    pupils = {"student": role(base, lr=0.01), "teacher": role(base, model="b", policy="none")}
+    toward = {"objective": "open_centre:toward_teacher"}
+    pupils = {"student": role(base, lr=0.01, loss=toward), "teacher": role(base, model="b", policy="none")}
     configs = [
         grpo(base, "dynamic", **dynamic),
         grpo(base, "cut", **dynamic, steps=2),
@@ -111,10 +115,7 @@ def runs(tmp_path_factory, judge):
         config(base, "one", "open_centre:Evolve", one, args={"updates": 3}),
         config(base, "rubric", "open_centre:Rubric", writers, args={"updates": 3}),
         config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
-        config(
-            base, "distil", "open_centre:Distil", pupils | {"student": role(base, loss={"objective": "open_centre:toward_teacher"})},
-            args={"updates": 6},
-        ),
+        config(base, "distil", "open_centre:Distil", pupils, args={"updates": 6}),
     ]  # fmt: skip
     files = []
     for i, one_config in enumerate(configs):

@@ -159,6 +159,7 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
     [
         ("{packed: true}", "roles.c.model.path is empty"),
         ("{same_as: nobody}", "roles.c.same_as = 'nobody': name another role"),
+        ("{same_as: a, tandem: {}}", "that role's engines hold no junior"),
         ("{model: {path: x}, endpoint: {url: 'http://a', model: b}}", "set policy to none"),
     ],
 )
