@@ -12,8 +12,8 @@ do. With turns played beside training: the trainer has a core of its own, and th
     overhead         share of the turns' wall time in no phase but these: rollout, review, reward, train, refit
     tango_over_grpo  mean wall time of an update in a Tango run (of either role) over that of an update in a GRPO run,
                      same generator; the median of turns next to each other
-    overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its training
-                     and refit)
+    overlap          with rollouts.max_staleness 1: wall time of a turn over max(its generation and grading, its
+                     training and refit)
 
 Figures with `_cpu` are of CPU-seconds of the trainer and its servers, which neighbours on the machine disturb less.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import (
@@ -156,7 +156,7 @@ def absent_files(config: Any) -> list[str]:
     if isinstance(config, TrainConfig):
         places["debug.replay"] = config.debug.replay or ""
     models = {f"roles.{name}.model.path": role.model.path for name, role in getattr(config, "roles", {}).items()}
-    models |= {"model.path": config.model.path} if hasattr(config, "model") else {}
+    models |= {"model.path": cast(Any, config).model.path} if hasattr(config, "model") else {}
     notes = [
         f"note: {name} = {path} is no directory here, so it is taken for a hub name"
         for name, path in models.items()

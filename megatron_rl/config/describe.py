@@ -23,7 +23,7 @@ def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:
     comments, hints, out = field_comments(schema), typing.get_type_hints(schema), []
     for field in dataclasses.fields(schema):
         comment = comments.get(field.name)
-        inside = [
+        inside: list[Any] = [
             kind for kind in (hints[field.name], *typing.get_args(hints[field.name])) if dataclasses.is_dataclass(kind)
         ]
         place = f"{prefix}{field.name}{'.NAME' if typing.get_origin(hints[field.name]) is dict and inside else ''}"

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -381,6 +381,7 @@ def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, 
     """Yields rows of a directory that save_to_disk wrote, a local data set directory, or a data set on the hub."""
     try:
         import datasets
+        import datasets.exceptions
     except ImportError as error:
         raise ConfigError(
             f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
@@ -404,7 +405,7 @@ def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, 
             "look at the three, and at the network when it is a hub name"
         ) from error
     number = 0
-    for table in rows.with_format("arrow").iter(batch_size=1024):
+    for table in cast(Any, rows.with_format("arrow").iter(batch_size=1024)):  # Arrow tables
         for row in table.to_pylist():
             number += 1
             yield f"{path}[{split}]:{number}", row

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import urllib3
+import urllib3.util
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Completion, Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +73,7 @@ class PolicyModel(GPTModel):
             chosen = copy_to_tensor_model_parallel_region(chosen)
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
         rank = parallel_state.get_tensor_model_parallel_rank()
         return vocab_parallel_statistics(
             chosen,
@@ -224,7 +225,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
     """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active."""
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
-        virtual = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
+        virtual: dict[str, Any] = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
         chunk = PolicyModel(
             config=config,
             transformer_layer_spec=_layer_spec(arch, config, virtual),
@@ -305,9 +306,10 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.qk_norm
         )
-    layer = get_gpt_layer_local_spec(
+    spec = get_gpt_layer_local_spec(
         num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm
     )
+    layer = cast(Any, spec)  # core declares its submodules as `object`
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     if arch.experts:
@@ -325,7 +327,8 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
     if arch.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, **virtual)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
 def _submodules(spec: Any) -> Any:

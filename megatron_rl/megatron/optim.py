@@ -65,14 +65,15 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     initialize_state(optimizer)
     for part in parts(optimizer):
         platform.mend_saved_offsets(part.buffers)
-    decays = settings.decay != "constant"
+    decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
+    assert decay_steps is not None  # Optimizer checks it
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=settings.decay_steps if decays else ENDLESS,
+        lr_decay_steps=decay_steps,
         lr_decay_style=settings.decay,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
@@ -108,7 +109,7 @@ def initialize_state(optimizer: Any) -> None:
                 state["step"].zero_()
 
 
-def adopt_rates(optimizer: Any, state: dict[str, Any]) -> None:
+def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
     """Puts a checkpoint's rates into the parameter groups, before the checkpoint is loaded.
 
     Core 0.19 finds a group's counterpart by its rates.

@@ -84,11 +84,11 @@ class Groups:
     def active(self) -> Iterator[None]:
         """Makes core see this layout inside the block, and afterwards what it saw before."""
         before = _snapshot()
-        vars(parallel_state).update(self._globals)
+        parallel_state.__dict__.update(self._globals)
         try:
             yield
         finally:
-            vars(parallel_state).update(before)
+            parallel_state.__dict__.update(before)
 
 
 _made: dict[tuple[Layout, int, int], Groups] = {}  # the groups that exist in the world `_world`
@@ -149,7 +149,7 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
         replicas=_replicas(control, timeout_s),
         _globals=_snapshot(),
     )
-    vars(parallel_state).update(before)
+    parallel_state.__dict__.update(before)
     return groups
 
 

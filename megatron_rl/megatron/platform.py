@@ -265,7 +265,7 @@ def _patch_megatron() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-    vars(distrib_optimizer).update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+    distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -315,7 +315,7 @@ def _define_missing_name() -> None:
     with _silent_imports():
         from megatron.core.transformer.moe import moe_utils
 
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

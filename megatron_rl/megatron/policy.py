@@ -7,7 +7,7 @@ import inspect
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 # Core 0.19 writes in the background by another package unless it is told not to.
-_OWN_WRITER = (
+_OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
@@ -199,7 +199,8 @@ class MegatronPolicy:
         """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this
         role's settings."""
         with self._awake(), self.groups.active():
-            state = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
+            loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
+            state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
             for i, chunk in enumerate(self.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
             if self.trainable:

@@ -168,10 +168,10 @@ class Exchange:
         """Copies a message whose source and destination are both in this process, and checks it."""
         sources, targets = self._side.sources, self._side.targets
         assert sources is not None and targets is not None
-        quick = isinstance(sources, Tensors) and isinstance(targets, Tensors)
+        quick = (sources, targets) if isinstance(sources, Tensors) and isinstance(targets, Tensors) else None
         for move in message.moves:
-            target = targets.words(move.destination_name, move.destination, self._dtype) if quick else None
-            source = sources.words(move.source_name, move.source, self._dtype) if quick else None
+            target = quick[1].words(move.destination_name, move.destination, self._dtype) if quick else None
+            source = quick[0].words(move.source_name, move.source, self._dtype) if quick else None
             if target is not None and source is not None:
                 target[...] = source
             else:

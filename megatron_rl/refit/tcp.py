@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -326,7 +327,7 @@ def _configure(made: socket.socket) -> None:
 
 
 def _memory(block: Tensor) -> memoryview:
-    return memoryview(block.numpy())
+    return memoryview(cast(Any, block.numpy()))  # numpy declares the buffer protocol from Python 3.12 on
 
 
 def _fill(of: socket.socket, memory: memoryview) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
+NO_LIMIT: Any = None  # math-verify takes None for no time limit, but declares an int
 SMALL = 1e-3  # math-verify rounds to 6 decimals: numbers below this may differ and still become the same
 CLOSE = 1e-4  # relative difference of small numbers that count as equal
 
@@ -20,12 +21,12 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     alarm; the worker that runs this is killed instead. An answer that cannot be read or compared is wrong, as a model
     may write anything. Raises ValueError when the known answer cannot be read.
     """
-    gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=None))
+    gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=NO_LIMIT))
     if not gold:
         raise ValueError(
             f"the known answer {payload['answer']!r} cannot be read by math-verify: mend or drop this problem"
         )
-    answer = _defined(parse(response, parsing_timeout=None))
+    answer = _defined(parse(response, parsing_timeout=NO_LIMIT))
     return float(verify(gold, answer, timeout_seconds=None) and not _differ_in_size(gold, answer))
 
 

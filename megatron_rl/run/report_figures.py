@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,7 +21,7 @@ INK = "#010203"  # a mark for the page's text colour; it becomes `currentColor` 
 LEADING = ("accuracy", "reward", "loss", "kl_ref", "entropy", "length", "engine_gap")  # metrics that are drawn first
 MAX_BARS = 60  # most bars in the chart of times by turn
 FEW = 20  # a line with fewer points is not smoothed
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "megatron_rl",
     "font.family": "sans-serif",

@@ -128,7 +128,8 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     else:
         torch.set_num_threads(1)
         backend = "gloo"
-    store, address, file = None, {}, shared / f"ranks.{place.session}.json"
+    address: dict[str, Any] = {}
+    store, file = None, shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
         store = dist.HashStore()
     elif place.port is None:

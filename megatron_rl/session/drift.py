@@ -29,7 +29,7 @@ from megatron_rl.training.rollouts import plain
 from megatron_rl.training.turns import Recipe, Table
 from megatron_rl.training.update import Trainee, update
 from megatron_rl.types import Rollout
-from megatron_rl.world import World
+from megatron_rl.world import TorchWorld, World
 
 FILE_NAME = "drift.json"
 QUARTERS = 4
@@ -180,7 +180,7 @@ class Probes:
         self.gaps[name].append(measure(counts, engine, trainer, version=version))
 
 
-def _run(config: TrainConfig, world: World, place: Place, recipe: Recipe, updates: int) -> int:
+def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, updates: int) -> int:
     world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(config, world, place, total_turns=None))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from megatron_rl.config.schema import Servers, Sglang, Strategy
+from megatron_rl.config.schema import Servers, Sglang, Strategy, Vllm
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
@@ -47,8 +47,9 @@ def connect(
         )
     from megatron_rl.engines.vllm import VllmServer
 
+    own = cast(Vllm, settings)  # there are only these two kinds
     return lambda listing: VllmServer(
-        listing.url, token, settings, ends=known.ends, refit_timeout_s=refit_timeout_s, boundaries=known.boundaries
+        listing.url, token, own, ends=known.ends, refit_timeout_s=refit_timeout_s, boundaries=known.boundaries
     )
 
 

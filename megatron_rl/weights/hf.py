@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import snapshot_download
@@ -47,7 +47,7 @@ class Architecture(Sizes):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
-        rotary = LlamaRotaryEmbedding(self.config)
+        rotary = LlamaRotaryEmbedding(cast(Any, self.config))  # it reads the fields that all these configs share
         angles = positions.float()[:, None] * rotary.inv_freq.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling

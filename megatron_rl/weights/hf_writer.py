@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -71,7 +71,8 @@ class HfWriter:
             )
         with file.open("r+b") as out:
             out.seek(start)
-            out.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+            # numpy declares the buffer protocol from Python 3.12 on.
+            out.write(memoryview(cast(Any, tensor.contiguous().flatten().view(torch.uint8).numpy())))
 
     def expects(self, name: str) -> bool:
         """Says whether this tensor was planned and has not been written yet."""
