@@ -90,7 +90,8 @@ class Routes:
 
     async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any]) -> Any:
         """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""
-        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]  # taken for .vllm
+        # pyright takes this folder's vllm.py for the library.
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind

@@ -265,7 +265,7 @@ def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) 
 def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> list[Answered] | None:
     """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar.
 
-    None but on rank 0.
+    Returns None but on rank 0.
 
     Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes
     on.

@@ -34,9 +34,9 @@ class PoolRefit:
             pool.refresh = self._refresh
 
     def __call__(self, version: int) -> None:
-        """Collective.
+        """Waits for a first server. Collective.
 
-        Waits for a first server; raises EngineError when none comes, or none can be brought to the weights.
+        Raises EngineError when none comes, or none can be brought to the weights.
         """
         why = None
         for _ in range(REFITS):

@@ -143,7 +143,7 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
     ]  # fmt: skip
     port = str(free_port())
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, 
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port,
          "-m", "megatron_rl.main", "train", *arguments],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
