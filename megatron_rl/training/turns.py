@@ -5,6 +5,7 @@ graders.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -100,30 +101,34 @@ class Part:
     )  # samples per problem that each role draws in a turn of this one; for plans
 
 
-class Recipe:
+class Recipe(ABC):
     """A training method. A subclass is a dataclass whose fields are the recipe's arguments in the config.
 
     `play` and `evaluate` run on the driver alone. The other members are pure functions of the arguments.
     """
 
+    @abstractmethod
     def roles(self) -> Mapping[str, Part]:
         """Every role that the method needs a model for.
 
         The first one's tokenizer and prompt length hold for the data set's prompts.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def schedule(self) -> Schedule:
         """All steps of the run with their turns."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def prompt(self, payload: Mapping[str, Any]) -> str:
         """The text that a problem is put to the first role with."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         """Rolls out, rewards and assigns advantages. -> rollouts to train on by role, in the order of training."""
-        raise NotImplementedError
+        ...
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Returns figures on held-out problems, named `role/figure`; none by default."""
@@ -135,3 +140,4 @@ class Recipe:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what `state_dict` gave."""
+        return None
