@@ -39,17 +39,6 @@ def texts_of(table: Table, role: str, rollouts: Sequence[Rollout]) -> list[str]:
     return decode_all(table.tokenizers[role], [r.response for r in rollouts])
 
 
-# Rewards of texts that a random model earns now and then, so that toys learn something within a few updates.
-
-
-def share_of_vowels(response: str, payload: Mapping[str, Any]) -> float:
-    return sum(c in "aeiou" for c in response) / max(1, len(response))
-
-
-def has_capital(response: str, payload: Mapping[str, Any]) -> float:
-    return float(any(c.isupper() for c in response[:1]))
-
-
 @within(60)
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling(Grpo):
