@@ -122,7 +122,7 @@ def runs(tmp_path_factory, judge):
     for i, one_config in enumerate(configs):
         (base / f"{i}.yaml").write_text(json.dumps(one_config))
         files.append([str(base / f"{i}.yaml"), free_port()])
-    statuses = run_ranks(WORKER, 2, base / "ranks", json.dumps(files), timeout_s=600)
+    statuses = run_ranks(WORKER, 2, base / "ranks", json.dumps(files), timeout_s=1500)
     assert statuses == [[0] * len(files)] * 2
     return base / "runs"
 
