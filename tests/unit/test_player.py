@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.training.player import Player, PlayError, ReplayPlayer, TurnPlayer, upcoming
 from megatron_rl.training.store import StoreError, TurnStore
-from megatron_rl.training.turns import Played, Recipe, Table, Turn
+from megatron_rl.training.turns import Part, Played, Recipe, Table, Turn
 from megatron_rl.types import STEP, Author, Marks, Prompt, Rollout, spans_of
 
 SCHEDULE = [[("a",), ("a",), ("b",)]] * 4
@@ -266,6 +266,15 @@ class Greedy(Recipe):
 
     def __init__(self, wrong=None) -> None:
         self.seen, self.wrong = list[str](), wrong or {}
+
+    def roles(self):
+        return {"a": Part()}
+
+    def schedule(self):
+        return [[("a",)]]
+
+    def prompt(self, payload):
+        return str(payload)
 
     def play(self, turn, source, table):
         with table.watch("rollout"):
