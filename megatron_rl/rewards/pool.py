@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,7 @@ class GradePool:
         self._items_before = (
             0  # number of items of earlier calls, so that no two items ever have the same serial number
         )
+        self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
 
     def __enter__(self) -> GradePool:
         return self
@@ -86,6 +88,9 @@ class GradePool:
         for worker in self._workers:
             _kill(worker)
         self._workers = []
+        if self._starter is not None:
+            self._starter.shutdown()
+            self._starter = None
 
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Grades [B] responses with their payloads and returns [B] results, in order.
@@ -120,9 +125,12 @@ class GradePool:
         # -P keeps the script's own directory out of the search path. The worker gets a session of its own, so that
         # processes which the function starts are killed with it.
         command = [sys.executable, "-P", worker_script.__file__]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
+        # A worker asks Linux to end it with its parent, and that means the thread which started it. A thread of the
+        # pool's own lives as long as the pool; the caller's may end after one call.
+        self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
+        process = self._starter.submit(
+            subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        ).result()
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(_fd(pipe), False)
         here = os.getcwd()

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -196,6 +197,19 @@ def test_workers_end_with_the_pool():
         outcomes(pool, ["yes"] * 40)
         processes = [w.process for w in pool._workers]
     assert len(processes) == 2 and all(p.returncode is not None for p in processes)
+
+
+def test_workers_outlive_the_thread_that_graded_first():
+    """They died with it, and the first item of the next call that each one held was graded as an error."""
+    with pool_of("reward") as pool:
+        for _ in range(3):
+            found: list[list[Graded]] = []
+            thread = threading.Thread(target=lambda: found.append(pool.grade(["yes"] * 8, [{"answer": "yes"}] * 8)))  # noqa: B023
+            thread.start()
+            thread.join()
+            time.sleep(0.2)  # the end of a thread reaches its children a moment later
+            assert all(w.process.poll() is None for w in pool._workers)
+            assert {g.outcome for g in found[0]} == {Outcome.SCORE}
 
 
 def test_workers_end_when_the_run_is_killed(tmp_path):
