@@ -201,15 +201,19 @@ def test_workers_end_with_the_pool():
 
 def test_workers_outlive_the_thread_that_graded_first():
     """They died with it, and the first item of the next call that each one held was graded as an error."""
+    found: list[Graded] = []
     with pool_of("reward") as pool:
+
+        def grade() -> None:
+            found.extend(pool.grade(["yes"] * 8, [{"answer": "yes"}] * 8))
+
         for _ in range(3):
-            found: list[list[Graded]] = []
-            thread = threading.Thread(target=lambda: found.append(pool.grade(["yes"] * 8, [{"answer": "yes"}] * 8)))  # noqa: B023
+            thread = threading.Thread(target=grade)
             thread.start()
             thread.join()
             time.sleep(0.2)  # the end of a thread reaches its children a moment later
             assert all(w.process.poll() is None for w in pool._workers)
-            assert {g.outcome for g in found[0]} == {Outcome.SCORE}
+    assert [g.outcome for g in found] == [Outcome.SCORE] * 24
 
 
 def test_workers_end_when_the_run_is_killed(tmp_path):
