@@ -1,4 +1,4 @@
-"""The data that flows through a run: prompts, rollouts, episodes. Every shape in the project is named here, once.
+"""The data that flows through a run: prompts and rollouts. Every shape in the project is named here, once.
 
 P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout
 K spans or marks of one rollout   N packed positions   V vocabulary   L layers   k experts of one token
@@ -32,7 +32,7 @@ class Stop(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """The way that a grading or an episode ended.
+    """The way that a grading ended.
 
     A time-out or an error is no score: it never becomes a reward of 0.
     """
@@ -199,19 +199,6 @@ class Rollout:
 
     def _written_spans(self) -> np.ndarray:
         return self.spans[self.spans[:, 2] != Author.ENVIRONMENT]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """The rollouts of all seats of one task, and how it ended.
-
-    A seat whose reward could not be made has no rollout here.
-    """
-
-    task: str
-    rollouts: Sequence[Rollout]
-    outcome: Outcome = Outcome.SCORE
-    detail: str = ""  # why there is no score
 
 
 def spans_of(*parts: tuple[int, int, int]) -> np.ndarray:

@@ -61,7 +61,8 @@ class Gate:
 
     num_prompts: PositiveInt = 4  # prompts that the gate tries
     max_logprob_gap: NonNegativeFloat = 0.05  # largest mean |engine - trainer| log-prob of sampled tokens, in nats
-    enabled: bool = True  # false: begin without these checks
+    reward: bool = True  # try the reward on the prompts' own answers and on a wrong one; false: not
+    enabled: bool = True  # false: begin without any of these checks
 
 
 @config

@@ -16,17 +16,17 @@ from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
 
 Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
+KEPT = "balanced_solutions"  # name in Table.kept
 
 
-@dataclass
+@dataclass(frozen=True)
 class BalancedSet:
-    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. `rows` is what a checkpoint
-    holds of it."""
+    """A fixed set of as many right as wrong solutions, on which a reviewer is measured. A run's first evaluation
+    draws it, and keeps it in Table.kept."""
 
     solver: str  # role whose solutions these are
     per_class: int
     rounds: int  # at most so many draws per problem to find them
-    rows: list[Row] | None = None  # None: not drawn yet
 
     def figures(
         self,
@@ -38,12 +38,11 @@ class BalancedSet:
     ) -> dict[str, float]:
         """Measures the reviewer. The first call chooses the set among the solutions at hand (`first`) and, while they
         do not suffice, further draws for the same problems."""
-        if self.rows is None:
+        if KEPT not in table.kept:
             rounds = self._rounds(table, prompts, first)
-            self.rows = solutions_to_json(
-                balanced(rounds, lambda s: reviewer.prompt(table, s) is not None, self.per_class)
-            )
-        solutions = solutions_from_json(self.rows, prompts, self.solver, table.tokenizers[self.solver])
+            chosen = balanced(rounds, lambda s: reviewer.prompt(table, s) is not None, self.per_class)
+            table.kept[KEPT] = solutions_to_json(chosen)
+        solutions = solutions_from_json(table.kept[KEPT], prompts, self.solver, table.tokenizers[self.solver])
         return measure_reviewer(table, reviewer, solutions, labels)
 
     def _rounds(

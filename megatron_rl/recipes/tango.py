@@ -94,10 +94,10 @@ class Tango(Recipe):
         return figures | self._balanced.figures(table, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**asdict(self._counts), "balanced": self._balanced.rows}
+        return asdict(self._counts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counts, self._balanced.rows = ClassCounts(state["right"], state["wrong"]), state["balanced"]
+        self._counts = ClassCounts(**state)
 
     def _alpha(self, update: int) -> float:
         total = self.generator_updates

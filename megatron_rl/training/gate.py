@@ -46,9 +46,15 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
     Returns the mean scores; called on the driver.
 
     Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is
-    accepted.
+    accepted, and for a problem without an answer.
     """
     payloads = [p.payload for p in prompts]
+    without = [p for p in payloads if "answer" not in p]
+    if without:
+        raise GateFailure(
+            f"a problem has no answer to try the reward with, only {', '.join(sorted(without[0]))}: name the column by "
+            "data.fields, or switch this check off by gate.reward=false"
+        )
     scores = {}
     for name, answers in (("right", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
         responses = [fill(answer_format, answer=a) for a in answers]
@@ -61,8 +67,8 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
                 f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least "
                 f"{RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}"
                 f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and "
-                "reward.target, say in reward.answer_format how a response states its answer, or switch these checks "
-                "off by gate.enabled=false"
+                "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
+                "off by gate.reward=false"
             )
     return {"gate/reward_right": scores["right"], "gate/reward_wrong": scores["wrong"]}
 
@@ -110,13 +116,16 @@ def both_logprobs(world: World, policy: Policy, drawn: Sequence[Rollout]) -> tup
 def check(
     world: World, table: Table, recipe: Recipe, trainees: Mapping[str, Trainee], plan: GatePlan
 ) -> dict[str, float]:
-    """Both checks, of every policy given. Collective; raises GateFailure on rank 0 and DriverError on the others."""
+    """Tries the reward where that is asked for, and the log-probs of every policy given. Collective; raises GateFailure
+    on rank 0 and DriverError on the others."""
     if not plan.settings.enabled:
         return {}
     chosen = world.broadcast(list(plan.prompts[: plan.settings.num_prompts]))
     if not chosen:
         raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
-    scores = world.from_driver(check_reward, table.grade, chosen, plan.wrong_answer, plan.answer_format)
+    scores: dict[str, float] = {}
+    if plan.settings.reward:
+        scores = world.from_driver(check_reward, table.grade, chosen, plan.wrong_answer, plan.answer_format)
     texts = [recipe.prompt(p.payload) for p in chosen]
     return scores | check_logprobs(world, table, trainees, texts=texts, limit=plan.settings.max_logprob_gap)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
@@ -71,7 +71,8 @@ class Hooks:
 
 @dataclass(kw_only=True)
 class Progress:
-    """The place where a run stands: a checkpoint's JSON values. The loop moves it; it is the same on every rank."""
+    """The place where a run stands: a checkpoint's JSON values. The loop moves it; all but `kept`, which the driver
+    has, is the same on every rank."""
 
     step: int = 0
     index: int = 0  # turns done of this step
@@ -82,6 +83,7 @@ class Progress:
     saved: int = -1  # turns done at the last checkpoint
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # Table.kept
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -262,7 +264,8 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -
     wanted = progress.index == 0 and progress.evaluated != step and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return
-    figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, setup.table)
+    table = replace(setup.table, kept=progress.kept)
+    figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, table)
     progress.evaluated, progress.last_evaluation = step, figures
     if not progress.first_evaluation:
         progress.first_evaluation = figures

@@ -63,6 +63,7 @@ class Table:
     seed: int = 0  # of the run
     max_failure_share: float = 1.0  # of the gradings of one turn that may time out or raise
     notes: dict[str, dict[str, float]] = field(default_factory=dict)  # by role: the turn's figures so far, see `note`
+    kept: dict[str, Any] = field(default_factory=dict)  # JSON values that an evaluation keeps for the run's later ones
 
     def session(self, role: str) -> Session:
         """A new session with the role's engine."""
@@ -131,11 +132,13 @@ class Recipe(ABC):
         ...
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        """Returns figures on held-out problems, named `role/figure`; none by default."""
+        """Returns figures on held-out problems, named `role/figure`; none by default. What later evaluations of the run
+        shall find, also after a resume, goes into `table.kept`."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs of the recipe, as JSON values. It is taken from the driver's copy."""
+        """Returns what later turns need of earlier ones, as JSON values. It is taken on the driver after every
+        turn."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

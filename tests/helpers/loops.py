@@ -66,7 +66,7 @@ class Log:
         return [m[name] for _, _, s, m in self.lines if s == scope and name in m]
 
 
-def _player(recipe, table, progress, store, *, data, replay):
+def _player(recipe, table, progress, store, *, data, replay, max_staleness):
     """Returns the source of the loop's turns; `data` is its state in a checkpoint, `replay` a directory of turns."""
     readers = {"generator": Questions()}
     if data:
@@ -76,14 +76,14 @@ def _player(recipe, table, progress, store, *, data, replay):
     else:
         maker = ReplayPlayer(recipe=recipe, readers=readers, recorded=TurnStore(replay))
     turns = upcoming(recipe.schedule(), progress.state_dict())
-    return Player(maker, turns, store, max_staleness=0)
+    return Player(maker, turns, store, max_staleness=max_staleness)
 
 
 def make(template, log, directory, **own):
     """The parts of a run; `directory` holds its store of turns. `own`: grade, policy, state (of a checkpoint),
-    stop_after, world, recipe, replay (a directory), and fields of Trainee.
+    stop_after, world, recipe, replay (a directory), max_staleness, and fields of Trainee.
     """
-    parts = {"grade": right, "world": OneProcess()}
+    parts = {"grade": right, "world": OneProcess(), "max_staleness": 0}
     parts |= dict.fromkeys(("policy", "state", "stop_after", "recipe", "replay"))
     settings = {name: value for name, value in own.items() if name not in parts}
     parts |= {name: value for name, value in own.items() if name in parts}
@@ -104,7 +104,10 @@ def make(template, log, directory, **own):
     progress = loop.Progress(**state.get("progress", {}))
     player = None
     if world.rank == 0:
-        player = _player(recipe, table, progress, TurnStore(directory), data=state.get("data"), replay=parts["replay"])
+        player = _player(
+            recipe, table, progress, TurnStore(directory), data=state.get("data"), replay=parts["replay"],
+            max_staleness=parts["max_staleness"],
+        )  # fmt: skip
 
     def save(number):
         assert policy.asleep == settings.get("sleeps", False)

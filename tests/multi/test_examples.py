@@ -139,5 +139,5 @@ def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):
         assert check_reward(pool.grade, prompts, "x", boxed) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
     with GradePool(config.Reward(target="my_rewards:plain")) as pool:
         assert check_reward(pool.grade, prompts, "x", plain)["gate/reward_right"] == 1.0
-        with pytest.raises(GateFailure, match=r"reward.answer_format .* gate.enabled=false"):
+        with pytest.raises(GateFailure, match=r"reward.answer_format .* gate.reward=false"):
             check_reward(pool.grade, prompts, "x", boxed)

@@ -71,6 +71,30 @@ def test_a_run_stopped_and_resumed_writes_the_lines_of_the_whole_one(template, t
     assert torch.equal(again.table, whole.saved[8]["table"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keeper(Grpo):
+    """Grpo whose first evaluation keeps its figures, which every later one returns."""
+
+    def evaluate(self, prompts, table):
+        return table.kept.setdefault("first", super().evaluate(prompts, table))
+
+
+def test_what_an_evaluation_keeps_is_there_after_a_resume_also_with_turns_played_ahead(template, tmp_path):
+    log, later = Log(), Log()
+    plan = loop.Plan(steps=6, evaluate_every=2, evaluate_at_start=False, save_every=1)
+    recipe, policy = Keeper(updates=6, group_size=8, template=template), TablePolicy(VOCAB, lr=0.3, seed=1)
+    parts = {"recipe": recipe, "policy": policy, "max_staleness": 2}
+    setup, progress = make(template, log, tmp_path / "turns", stop_after=3, **parts)
+    assert not loop.train(setup, plan, progress)
+    setup.turns.close()
+    (first,) = [figures for _, _, scope, figures in log.lines if scope == "eval"]
+    assert log.saved[3]["state"]["progress"]["kept"] == {"first": first}
+    setup, progress = make(template, later, tmp_path / "turns", state=log.saved[3]["state"], **parts)
+    assert loop.train(setup, plan, progress)
+    setup.turns.close()
+    assert [figures for _, _, scope, figures in later.lines if scope == "eval"] == [first, first]
+
+
 def test_a_run_that_was_killed_plays_no_turn_twice(template, tmp_path):
     """The store has the turns after the last checkpoint: the same rollouts are trained on again, without an engine
     asked.
@@ -190,9 +214,10 @@ def test_ages_are_in_updates_of_the_policy(template, tmp_path):
     assert log.series("version_lag") == [1.0, 1.0] and log.series("staleness") == [1.0, 1.0]
 
 
-def gated(template, log, directory, **settings):
+def gated(template, log, directory, *, reward=True, prompts=None, **settings):
     setup, progress = make(template, log, directory, **settings)
-    chosen = gate.GatePlan(settings=Gate(num_prompts=4), prompts=Questions().take(4), wrong_answer="z")
+    tried = Questions().take(4) if prompts is None else prompts
+    chosen = gate.GatePlan(settings=Gate(num_prompts=4, reward=reward), prompts=tried, wrong_answer="z")
     return setup, loop.Plan(steps=1, gate=chosen), progress
 
 
@@ -201,6 +226,16 @@ def test_the_gate_passes_a_sound_run_and_reports_its_values(template, tmp_path):
     loop.train(*gated(template, log, tmp_path / "turns"))
     assert log.series("gate/reward_right", "gate") == [1.0] and log.series("gate/reward_wrong", "gate") == [0.0]
     assert 0 <= log.series("gate/logprob_gap_generator", "gate")[0] < 1e-5
+
+
+def test_the_gate_without_its_reward_check_still_compares_log_probs(template, tmp_path):
+    """Problems need no answer then; with the check, one without is a clear refusal."""
+    unanswered = [replace(p, payload={"question": p.payload["question"]}) for p in Questions().take(4)]
+    log = Log()
+    loop.train(*gated(template, log, tmp_path / "turns", reward=False, prompts=unanswered))
+    assert not log.series("gate/reward_right", "gate") and log.series("gate/logprob_gap_generator", "gate")[0] < 1e-5
+    with pytest.raises(gate.GateFailure, match=r"no answer to try the reward with, only question: .*gate.reward=false"):
+        loop.train(*gated(template, log, tmp_path / "other", prompts=unanswered))
 
 
 @pytest.mark.parametrize(

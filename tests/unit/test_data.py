@@ -1,4 +1,4 @@
-"""Problems and pairs from files and data sets, bad rows, the reader's order and place, SFT trajectories."""
+"""Problems and pairs from files and data sets, bad rows, the reader's order and place, rows of SFT."""
 
 import json
 import logging
