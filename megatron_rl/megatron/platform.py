@@ -252,7 +252,7 @@ def _patch_tensor() -> None:
 
 def _patch_megatron() -> None:
     """Replaces the functions of core that assume CUDA or NCCL."""
-    with _silent_imports():
+    with _silent_imports(), _without_compiler():
         import megatron.core.optimizer as core_optimizer
         from megatron.core.optimizer import distrib_optimizer
         from megatron.core.tensor_parallel import mappings
@@ -266,6 +266,21 @@ def _patch_megatron() -> None:
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Makes torch.compile leave functions as they are in the block.
+
+    Core decorates small functions with it, for kernels of GPUs. On a CPU this would load torch's compiler on every
+    start, which takes two seconds, and then call a C++ compiler.
+    """
+    original = torch.compile
+    torch.compile = lambda model=None, **unused: model if model is not None else lambda function: function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original  # type: ignore[assignment]
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.weights import headers
@@ -47,10 +47,19 @@ class Architecture(Sizes):
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
-        rotary = LlamaRotaryEmbedding(cast(Any, self.config))  # it reads the fields that all these configs share
-        angles = positions.float()[:, None] * rotary.inv_freq.to(positions.device)[None, :]
+        frequencies, scale = self._frequencies()
+        angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+        return angles.cos() * scale, angles.sin() * scale
+
+    def _frequencies(self) -> tuple[Tensor, float]:
+        """Returns radians per position [head_dim / 2] (float32), and the factor of cos and sin, as transformers' rotary
+        embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
+        settings = self.config.rope_parameters
+        if settings["rope_type"] != "default":
+            return ROPE_INIT_FUNCTIONS[settings["rope_type"]](cast(Any, self.config))
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
+        return 1.0 / settings["rope_theta"] ** exponents, 1.0
 
 
 def local_directory(path: str | Path) -> Path:
