@@ -87,7 +87,8 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	@if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -sm)" = "Linux x86_64" ]; then $(MAKE) engines; \
 	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
 	@$(MAKE) --no-print-directory slurm
-	$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
+	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
+		$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
 	$(PY) -m pytest tests/slurm --durations=15

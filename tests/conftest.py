@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -57,7 +58,22 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def last_letter(tmp_path_factory) -> Path:
-    """task/, generator/model and verifier/model: a short SFT, enough for rewards to differ within a group."""
+    """task/, generator/model and verifier/model: a short SFT, enough for rewards to differ within a group.
+
+    Suites that run at once share it, where MEGATRON_RL_TEST_SHARED names a directory: the first one makes it.
+    """
+    shared = os.environ.get("MEGATRON_RL_TEST_SHARED")
+    base = Path(shared) / "last_letter" if shared else tmp_path_factory.mktemp("last_letter")
+    base.mkdir(exist_ok=True)
+    with (base / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "made").exists():
+            _make_last_letter(base)
+            (base / "made").touch()
+    return base
+
+
+def _make_last_letter(base: Path) -> None:
     import json
     import random
 
@@ -65,7 +81,6 @@ def last_letter(tmp_path_factory) -> Path:
 
     from megatron_rl.data.last_letter import ProblemSizes, make_problem, teacher_solution
 
-    base = tmp_path_factory.mktemp("last_letter")
     sizes = ProblemSizes((2, 3), (2, 3), alphabet=6)
     regime = task.Regime(0.35, sizes, sizes, sizes, sizes, 0.3, 1e-3, 1, 3, 1e-3)
     task.write_model(base / "task/model", 0, heads=2)  # vLLM wants heads of 32 on a CPU
@@ -88,7 +103,6 @@ def last_letter(tmp_path_factory) -> Path:
             json.loads(line)["metrics"]["loss"] for line in (base / name / "metrics.jsonl").read_text().splitlines()
         ]
         assert rows[-1] < 0.5 * rows[0]
-    return base
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.multi, pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
-PROMPTS, SAMPLES, START_S, TURNS = 8, 5, 400.0, 18
+PROMPTS, SAMPLES, START_S, TURNS = 8, 5, 400.0, 13
 
 
 def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(site, last_letter, tmp_path):
@@ -33,7 +33,7 @@ def test_a_crashed_engine_node_costs_no_prompt_and_does_not_stop_the_trainer(sit
     run = tmp_path / "served"
     trainer, engines = submit(
         site, *tango_settings(last_letter, tmp_path, "served"), "engine.kind=vllm", f"engine.python={PYTHON}",
-        "engine.lost_after_s=5", "recipe.args.generator_updates=13", "evaluation.every=0", "job.nodes=2",
+        "engine.lost_after_s=5", "recipe.args.generator_updates=9", "evaluation.every=0", "job.nodes=2",
     )  # fmt: skip
 
     def turns() -> int:

@@ -25,7 +25,7 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     (job,) = submit(
         site,
         *tango_settings(last_letter, tmp_path, "chain"),
-        "recipe.args.generator_updates=31",
+        "recipe.args.generator_updates=23",
         "job.nodes=2",
         "job.slices=3",
     )
@@ -52,9 +52,9 @@ def test_a_chain_outlives_every_fault_and_measures_what_an_undisturbed_run_does(
     assert "left in time" in causes[3] and "left in time" in causes[4]
     assert causes[5] == "all turns are done"
     shown = said(cluster, "status", str(run))
-    assert "finished" in shown and "left in time" in shown and "42 of 42 turns" in shown
+    assert "finished" in shown and "left in time" in shown and "31 of 31 turns" in shown
 
-    program("train", *tango_settings(last_letter, tmp_path, "quiet"), "recipe.args.generator_updates=31")
+    program("train", *tango_settings(last_letter, tmp_path, "quiet"), "recipe.args.generator_updates=23")
     assert figures(run) == figures(tmp_path / "quiet")
 
 
@@ -72,7 +72,7 @@ def test_a_chain_without_progress_stops_and_says_why(site, last_letter, tmp_path
 
 def test_a_stopped_run_saves_leaves_and_goes_on_when_submitted_again(site, last_letter, tmp_path):
     cluster, _ = site
-    settings = [*tango_settings(last_letter, tmp_path, "stopped"), "recipe.args.generator_updates=25"]
+    settings = [*tango_settings(last_letter, tmp_path, "stopped"), "recipe.args.generator_updates=13"]
     run = tmp_path / "stopped"
     (job,) = submit(site, *settings, "job.slices=4")
     works(run, 1)
