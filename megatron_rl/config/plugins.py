@@ -9,10 +9,11 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ def find(target: str) -> Any:
     Installed modules come first, then those in the current directory. Raises ConfigError with the cure. Whatever else
     than ImportError the module raises while it is imported passes through.
     """
-    module_name, colon, name = target.partition(":")
-    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+    module_name, _, name = target.partition(":")
+    if not _is_target(target):
         raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # last: a folder called `datasets` here must not hide the library of that name
+    here = _look_here()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -45,6 +44,43 @@ def find(target: str) -> Any:
         hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {inspect.getfile(module)}"
         raise ConfigError(f"plug-in {target!r}: {module_name} has no {name!r}; {hint}")
     return vars(module)[name]
+
+
+def sources(tree: Any) -> Iterator[bytes]:
+    """Yields the contents of the files that the strings in a config's JSON tree name: modules of plug-ins, and prompts
+    (.txt). Modules that these import are not looked at, nor is anything imported but the packages that they lie in."""
+    if isinstance(tree, Mapping):
+        tree = [*tree.values()]
+    if isinstance(tree, list):
+        for part in tree:
+            yield from sources(part)
+    elif isinstance(tree, str):
+        file = _module_file(tree) if _is_target(tree) else Path(tree) if tree.endswith(".txt") else None
+        if file is not None and file.is_file():
+            yield file.read_bytes()
+
+
+def _is_target(text: str) -> bool:
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
+
+
+def _look_here() -> str:
+    """Lets Python find modules in the current directory, and returns it."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # last: a folder called `datasets` here must not hide the library of that name
+    return here
+
+
+def _module_file(target: str) -> Path | None:
+    """Returns the file of a plug-in's module; None where there is no such file."""
+    _look_here()
+    try:
+        spec = importlib.util.find_spec(target.partition(":")[0])
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def build(use: Use) -> Any:

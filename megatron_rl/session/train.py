@@ -7,11 +7,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
@@ -162,7 +165,11 @@ def _player(
         driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
         decode=lambda role, sequences: decode_all(models.tokenizers[role], sequences),
     )  # fmt: skip
-    store.clean(progress.number)
+    if waiting := store.clean(progress.number):
+        driver.say(
+            f"{waiting} turns that were played before the run stopped are trained on as they are; to play them again, "
+            f"remove turn_{progress.number:06d}.parquet and later ones from {store.directory} and start again"
+        )
     ahead = config.rollouts.max_staleness
     maker: TurnMaker
     if config.debug.replay:
@@ -182,13 +189,15 @@ def _player(
 
 
 def _fingerprint(config: TrainConfig) -> str:
-    """Stands for all settings that rollouts may depend on: those of the machine, and how often is saved, are
-    left out.
+    """Returns a text that stands for what rollouts may depend on: the settings but those of the machine and of how
+    often is saved, and the files of rewards, recipes, losses and prompts that they name.
     """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
     plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
-    return fingerprint(config_files.dump(plain))
+    settings = config_files.dump(plain)
+    files = [hashlib.sha256(content).hexdigest() for content in plugins.sources(yaml.safe_load(settings))]
+    return fingerprint("\n".join([settings, *files]))
 
 
 def _one_at_a_time(grade: Grade) -> Grade:

@@ -150,12 +150,12 @@ class TurnStore:
                 path.unlink()
         self._dropped = max(self._dropped, before)
 
-    def clean(self, number: int) -> None:
-        """Removes what nobody will read when a run goes on at turn `number`.
-
-        These are turns from there on that were played under other settings or are damaged, and files not written to
-        their end.
+    def clean(self, number: int) -> int:
+        """Removes what nobody will read when a run goes on at turn `number`: turns from there on that were played
+        under other settings or are damaged, and files not written to their end. Returns how many turns from there on
+        stay.
         """
+        waiting = 0
         for path in self.directory.glob(".turn_*.tmp"):
             path.unlink()
         for path in turn_files(self.directory):
@@ -163,6 +163,9 @@ class TurnStore:
                 head = _head_of(path, "it is removed")
                 if head is None or head.fingerprint != self._fingerprint:
                     path.unlink()
+                else:
+                    waiting += 1
+        return waiting
 
 
 def open_replay(place: Path, *, own: Path) -> TurnStore:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.plugins import build, find
+from megatron_rl.config.plugins import build, find, sources
 from megatron_rl.config.schema import ConfigError, Use
 
 ROOT = Path(__file__).parents[2]
@@ -157,3 +157,17 @@ def test_the_current_directory_is_importable_and_hides_no_library(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_sources_that_a_config_names(tmp_path, monkeypatch):
+    """Turns that were played ahead are dropped when one of these changes; a module is not imported for it."""
+    (tmp_path / "my_reward.py").write_text("raise SystemExit('this module must not be imported here')\n")
+    (tmp_path / "prompt.txt").write_text("Solve {question}")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    tree = {
+        "reward": {"target": "my_reward:grade", "timeout_s": 3.0},
+        "recipe": {"args": {"template": str(tmp_path / "prompt.txt"), "names": ["no_such_module:x", "12:30", "a.txt"]}},
+    }
+    assert [*sources(tree)] == [(tmp_path / "my_reward.py").read_bytes(), b"Solve {question}"]
+    assert b"class Grpo" in b"".join(sources(["megatron_rl.recipes.grpo:Grpo"]))
