@@ -5,7 +5,7 @@ engine (or of the older weights) that sampled it. TIS truncates r (Yao et al., Y
 Brings You Off-Policy RL Training, 2025), MIS and IcePop set it to 0 outside bounds (Liu et al., When Speed Kills
 Stability, 2025; Zhao et al., Small Leak Can Sink a Great Ship, 2025), and geometric rejection does so for whole
 rollouts by the mean of log r. With the objective `clipped`, whose ratio is p / p_old, a correction is decoupled PPO
-(AReaL, arXiv 2505.24298, eq. 5): p_old is the proximal policy and r the weight of the behaviour policy.
+(AReaL, arXiv 2505.24298): p_old is the proximal policy and r the weight of the behaviour policy.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def clipped(
     """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form; clip_frac counts tokens whose loss the clip
     decides.
 
-    `dual_clip` c: where the advantage A is negative the loss is at most -c A (dual clip, arXiv 1912.09729, eq. 5;
+    `dual_clip` c: where the advantage A is negative the loss is at most -c A (dual clip, arXiv 1912.09729;
     verl's clip_ratio_c = 3.0, TRL's delta); dual_clip_frac counts the tokens that it decides. `ratio_bound` b: the
     log-ratio is held within +-log b before exp, and has no gradient beyond (pre-clip of StableReinforce, arXiv
     2505.02835: b = 1000; verl: b = exp(20)).
