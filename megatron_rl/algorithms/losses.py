@@ -11,13 +11,14 @@ from torch import Tensor
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.corrections import correction_weights
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config.schema import LossConfig
 
 
 class PolicyLoss:
-    """An objective named in the config, with truncated importance sampling, KL to a frozen reference and an entropy
-    bonus."""
+    """An objective named in the config, weighed against the difference between trainer and engine, with KL to a frozen
+    reference and an entropy bonus."""
 
     uses_advantages: bool
     needs: frozenset[str]
@@ -43,9 +44,9 @@ class PolicyLoss:
         stands at a place without weight, nan included, reaches neither value nor gradient. The sums, over trained
         tokens and unweighted: ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the
         objective's own (clip_frac: the clip decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy ||
-        reference), whatever `kl` is). Tokens with a weight that are not trained (a junior's) are in the loss alone,
-        with its truncated importance sampling off. Raises ValueError when the reference is needed and a batch with a
-        trained token has none.
+        reference), whatever `kl` and `kl_clamp` are) and those of the correction (corrections.py). Tokens with a weight
+        that are not trained (a junior's) are in the loss alone, without correction. KL and entropy are not corrected
+        either. Raises ValueError when the reference is needed and a batch with a trained token has none.
         """
         config = self.config
         live, batch = live.at(batch.counted), self._complete(live, batch).cleaned()
@@ -53,8 +54,9 @@ class PolicyLoss:
         answer = self._objective(live, batch, **self._args)
         per_token, figures = answer if isinstance(answer, tuple) else (answer, {})
         gap = at(batch.mask, batch.old - batch.engine_logprobs)  # no gradient: neither side is live
-        if config.tis_cap is not None:
-            per_token = per_token * gap.exp().clamp(max=config.tis_cap)
+        weights, corrected = correction_weights(config.correction, gap, batch)
+        if weights is not None:
+            per_token = per_token * weights
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * live.entropy
         sums = {
@@ -65,12 +67,22 @@ class PolicyLoss:
         }
         if config.kl_coef > 0:
             assert batch.reference_logprobs is not None
-            estimate = {"k1": k1, "k2": k2, "k3": k3}[config.kl]
-            per_token = per_token + config.kl_coef * estimate(live.logprobs, batch.reference_logprobs)
+            penalty = self._kl(live.logprobs, batch.reference_logprobs)
+            per_token = per_token + config.kl_coef * penalty
             sums["kl_ref"] = k3(live.logprobs.detach(), batch.reference_logprobs)
         total = (at(batch.counted, per_token) * batch.weights.to(per_token.dtype)).sum()
-        sums |= {name: values.detach().to(per_token.dtype) for name, values in figures.items()}
+        sums |= {name: values.detach().to(per_token.dtype) for name, values in (figures | corrected).items()}
         return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
+
+    def _kl(self, logprobs: Tensor, reference: Tensor) -> Tensor:
+        """Estimates KL(policy || reference) at every token, [N], with gradient."""
+        match self.config.kl:
+            case "k1":
+                return k1(logprobs, reference)
+            case "k2":
+                return k2(logprobs, reference)
+            case "k3":
+                return k3(logprobs, reference, clamp=self.config.kl_clamp)
 
     def _complete(self, live: Statistics, batch: Batch) -> Batch:
         """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have
@@ -121,7 +133,14 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
     return 0.5 * (logprobs - other) ** 2
 
 
-def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = log q - log p: unbiased, low variance, never negative."""
+def k3(logprobs: Tensor, other: Tensor, *, clamp: float | None = None) -> Tensor:
+    """exp(d) - d - 1 with d = log q - log p: unbiased, low variance, never negative.
+
+    With `clamp` it is at most that, and a token beyond it has no gradient; d is then first held within +-20, so that
+    exp stays finite. verl and the release of RL Tango clamp at 10 (verl/trainer/ppo/core_algos.py, `kl_penalty`).
+    """
     difference = other - logprobs
-    return difference.exp() - difference - 1
+    if clamp is None:
+        return difference.exp() - difference - 1
+    difference = difference.clamp(-20.0, 20.0)
+    return (difference.exp() - difference - 1).clamp(max=clamp)

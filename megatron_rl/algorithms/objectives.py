@@ -8,18 +8,24 @@ reads is 0 wherever a label is not in the loss; `batch.old` are the log-probs at
 from __future__ import annotations
 
 import inspect
+import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 import torch
 from torch import Tensor
 
-from megatron_rl.batches.batch import Batch, Statistics
+from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
 
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
+NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,8 @@ def objective(
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
-    """The objective of a word of WORDS or of `module:name`. Raises ConfigError for an unknown one or for arguments that
-    it does not take."""
+    """Returns the objective of a word of WORDS or of `module:name`. Raises ConfigError for an unknown one, for
+    arguments that it does not take, and for values outside the bounds that a packaged one annotates."""
     if ":" not in name and name not in WORDS:
         raise ConfigError(f"loss.objective = {name!r}: it is one of {', '.join(sorted(WORDS))}, or module:name")
     found = WORDS[name] if name in WORDS else plugins.find(name)
@@ -55,40 +61,109 @@ def find(name: str, args: Mapping[str, Any]) -> Objective:
         raise ConfigError(
             f"loss.objective_args {', '.join(unknown)}: {name} takes {', '.join(known) or 'no arguments'}"
         )
+    if name in WORDS:
+        _check_values(made.function, args)
     return made
 
 
-def clipped(live: Statistics, batch: Batch, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Answer:
+def _check_values(function: Callable[..., Answer], args: Mapping[str, Any]) -> None:
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, value in args.items():
+        try:
+            pydantic.TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except pydantic.ValidationError as error:
+            said = error.errors()[0]["msg"].replace("Input should be", "give")
+            raise ConfigError(f"loss.objective_args.{name} = {value!r}: {said}") from error
+
+
+def clipped(
+    live: Statistics,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 0.2,
+    clip_high: NotNegative = 0.2,
+    dual_clip: AboveOne | None = None,
+    ratio_bound: AboveOne | None = None,
+) -> Answer:
     """PPO's clipped ratio (arXiv 1707.06347) in GRPO's per-token form; clip_frac counts tokens whose loss the clip
-    decides."""
-    ratio = (live.logprobs - batch.old).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gains, bounded_gains = ratio * batch.advantages, bounded * batch.advantages
-    return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
+    decides.
 
-
-def gspo(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Answer:
-    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071); its gradient is shared out over the
-    tokens."""
-    counts = batch.sequence_sums(batch.counted.to(live.logprobs.dtype)).clamp(min=1)
+    `dual_clip` c: where the advantage A is negative the loss is at most -c A (dual clip, arXiv 1912.09729;
+    verl's clip_ratio_c = 3.0, TRL's delta); dual_clip_frac counts the tokens that it decides. `ratio_bound` b: the
+    log-ratio is held within +-log b before exp, and has no gradient beyond (pre-clip of StableReinforce, arXiv
+    2505.02835: b = 1000; verl: b = exp(20)).
+    """
     log_ratio = live.logprobs - batch.old
-    mean = batch.sequence_sums(log_ratio.detach()) / counts
-    ratio = (batch.spread(mean) + live.logprobs - live.logprobs.detach()).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    gains, bounded_gains = ratio * batch.advantages, bounded * batch.advantages
-    return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
+    if ratio_bound is not None:
+        log_ratio = log_ratio.clamp(-math.log(ratio_bound), math.log(ratio_bound))
+    loss, figures = _clip(log_ratio.exp(), batch.advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        most = -dual_clip * batch.advantages
+        over = (batch.advantages < 0) & (loss > most)
+        loss, figures = torch.where(over, most, loss), {**figures, "dual_clip_frac": over}
+    return loss, figures
 
 
-def cispo(live: Statistics, batch: Batch, *, cap: float = 5.0) -> Answer:
-    """REINFORCE with the ratio, capped at `cap`, as a weight without gradient (CISPO, arXiv 2506.13585)."""
+def gspo(
+    live: Statistics,
+    batch: Batch,
+    *,
+    clip_low: NotNegative = 3e-4,
+    clip_high: NotNegative = 4e-4,
+    ratio_cap: AboveOne | None = None,
+) -> Answer:
+    """Clips the geometric mean of a rollout's ratios (GSPO, arXiv 2507.18071); its gradient is shared out over the
+    tokens (the paper's GSPO-token, which is GSPO where a rollout has one advantage).
+
+    The paper's mean is the aggregation sequence_mean; then it is TRL's importance_sampling_level = sequence. With the
+    aggregation constant and max_tokens 1 it is TRL's luspo. `ratio_cap`: the mean ratio is at most that, and has no
+    gradient beyond (verl: exp(10) = 22026; TRL and the paper: none).
+    """
+    log_ratio = live.logprobs - batch.old
+    mean = batch.sequence_sums(log_ratio.detach()) / _label_counts(batch, log_ratio.dtype)
+    log_ratio = batch.spread(mean) + live.logprobs - live.logprobs.detach()
+    if ratio_cap is not None:
+        log_ratio = log_ratio.clamp(max=math.log(ratio_cap))
+    return _clip(log_ratio.exp(), batch.advantages, clip_low, clip_high)
+
+
+def gmpo(live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> Answer:
+    """Weighs a rollout by the geometric mean of its clipped ratios (GMPO, arXiv 2507.20673); clip_frac counts the
+    tokens that are clipped, which have no gradient.
+
+    The bounds are those of the log-ratio: a ratio is at most exp(clip_high) where the advantage is not negative, and at
+    least exp(-clip_low) where it is. The paper's mean is the aggregation sequence_mean. As in verl a rollout whose
+    advantages differ counts by their mean.
+    """
+    log_ratio = live.logprobs - batch.old
+    bounded = torch.where(batch.advantages < 0, log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high))
+    ratio = (batch.sequence_sums(bounded) / _label_counts(batch, bounded.dtype)).exp()
+    return -batch.spread(ratio) * batch.advantages, {"clip_frac": bounded != log_ratio}
+
+
+def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
+    """REINFORCE with the ratio, capped at `cap`, as a weight without gradient (CISPO, arXiv 2506.13585).
+
+    The cap is a ratio itself, as TRL's epsilon_high = 5.0 of this loss. NeMo-RL and verl cap at 1 + theirs, and verl
+    clips from below as well.
+    """
     ratio = (live.logprobs - batch.old).exp().detach()
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
 
 
+def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answer:
+    """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean it is OPMD (Kimi k1.5, arXiv
+    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE and W-REINFORCE are it with estimators of their own."""
+    return -batch.advantages * live.logprobs / (1 + tau)
+
+
 @objective(needs=["vocab_mean", "old"])
-def rover(live: Statistics, batch: Batch, *, temperature: float = 1.0) -> Answer:
+def rover(live: Statistics, batch: Batch, *, temperature: Positive = 1.0) -> Answer:
     """Regresses T log(p / p_old) onto the advantage plus its mean over the vocabulary at the next position (ROVER,
-    arXiv 2509.24981)."""
+    arXiv 2509.24981; tinnerhrhe/ROVER, Math/verl/workers/actor/dp_actor.py).
+
+    The mean is 0 where the next token is not in the loss: at the end of a rollout, or before a tool's output.
+    """
     assert live.vocab_mean is not None  # it is asked for
     value = temperature * (live.logprobs - batch.old)
     means = temperature * (live.vocab_mean - batch.values["old_vocab_mean"])
@@ -97,16 +172,54 @@ def rover(live: Statistics, batch: Batch, *, temperature: float = 1.0) -> Answer
 
 
 @objective(needs=["teacher_logprobs"], uses_advantages=False)
-def distilled(live: Statistics, batch: Batch) -> Answer:
-    """Distils on-policy: the advantage of a sampled token is log p of the teacher minus that of the policy."""
+def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = None) -> Answer:
+    """Distils on-policy: the advantage of a sampled token is log p of the teacher minus that of the policy.
+
+    `max_fall`: a token whose probability is lower than the engine's by more than that is dropped, and drop_frac counts
+    it (prime-rl, src/prime_rl/trainer/rl/loss.py, `ref_kl_loss_fn`: 0.2). prime-rl takes the ratio to the engine, which
+    is ours with a correction that never binds, and adds 0.001 log(ratio)^2, which is not offered.
+    """
     gain = (batch.values["teacher_logprobs"] - live.logprobs).detach()
-    return -(live.logprobs - batch.old).exp() * gain, {"teacher_gap": -gain}
+    loss, figures = -(live.logprobs - batch.old).exp() * gain, {"teacher_gap": -gain}
+    if max_fall is None:
+        return loss, figures
+    fall = batch.engine_logprobs.exp() - live.logprobs.detach().exp()
+    dropped = batch.mask & (fall > max_fall)
+    return at(~dropped, loss), {**figures, "drop_frac": dropped}
+
+
+def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
+    """Learns from the policy's own tokens by their ratio, without clip, and from a partner's (an expert's solution) by
+    a weight that knows no behaviour policy (RL-PLUS, arXiv 2508.00222; YihongDong/RL-PLUS, rlplus_core_alg.py).
+
+    A partner's label, which is in the loss by the rollout's partner_weight, has the advantage A (1 - p)^focus, whose p
+    has no gradient, and the ratio 2 p / (p_old + (1 + p_old) / 2). The release sums over tokens and divides by a
+    constant (aggregation constant), has no KL, and an estimator that compares own samples alone.
+    """
+    own = at(batch.mask, live.logprobs - batch.old).exp()  # a partner's token may be too unlikely for exp
+    ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
+    focused = batch.advantages * (1 - live.logprobs.detach().exp()).clamp(min=0) ** focus
+    return -ratio * torch.where(batch.mask, batch.advantages, focused)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns PPO's loss of every token and where the clip decides it, [N] each."""
+    gains, bounded_gains = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
+
+
+def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """Counts the labels of each rollout that are in the loss, [S], at least 1."""
+    return batch.sequence_sums(batch.counted.to(dtype)).clamp(min=1)
 
 
 WORDS: Mapping[str, Any] = {
     "clipped": clipped,
     "gspo": gspo,
+    "gmpo": gmpo,
     "cispo": cispo,
+    "reinforce": reinforce,
     "rover": rover,
     "distilled": distilled,
+    "rl_plus": rl_plus,
 }

@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_plugins(config: Any, ranks: int) -> list[str]:
-    """Builds the recipe and the reward, which import torch, and returns lines on the recipe.
+    """Builds the recipe, the reward and the losses, which import torch, and returns lines on the recipe.
 
     Without torch, the only line says that they were not checked.
     """
     try:
         import torch  # noqa: F401
     except ImportError:
-        return ["the arguments of recipe and reward were not checked: torch is not installed here"]
+        return ["the arguments of recipe, reward and losses were not checked: torch is not installed here"]
     from megatron_rl.config import plugins
 
     if hasattr(config, "reward"):
@@ -47,4 +47,16 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
         return []
     recipe = plugins.build(config.recipe)
     config_checks.check_recipe(config, recipe)
+    _check_losses(config)
     return config_checks.explain_recipe(config, recipe, ranks)
+
+
+def _check_losses(config: configs.TrainConfig) -> None:
+    """Raises ConfigError for a role whose objective, or an argument of it, cannot be used."""
+    from megatron_rl.algorithms.losses import PolicyLoss
+
+    for name, role in config.roles.items():
+        try:
+            PolicyLoss(role.loss)
+        except configs.ConfigError as error:
+            raise configs.ConfigError(f"roles.{name}: {error}") from error

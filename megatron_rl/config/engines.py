@@ -102,9 +102,9 @@ class RefitConfig:
 class Rollouts:
     """Settings of rollouts that are written while training goes on."""
 
-    # Turns that may be played before earlier ones are trained on. 0: play and train take turns.
+    # Turns that may be played before earlier ones are trained on. 0: play and train take turns. Above 0, a role that
+    # sets no loss.correction has {kind: truncate, high: 2.0}.
     max_staleness: NonNegativeInt = 0
-    tis_cap: PositiveFloat = 2.0  # loss.tis_cap for roles that set none, where max_staleness is above 0
     # What to do with a rollout that several weight versions wrote. keep: use each token's log-prob as the engine gave
     # it. rescore: compute all of them anew with the trainer. drop: leave the rollout out of the update.
     mixed: Literal["keep", "rescore", "drop"] = "keep"

@@ -119,10 +119,51 @@ class Optimizer:
 
 
 @config
+class CorrectionConfig:
+    """Weights for tokens by the ratio r = p_old / p_engine between trainer and engine (algorithms/corrections.py).
+
+    `low` and `high` are the bounds of r, or of what `level` makes of it; a bound that is null does not bind. TIS:
+    {kind: truncate, high: 2.0}. IcePop: {kind: mask, low: 0.5, high: 5.0}. MIS: {kind: mask, level: sequence,
+    high: 3.0}. Geometric rejection: {kind: drop, level: geometric, low: 0.999, high: 1.001}.
+    """
+
+    # truncate: the weight is r, moved into the bounds. mask: it is r, and 0 outside the bounds. drop: it is 1, and 0
+    # outside the bounds. none: it is 1, whatever rollouts.max_staleness is.
+    kind: Literal["none", "truncate", "mask", "drop"]
+    # token: r of the token itself. sequence: product of r over the trained tokens of a rollout. geometric: geometric
+    # mean of r over them.
+    level: Literal["token", "sequence", "geometric"] = "token"
+    low: NonNegativeFloat | None = None  # lower bound, at most 1
+    high: PositiveFloat | None = None  # upper bound, at least 1
+
+    def __post_init__(self) -> None:
+        low, high = self.low, self.high
+        if self.kind == "none":
+            if self.level != "token" or (low, high) != (None, None):
+                raise ConfigError(
+                    f"correction.kind = 'none' with level = {self.level!r}, low = {low}, high = {high}: nothing is "
+                    "weighed; leave these out, or choose another kind"
+                )
+            return
+        if low is None and high is None:
+            raise ConfigError(f"correction.kind = {self.kind!r} without bounds: set correction.low, high or both")
+        if not (low or 0.0) <= 1 <= (1 if high is None else high):
+            raise ConfigError(
+                f"correction.low = {low}, high = {high}: trainer and engine that agree have the ratio 1, which must "
+                "lie within the bounds; set low to at most 1 and high to at least 1"
+            )
+
+
+# The correction of roles that name none, where rollouts are played ahead of training (rollouts.max_staleness above 0).
+CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
+
+
+@config
 class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
-    # Loss of each token: clipped, gspo, cispo, rover, distilled, or module:name (see algorithms/objectives.py).
+    # Loss of each token: clipped, gspo, gmpo, cispo, reinforce, rover, distilled, rl_plus, or module:name (see
+    # algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # arguments of the objective, by name
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
@@ -131,15 +172,27 @@ class LossConfig:
     # Estimator of that KL per token (Schulman). k1: log-ratio. k2: half its square. k3: unbiased, low variance, never
     # negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_clamp: PositiveFloat | None = None  # largest k3 of a token, beyond which it has no gradient; null: none
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # token_mean: every trained token counts the same. sequence_mean: every sequence counts the same. prompt_mean: every
     # prompt counts the same, and within it every token. constant: the sum over tokens is divided by the number of
     # sequences times max_tokens (Dr.GRPO).
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = "token_mean"
     max_tokens: PositiveInt | None = None  # tokens of a sequence for aggregation = constant; null: sampling.max_tokens
-    # Truncated importance sampling between trainer and engine: weigh each token by min(pi_old / pi_engine, cap). null:
-    # off.
-    tis_cap: PositiveFloat | None = None
+    # Weights against the difference between trainer and engine. null: none, or {kind: truncate, high: 2.0} where
+    # rollouts.max_staleness is above 0.
+    correction: CorrectionConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.kl_clamp is not None and self.kl != "k3":
+            raise ConfigError(
+                f"loss.kl_clamp = {self.kl_clamp} with loss.kl = {self.kl!r}: it clamps k3 alone; unset it"
+            )
+        if self.objective != "clipped" and (self.clip_low, self.clip_high) != (0.2, 0.2):
+            raise ConfigError(
+                f"loss.clip_low = {self.clip_low}, clip_high = {self.clip_high} with loss.objective = "
+                f"{self.objective!r}: they are read by clipped alone; give them in loss.objective_args"
+            )
 
 
 @config

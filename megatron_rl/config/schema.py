@@ -17,6 +17,8 @@ from megatron_rl.config.datasets import PromptSet, SftData
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers, Sglang, Vllm
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
+    CORRECTION_AHEAD,
+    CorrectionConfig,
     Layout,
     LossConfig,
     Model,
@@ -29,7 +31,9 @@ from megatron_rl.config.model import (
 from megatron_rl.config.run import Debug, Gate, JobConfig, Launch, Run, Sinks
 
 __all__ = [
+    "CORRECTION_AHEAD",
     "ConfigError",
+    "CorrectionConfig",
     "Debug",
     "Embedded",
     "EndpointConfig",

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.config.schema import RoleConfig, TrainConfig
+from megatron_rl.config.schema import CORRECTION_AHEAD, RoleConfig, TrainConfig
 from megatron_rl.data.problems import PromptReader, read_problems
 from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
@@ -121,10 +121,9 @@ def trainee(config: TrainConfig, name: str, policy: MegatronPolicy, refit: Calla
     Rollouts made ahead of training get importance weights against their engine.
     """
     settings = config.roles[name]
-    late = config.rollouts.max_staleness > 0 and settings.loss.tis_cap is None
     loss = dataclasses.replace(settings.loss, max_tokens=settings.loss.max_tokens or settings.sampling.max_tokens)
-    if late:
-        loss = dataclasses.replace(loss, tis_cap=config.rollouts.tis_cap)
+    if config.rollouts.max_staleness > 0 and loss.correction is None:
+        loss = dataclasses.replace(loss, correction=CORRECTION_AHEAD)
     return Trainee(
         policy=policy,
         loss=PolicyLoss(loss),

@@ -20,7 +20,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import Batch, Statistics, pack
 from megatron_rl.batches.dealing import tally
 from megatron_rl.batches.work import Work
-from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RoleConfig
+from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import optim, parallel, replay, step
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -206,8 +206,8 @@ def whole_gradients(policy: MegatronPolicy) -> None:
 
 
 def make_loss(name: str, rollouts: Sequence[Rollout]):
-    """The case's loss, the rollouts, and further log-probs [N] of them: a clipped one off-policy whose sums are over
-    whole sequences, or plain sums."""
+    """The case's loss, the rollouts, and further log-probs [N] of them: GMPO off-policy, whose terms and weights
+    are sums over whole sequences, or plain sums."""
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
@@ -216,7 +216,10 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
     rollouts = [
         replace(r, logprobs=np.append(np.float32(0), e.numpy()[:-1])) for r, e in zip(rollouts, engine, strict=True)
     ]
-    settings = LossConfig(kl_coef=0.05, entropy_coef=0.02, aggregation="sequence_mean", tis_cap=2.0)
+    correction = CorrectionConfig(kind="truncate", level="sequence", high=2.0)
+    settings = LossConfig(
+        objective="gmpo", kl_coef=0.05, entropy_coef=0.02, aggregation="sequence_mean", correction=correction
+    )
     return PolicyLoss(settings), rollouts, {"old_logprobs": old, "reference_logprobs": reference_logprobs}
 
 

@@ -127,7 +127,7 @@ def test_an_int_is_only_an_int(base, value):
         ("gate.enabled=no", "give true or false"),
         ("roles.a.optimizer.lr='1e-6'", "give a number"),
         ("roles.a.optimizer.lr=.nan", "give a finite number"),
-        ("roles.a.loss.tis_cap=.inf", "give a finite number"),
+        ("roles.a.loss.kl_clamp=.inf", "give a finite number"),
         ("roles.a.model.dtype=float16", "choose 'float32' or 'bfloat16'"),
         ("roles.a.sampling.stop_strings=stop", "give a list"),
         ("gate=3", "give a mapping of keys"),

@@ -12,7 +12,7 @@ from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.losses import CompletionLoss, PolicyLoss
 from megatron_rl.algorithms.objectives import objective
 from megatron_rl.batches.batch import Batch, Statistics
-from megatron_rl.config.schema import ConfigError, LossConfig
+from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig
 
 LENGTHS = [5, 1, 9, 4, 6]
 CONFIGS = {
@@ -21,7 +21,9 @@ CONFIGS = {
     "k1": LossConfig(kl_coef=0.5, kl="k1"),
     "k2_sequence": LossConfig(kl_coef=0.5, kl="k2", aggregation="sequence_mean", entropy_coef=0.1),
     "k3_clip_higher": LossConfig(kl_coef=0.5, kl="k3", clip_low=0.1, clip_high=0.4),
-    "tis_sequence": LossConfig(kl_coef=0.2, tis_cap=1.3, aggregation="sequence_mean"),
+    "tis_sequence": LossConfig(
+        kl_coef=0.2, correction=CorrectionConfig(kind="truncate", high=1.3), aggregation="sequence_mean"
+    ),
 }
 
 
@@ -94,6 +96,7 @@ def by_hand(config, logprobs, entropy, batch):
     sums = dict.fromkeys(("clip_frac", "ratio", "entropy", "engine_gap", "engine_kl"), 0.0) | (
         {"kl_ref": 0.0} if config.kl_coef else {}
     )
+    sums |= {"correction_truncated": 0.0} if config.correction else {}
     for i in (i for i in range(n) if batch.mask[i]):
         adv, engine, ref = (
             batch.advantages[i].item(),
@@ -103,7 +106,7 @@ def by_hand(config, logprobs, entropy, batch):
         ratio = math.exp(lp[i] - old[i])
         bound = (ratio > 1 + config.clip_high and adv > 0) or (ratio < 1 - config.clip_low and adv < 0)
         used = (1 + config.clip_high if ratio > 1 else 1 - config.clip_low) if bound else ratio
-        tis = 1.0 if config.tis_cap is None else min(math.exp(old[i] - engine), config.tis_cap)
+        tis = 1.0 if config.correction is None else min(math.exp(old[i] - engine), config.correction.high)
         q = math.exp(ref - lp[i])
         kl = {"k1": lp[i] - ref, "k2": (lp[i] - ref) ** 2 / 2, "k3": q - 1 - (ref - lp[i])}[config.kl]
         d_kl = {"k1": 1.0, "k2": lp[i] - ref, "k3": 1 - q}[config.kl]
@@ -118,6 +121,8 @@ def by_hand(config, logprobs, entropy, batch):
         sums["engine_kl"] += math.exp(gap) - 1 - gap
         if config.kl_coef:
             sums["kl_ref"] += q - 1 - (ref - lp[i])
+        if config.correction:
+            sums["correction_truncated"] += math.exp(gap) > config.correction.high
     return total, d_lp, d_ent, sums
 
 
@@ -307,7 +312,8 @@ def test_truncated_importance_sampling_gives_the_trainers_gradient_from_the_engi
         totals = []
         for t in range(len(live)):
             batch = replace(one_token(t, engine_logprobs=engine, old_logprobs=trainer), advantages=gains[t : t + 1])
-            totals.append(PolicyLoss(LossConfig(kl_coef=0.0, tis_cap=cap))(Statistics(live[t : t + 1], zero), batch)[0])
+            config = LossConfig(kl_coef=0.0, correction=CorrectionConfig(kind="truncate", high=cap))
+            totals.append(PolicyLoss(config)(Statistics(live[t : t + 1], zero), batch)[0])
         [found[cap]] = torch.autograd.grad((engine.exp() * torch.stack(totals)).sum(), live)
     close(found[1e9], -trainer.exp() * gains)
     close(found[1.0], -torch.minimum(trainer, engine).exp() * gains)
@@ -426,7 +432,10 @@ def test_an_objective_says_what_it_asks_for_and_what_it_reports():
     ("settings", "said"),
     [
         ({"objective": "clippd"}, "one of cispo, clipped"),
-        ({"objective_args": {"clip": 0.1}}, "loss.objective_args clip: clipped takes clip_low, clip_high"),
+        (
+            {"objective_args": {"clip": 0.1}},
+            "loss.objective_args clip: clipped takes clip_low, clip_high, dual_clip, ratio_bound",
+        ),
         ({"objective": "test_losses:CONFIGS"}, "is a dict: name a function"),
     ],
 )

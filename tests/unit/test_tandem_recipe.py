@@ -17,7 +17,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import Statistics, pack
 from megatron_rl.config.checks import check
 from megatron_rl.config.files import load
-from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig, TrainConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.recipes import tandem
 from megatron_rl.recipes.tango import Tango
@@ -150,7 +150,9 @@ def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recip
     sequence."""
     rollouts, figures = play(recipe, "generator", 2, with_pair(weight=0.25))
     without, others = play(recipe, "generator", 2, with_pair())
-    batch, loss = pack(rollouts), PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, tis_cap=2.0))
+    correction = CorrectionConfig(kind="truncate", high=2.0)
+    loss = PolicyLoss(LossConfig(kl_coef=0.0, aggregation=aggregation, correction=correction))
+    batch = pack(rollouts)
     assert torch.equal(batch.mask, pack(without).mask) and figures == others
     response = torch.cat([torch.arange(len(t.tokens)) + 1 >= t.start for t in rollouts])
     response[batch.cu_seqlens[1:] - 1] = False  # the last token predicts nothing
