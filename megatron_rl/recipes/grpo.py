@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import Use
 from megatron_rl.recipes.base import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
@@ -15,7 +16,7 @@ class Grpo(Recipe):
 
     updates: int  # of the run
     group_size: int = 5  # samples per problem
-    estimator: str = "grpo"  # a word of algorithms.estimators, or module:name
+    estimator: str | Use = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
 
     def __post_init__(self) -> None:
