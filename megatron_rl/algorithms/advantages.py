@@ -12,13 +12,14 @@ import numpy as np
 from megatron_rl.algorithms.estimators import (
     EPSILON,
     Estimator,
+    EstimatorName,
     find_estimator,
     reinforce_pp,
     rloo,
     w_reinforce,
     word_of,
 )
-from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.types import STEP, Rollout
 
 Refinement = Literal["none", "clip", "delta"]  # of step rewards, see step_rewards
@@ -29,7 +30,7 @@ def assign_advantages(
     rollouts: Sequence[Rollout],
     *,
     reward: str | Mapping[str, float],
-    estimator: str | Use = "grpo",
+    estimator: EstimatorName = "grpo",
     alpha: float | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
@@ -85,7 +86,7 @@ def step_rewards(
 
 
 def step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: str | Use = "grpo", rloo_scale: float = RLOO_STEP_SCALE
+    rollouts: Sequence[Rollout], *, estimator: EstimatorName = "grpo", rloo_scale: float = RLOO_STEP_SCALE
 ) -> list[np.ndarray | float]:
     """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have
     the same.
@@ -101,7 +102,7 @@ def step_advantages(
 
 
 def _step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: str | Use, rloo_scale: float
+    rollouts: Sequence[Rollout], *, estimator: EstimatorName, rloo_scale: float
 ) -> Iterable[np.ndarray | float]:
     """Gives the step advantages one rollout after the other: those of all at once would be 8 bytes a token."""
     estimate = find_estimator(estimator)

@@ -16,6 +16,7 @@ from megatron_rl.config.schema import ConfigError, Use
 
 # (rewards [B] float64, group numbers [B] int64, trained tokens [B] int64) -> advantages [B] float64
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+EstimatorName = str | Use  # what a config names an estimator by; Use where it has arguments
 
 EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code (verl: 1e-6; TRL: 1e-4)
 
@@ -120,7 +121,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
 UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
-def find_estimator(named: str | Use) -> Estimator:
+def find_estimator(named: EstimatorName) -> Estimator:
     """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`; its
     arguments are bound. Raises ConfigError."""
     use = Use(target=named) if isinstance(named, str) else named
@@ -140,7 +141,7 @@ def find_estimator(named: str | Use) -> Estimator:
     return made
 
 
-def word_of(named: str | Use) -> str:
+def word_of(named: EstimatorName) -> str:
     """Returns the word or the `module:name` of an estimator without its arguments."""
     return named if isinstance(named, str) else named.target
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR, accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.hints import Hints
@@ -25,7 +25,7 @@ class Grpo(Recipe):
 
     updates: int  # of the run
     group_size: int = 5  # samples per problem
-    estimator: str | Use = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
+    estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
     dynamic_sampling: DynamicSampling | None = None  # groups without signal are left out, and more problems are taken
     curriculum: Curriculum | None = None  # problems that are solved, or too hard, are passed over
@@ -40,6 +40,10 @@ class Grpo(Recipe):
             raise ConfigError(
                 "recipe.args: dynamic_sampling leaves out problems that are always solved, which brevity is for; "
                 "take one of the two"
+            )
+        if self.dynamic_sampling is not None and self.group_size == 1:
+            raise ConfigError(
+                "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
             )
         object.__setattr__(self, "_record", Record(self.curriculum))
 
@@ -57,7 +61,7 @@ class Grpo(Recipe):
         draw = partial(self._draw, turn, table)
         groups, figures = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
         table.note(GENERATOR, figures | self._record.figures())
-        rollouts, weights = priced(groups, table.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
+        rollouts, weights = self._price(groups, table)
         credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
         return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
 
@@ -80,3 +84,7 @@ class Grpo(Recipe):
         if self.hints is None:
             return groups, figures
         return self.hints.retry(table, GENERATOR, groups, figures, sampling=sampling, text=self.prompt)
+
+    def _price(self, groups: Sequence[Group], table: Table) -> tuple[list[Rollout], dict[str, float]]:
+        """Returns the rollouts with all their rewards, and the weights of those that count."""
+        return priced(groups, table.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
