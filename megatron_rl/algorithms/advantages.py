@@ -5,12 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
-from megatron_rl.algorithms.estimators import EPSILON, Estimator, find_estimator, reinforce_pp, rloo
+from megatron_rl.algorithms.estimators import (
+    EPSILON,
+    Estimator,
+    EstimatorName,
+    find_estimator,
+    reinforce_pp,
+    rloo,
+    w_reinforce,
+    word_of,
+)
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.types import STEP, Rollout
 
+Refinement = Literal["none", "clip", "delta"]  # of step rewards, see step_rewards
 RLOO_STEP_SCALE = 10.0  # hard-coded factor of the released Tango code on its RLOO step advantages
 
 
@@ -18,7 +30,7 @@ def assign_advantages(
     rollouts: Sequence[Rollout],
     *,
     reward: str | Mapping[str, float],
-    estimator: str = "grpo",
+    estimator: EstimatorName = "grpo",
     alpha: float | None = None,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
@@ -29,18 +41,21 @@ def assign_advantages(
     see algorithms.estimators. With `alpha`, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha
     steps; when no rollout has scores on its reasoning steps, the outcome alone. `weights` [B] multiply a rollout's
     advantages (the verifier's class weights, eq. 9). Raises ValueError for a missing or non-finite reward, an alpha
-    outside [0, 1], and another number of weights than rollouts.
+    outside [0, 1], and another number of weights than rollouts; ConfigError for an estimator that cannot be, or that
+    knows no step rewards where `alpha` asks for them.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
     if alpha is not None and not 0 <= alpha <= 1:
         raise ValueError(f"alpha = {alpha}: the weight of the step advantages lies between 0 and 1")
     estimate = find_estimator(estimator)
+    if alpha is not None and word_of(estimator) == w_reinforce.__name__:
+        raise ConfigError("estimator w_reinforce tells right answers from wrong ones, and has no rule for step rewards")
     if not rollouts:
         return []
     rewards = np.array([_outcome(rollout, reward) for rollout in rollouts])
     tokens = np.array([rollout.num_trainable for rollout in rollouts], np.int64)
-    outcomes = _estimated(estimate, estimator, rewards, _groups(rollouts), tokens)
+    outcomes = _estimated(estimate, word_of(estimator), rewards, _groups(rollouts), tokens)
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
     if alpha is None or all(r.marks_of(STEP).scores is None for r in rollouts):
         return [replace(r, advantages=a) for r, a in zip(rollouts, (outcomes * factors).tolist(), strict=True)]
@@ -49,16 +64,29 @@ def assign_advantages(
     return [replace(r, advantages=_in_loss(r, a)) for r, a in zip(rollouts, mixed, strict=True)]
 
 
-def step_rewards(verdicts: Sequence[bool], num_steps: int) -> np.ndarray | None:
+def step_rewards(
+    verdicts: Sequence[bool], num_steps: int, *, refine: Refinement = "none", eta: float = 0.0
+) -> np.ndarray | None:
     """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts
-    differ or there is no step: the count gate."""
+    differ or there is no step: the count gate.
+
+    `refine` bounds what a solution collects by steps that add nothing (arXiv 2410.15115), before the division by K.
+    clip: min(y_k - eta, 0), so that no step earns anything. delta: y_k - y_(k+1), and y_K for the last, so that the
+    sum from step k on is y_k. The bounds are those of the rewards: an estimator that takes a mean off moves them.
+    """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
-    return np.where(np.asarray(verdicts, bool), 1.0, -1.0) / num_steps
+    signs = np.where(np.asarray(verdicts, bool), 1.0, -1.0)
+    match refine:
+        case "clip":
+            signs = np.minimum(signs - eta, 0.0)
+        case "delta":
+            signs = signs - np.append(signs[1:], 0.0)
+    return signs / num_steps
 
 
 def step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: str = "grpo", rloo_scale: float = RLOO_STEP_SCALE
+    rollouts: Sequence[Rollout], *, estimator: EstimatorName = "grpo", rloo_scale: float = RLOO_STEP_SCALE
 ) -> list[np.ndarray | float]:
     """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have
     the same.
@@ -73,7 +101,9 @@ def step_advantages(
     return [*_step_advantages(rollouts, estimator=estimator, rloo_scale=rloo_scale)]
 
 
-def _step_advantages(rollouts: Sequence[Rollout], *, estimator: str, rloo_scale: float) -> Iterable[np.ndarray | float]:
+def _step_advantages(
+    rollouts: Sequence[Rollout], *, estimator: EstimatorName, rloo_scale: float
+) -> Iterable[np.ndarray | float]:
     """Gives the step advantages one rollout after the other: those of all at once would be 8 bytes a token."""
     estimate = find_estimator(estimator)
     scores = [rollout.marks_of(STEP).scores for rollout in rollouts]
@@ -84,7 +114,7 @@ def _step_advantages(rollouts: Sequence[Rollout], *, estimator: str, rloo_scale:
     if len(rewards) == 0:
         return [0.0] * len(rollouts)
     groups = np.repeat(_groups(rollouts), sizes)
-    compared = _estimated(estimate, estimator, rewards, groups, np.ones(len(rewards), np.int64))
+    compared = _estimated(estimate, word_of(estimator), rewards, groups, np.ones(len(rewards), np.int64))
     if estimate is rloo:
         compared = compared * rloo_scale
     parts = np.split(compared, np.cumsum(sizes)[:-1])

@@ -1,17 +1,22 @@
-"""Estimators compare rewards to give advantages: pure functions, named in the config by a word or `module:name`."""
+"""Estimators compare rewards to give advantages: pure functions, named in the config by a word or `module:name`.
+
+Where one has arguments (keyword-only), the config names it as `{target: asymre, args: {baseline_shift: -0.2}}`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
-from megatron_rl.config.plugins import find
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.plugins import build, find
+from megatron_rl.config.schema import ConfigError, Use
 
 # (rewards [B] float64, group numbers [B] int64, trained tokens [B] int64) -> advantages [B] float64
 Estimator = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+EstimatorName = str | Use  # what a config names an estimator by; Use where it has arguments
 
 EPSILON = 1e-6  # added to every standard deviation, as in Tango's released code (verl: 1e-6; TRL: 1e-4)
 
@@ -36,9 +41,9 @@ def batch(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.nda
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Returns r - mean of the *other* rewards of the group = (r - mean of group) n / (n - 1); no std (arXiv
-    2402.14740)."""
+    2402.14740). A reward without others has 0, as in Tango's released code (verl leaves it as it is)."""
     centred, _, sizes = compare(rewards, groups)
-    return centred * sizes / np.maximum(1, sizes - 1)
+    return np.where(sizes == 1, 0.0, centred * sizes / np.maximum(1, sizes - 1))
 
 
 def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -54,19 +59,91 @@ def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) ->
     return centred / (np.sqrt((centred**2 * tokens).sum() / (total - 1)) + EPSILON)
 
 
+def reinforce_pp_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns r - mean of group, whitened over the trained tokens of the batch as `reinforce_pp` does (arXiv
+    2501.03262; verl takes the root of the variance + 1e-8). A group of equal rewards may so have a small advantage."""
+    return reinforce_pp(compare(rewards, groups)[0], groups, tokens)
+
+
+def opo(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns r - sum(tokens r) / sum(tokens) of the group, the baseline of least variance where a gradient's size
+    grows with the answer's length (OPO, arXiv 2505.23585); no std."""
+    baseline = _means(rewards, groups, tokens.astype(np.float64))
+    return np.where(np.bincount(groups)[groups] == 1, rewards, rewards - baseline[groups])
+
+
+def opmd(
+    rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline: str = "mean", tau: float = 1.0
+) -> np.ndarray:
+    """Returns r - b: b is the group's mean, or with `log_mean_exp` its tau log mean exp(r / tau) (OPMD, arXiv
+    2501.12599 and 2509.24203). The method's factor 1 / (1 + tau) scales the whole loss; the learning rate has it
+    here."""
+    if baseline not in ("mean", "log_mean_exp"):
+        raise ConfigError(f"estimator opmd: baseline = {baseline!r}: give mean or log_mean_exp")
+    if not tau > 0:
+        raise ConfigError(f"estimator opmd: tau = {tau}: give a number above 0")
+    if baseline == "mean":
+        return compare(rewards, groups)[0]
+    top = np.full(int(groups.max(initial=-1)) + 1, -np.inf)
+    np.maximum.at(top, groups, rewards)
+    means = _means(np.exp((rewards - top[groups]) / tau), groups)
+    return np.where(np.bincount(groups)[groups] == 1, rewards, rewards - top[groups] - tau * np.log(means[groups]))
+
+
+def asymre(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, baseline_shift: float = -0.1) -> np.ndarray:
+    """Returns r - (mean of group + baseline_shift): below 0 the shift makes right answers weigh more than wrong ones,
+    for data of older policies (AsymRE, arXiv 2506.20520); no std. It is meant for a loss without ratio and clip."""
+    centred, _, sizes = compare(rewards, groups)
+    return np.where(sizes == 1, centred, centred - baseline_shift)
+
+
+def w_reinforce(
+    rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray, *, positive_weight: float = 0.1
+) -> np.ndarray:
+    """Returns `positive_weight` for a right answer, whose reward is above 0.5, and -1 for a wrong one; no baseline
+    (W-REINFORCE, arXiv 2506.01347). With positive_weight 0 wrong answers alone are trained on (NSR)."""
+    return np.where(rewards > 0.5, float(positive_weight), -1.0)
+
+
+def reinforce(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns the rewards as they are, for recipes that take a baseline of their own off."""
+    return np.array(rewards)
+
+
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {"grpo": grpo, "dr_grpo": dr_grpo, "batch": batch, "rloo": rloo, "reinforce_pp": reinforce_pp}
-)
+    {
+        "grpo": grpo, "dr_grpo": dr_grpo, "batch": batch, "rloo": rloo, "reinforce_pp": reinforce_pp,
+        "reinforce_pp_baseline": reinforce_pp_baseline, "opo": opo, "opmd": opmd, "asymre": asymre,
+        "w_reinforce": w_reinforce, "reinforce": reinforce,
+    }
+)  # fmt: skip
+# Words that give a group of one something to learn from: they compare over the batch, or not at all.
+UNGROUPED = frozenset({"reinforce_pp", "w_reinforce", "reinforce"})
 
 
-def find_estimator(name: str) -> Estimator:
-    """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`. Raises
-    ConfigError."""
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    if ":" not in name:
-        raise ConfigError(f"estimator {name!r}: use {', '.join(ESTIMATORS)}, or module:name of a function of your own")
-    return find(name)
+def find_estimator(named: EstimatorName) -> Estimator:
+    """Returns the estimator with this name: one of this file's words, or a function of yours as `module:name`; its
+    arguments are bound. Raises ConfigError."""
+    use = Use(target=named) if isinstance(named, str) else named
+    if ":" in use.target:
+        return build(use) if use.args else find(use.target)
+    if use.target not in ESTIMATORS:
+        raise ConfigError(
+            f"estimator {use.target!r}: use {', '.join(ESTIMATORS)}, or module:name of a function of your own"
+        )
+    if not use.args:
+        return ESTIMATORS[use.target]
+    made = build(replace(use, target=f"{__name__}:{use.target}"))
+    try:  # an argument that cannot be is found before the run begins
+        made(np.array([0.0, 1.0]), np.zeros(2, np.int64), np.ones(2, np.int64))
+    except TypeError as error:
+        raise ConfigError(f"estimator {use.target!r} with {use.args}: {error}") from error
+    return made
+
+
+def word_of(named: EstimatorName) -> str:
+    """Returns the word or the `module:name` of an estimator without its arguments."""
+    return named if isinstance(named, str) else named.target
 
 
 def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -75,13 +152,22 @@ def compare(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nda
     Equal rewards have exactly 0 and std 0, whatever rounding does to their mean. A group of one has mean 0 and std 1.
     """
     count = np.bincount(groups)
-    mean = np.bincount(groups, weights=rewards) / np.maximum(count, 1)
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, groups, rewards)
-    np.maximum.at(high, groups, rewards)
-    mean = np.where(low == high, low, mean)
+    mean = _means(rewards, groups)
     mean[count == 1] = 0.0
     centred = rewards - mean[groups]
     std = np.sqrt(np.bincount(groups, weights=centred**2) / np.maximum(count - 1, 1))
     std[count == 1] = 1.0
     return centred, std[groups], count[groups]
+
+
+def _means(values: np.ndarray, groups: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """Returns the mean of each group by its number, weighted by [B] `weights`: the value itself where all are equal,
+    and 0 where the weights are."""
+    weights = np.ones(len(values)) if weights is None else weights
+    total = np.bincount(groups, weights=weights)
+    sums = np.bincount(groups, weights=weights * values)
+    mean = np.divide(sums, total, out=np.zeros_like(sums), where=total > 0)
+    low, high = np.full(len(total), np.inf), np.full(len(total), -np.inf)
+    np.minimum.at(low, groups, values)
+    np.maximum.at(high, groups, values)
+    return np.where(low == high, low, mean)

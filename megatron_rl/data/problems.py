@@ -129,6 +129,14 @@ def read_pairs(data: SftData, *, split: str = "train") -> list[tuple[str, str]]:
     return pairs
 
 
+def place_of(prompt: Prompt) -> tuple[int, int]:
+    """Returns the epoch and the row of a prompt from a PromptReader, by its id. Raises DataError for another's."""
+    epoch, slash, row = prompt.id.partition("/")
+    if not (slash and epoch.isdecimal() and row.isdecimal()):
+        raise DataError(f"prompt {prompt.id!r} is not from a data set: its id is no epoch/row")
+    return int(epoch), int(row)
+
+
 class PromptReader:
     """An endless, deterministic stream of prompts over problems.
 

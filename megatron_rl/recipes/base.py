@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, TypeVar
 
-from megatron_rl.algorithms.estimators import ESTIMATORS, find_estimator
+from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
@@ -117,8 +117,8 @@ def check_arguments(
     small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
     there, and switches of which none is on (one_of)."""
     find_estimator(recipe.estimator)
-    # reinforce_pp compares over the batch, the others of ours within a group; one of a user's own may do either
-    smallest = 2 if recipe.estimator in ESTIMATORS and recipe.estimator != "reinforce_pp" else 1
+    # one of a user's own may compare within a group or not
+    smallest = 2 if word_of(recipe.estimator) in set(ESTIMATORS) - UNGROUPED else 1
     for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
         for name in names:
             if getattr(recipe, name) < floor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from megatron_rl.algorithms.advantages import step_rewards
+from megatron_rl.algorithms.advantages import Refinement, step_rewards
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
@@ -93,15 +93,16 @@ class Reviews:
         return [found.get(place, []) for place in sorted(self._places)]
 
 
-def with_verdicts(rollout: Rollout, verifications: Sequence[Verification]) -> Rollout:
+def with_verdicts(rollout: Rollout, verifications: Sequence[Verification], refine: Refinement = "none") -> Rollout:
     """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the
-    verdicts match them. Without a verification it stays as it is."""
+    verdicts match them, refined as `algorithms.advantages.step_rewards` says. Without a verification it stays as it
+    is."""
     if not verifications:
         return rollout
     [one] = verifications
     marks, verdict = rollout.marks_of(STEP), list(one.opinion.verdicts)
     payload = {**rollout.payload, "verdicts": verdict, "review": one.decoded.text}
-    scored = Marks(marks.ranges, step_rewards(verdict, len(marks)))
+    scored = Marks(marks.ranges, step_rewards(verdict, len(marks), refine=refine))
     return replace(rollout, payload=payload, marks={**rollout.marks, STEP: scored})
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, Refinement, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.plugins import find
@@ -22,8 +22,7 @@ from megatron_rl.types import Prompt, Rollout
 class Tango(Recipe):
     """A run whose steps are a warm-up of the verifier alone, then cycles of generator turns and verifier turns.
 
-    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up.
-    """
+    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up."""
 
     generator_updates: int = 300  # of the run
     warmup_updates: int = 40  # of the verifier, before the first cycle
@@ -34,7 +33,8 @@ class Tango(Recipe):
     alpha_start: float = 0.1  # weight of the step advantages at the first generator update
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
-    estimator: str = "grpo"  # a word of algorithms.estimators, or module:name
+    step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
+    estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
     train_generator: bool = True
@@ -52,7 +52,7 @@ class Tango(Recipe):
             natural=["warmup_updates", "verifier_turns"], shares=["alpha_start", "alpha_min"],
             one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
-        self._alpha(0)  # raises for a schedule that cannot be
+        assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._labels = None if self.step_labels is None else find(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
@@ -107,7 +107,7 @@ class Tango(Recipe):
         """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
         alpha = self._alpha(turn.update(GENERATOR))
         table.note(GENERATOR, {"alpha": alpha})
-        marked = [with_verdicts(s.rollout, reviews) for s, reviews in zip(solutions, judged, strict=True)]
+        marked = [with_verdicts(s.rollout, own, self.step_rewards) for s, own in zip(solutions, judged, strict=True)]
         return assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
 
     def _credit_reviews(self, table: Table, solutions: list[Solution], judged: Judged) -> list[Rollout]:

@@ -21,6 +21,7 @@ from megatron_rl.types import Prompt
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
+    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu"),
 ]
 SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
@@ -117,6 +118,36 @@ def test_the_tandem_has_the_papers_numbers():
     )
     assert (role.sampling.temperature, role.sampling.max_tokens, role.max_prompt_tokens) == (0.6, 3000, 1024)
     assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (16, 8, 8 * 8)
+
+
+def test_dapo_has_the_papers_numbers():
+    config = load(TrainConfig, "dapo_qwen2.5_32b")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert (role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.aggregation) == (
+        0.2,
+        0.28,
+        0,
+        "token_mean",
+    )
+    assert (role.optimizer.lr, role.optimizer.warmup_steps, role.samples_per_optimizer_step) == (1e-6, 20 * 16, 512)
+    assert (config.run.prompts_per_step, recipe.group_size, recipe.estimator) == (512, 16, "grpo")
+    assert config.run.prompts_per_step * recipe.dynamic_sampling.oversampling == 1536
+    assert recipe.dynamic_sampling.rounds == 10
+    assert (role.sampling.max_tokens, recipe.overlong.cache, recipe.overlong.penalty) == (20480, 4096, 1.0)
+    assert recipe.overlong.reward(20480 - 4096, 20480) == 0.0 and recipe.overlong.reward(20480, 20480) == -1.0
+
+
+def test_scalerl_has_the_papers_choices():
+    config = load(TrainConfig, "scalerl_qwen3_8b")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert (role.loss.objective, role.loss.objective_args, role.loss.aggregation) == (
+        "cispo",
+        {"cap": 5.0},
+        "prompt_mean",
+    )
+    assert (recipe.group_size, recipe.estimator, recipe.curriculum.retire_at) == (16, "batch", 0.9)
+    assert recipe.dynamic_sampling.rounds == 1 and recipe.dynamic_sampling.oversampling == 1
+    assert config.rollouts.max_staleness == 8 and role.loss.kl_coef == 0
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

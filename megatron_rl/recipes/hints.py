@@ -1,0 +1,89 @@
+"""Problems that nobody solved are asked again with the beginning of a known solution (GHPO, arXiv 2507.10628)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.engines.base import Sampling
+from megatron_rl.recipes.sampling import GRADED, Figures, Group, merged, solve_groups
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt
+
+INTRODUCTION = (
+    "\nThe following text is the beginning part of the answer, which you can refer to for solving the problem:\n"
+)
+
+
+@config
+class Hints:
+    """A group without success is drawn again with a larger and larger part of the problem's known solution behind the
+    question, until there is one. The hinted prompt is the one trained on.
+    """
+
+    shares: tuple[float, ...] = (0.25, 0.5, 0.75)  # of the solution's characters, one after the other
+    field: str = "solution"  # of the payload, which holds the solution; map it in data.fields
+    introduction: str = INTRODUCTION  # stands between the question and the hint
+
+    def __post_init__(self) -> None:
+        if not self.shares or not all(0.0 < share <= 1.0 for share in self.shares):
+            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give shares above 0 and up to 1")
+        if list(self.shares) != sorted(set(self.shares)):
+            raise ConfigError(f"recipe.args.hints.shares = {list(self.shares)}: give them in rising order")
+
+    def retry(
+        self, table: Table, role: str, groups: Sequence[Group], figures: Figures,
+        *, sampling: Sampling, text: Callable[[Mapping[str, Any]], str],
+    ) -> tuple[list[Group], Figures]:  # fmt: skip
+        """Replaces the groups without success by hinted ones. `sampling` is the one that they were drawn with, and
+        `text` makes a prompt's text of a payload.
+
+        A prompt that is longer than the role takes is not asked: its group stays as it was. -> the groups in the same
+        order, and the figures with hinted (groups) and hints_too_long. Raises ConfigError for a problem without the
+        field.
+        """
+        solutions = [self._solution(group.prompt) for group in groups]
+        out, hinted, too_long = list(groups), set[int](), set[int]()
+        # The round's own gradings were checked. Of a few hinted answers two failures would already end the run.
+        lenient = replace(table, max_failure_share=1.0)
+        for share in self.shares:
+            prompts = {
+                i: self._hinted(table, role, groups[i].prompt, solutions[i], share, text) for i in _unsolved(out)
+            }
+            fitting = {i: p for i, p in prompts.items() if len(p.tokens) <= table.max_prompt_tokens[role]}
+            too_long |= set(prompts) - set(fitting)
+            if not fitting:
+                continue
+            own = replace(sampling, seed=table.seed_for(sampling.seed, "hint", share))
+            redrawn, found = solve_groups(lenient, role, list(fitting.values()), own)
+            figures = figures | merged([{k: v for k, v in f.items() if k.startswith(GRADED)} for f in (figures, found)])
+            for i, group in zip(fitting, redrawn, strict=True):
+                if group.solutions:
+                    out[i] = group.renamed(groups[i].solutions[0].rollout.group)
+                    hinted.add(i)
+        return out, figures | {"hinted": float(len(hinted)), "hints_too_long": float(len(too_long))}
+
+    def _solution(self, prompt: Prompt) -> str:
+        solution = prompt.payload.get(self.field)
+        if not isinstance(solution, str):
+            raise ConfigError(
+                f"recipe.args.hints.field = {self.field!r}: problem {prompt.id} has no such text; map it in data.fields"
+            )
+        return solution
+
+    def _hinted(
+        self, table: Table, role: str, prompt: Prompt, solution: str, share: float,
+        text: Callable[[Mapping[str, Any]], str],
+    ) -> Prompt:  # fmt: skip
+        hint = solution[: round(len(solution) * share)]
+        asked = {**prompt.payload, "question": f"{prompt.payload['question']}{self.introduction}{hint}"}
+        tokens = tokenize(table.tokenizers[role], text(asked))
+        return Prompt(id=prompt.id, tokens=tokens, payload={**prompt.payload, "hint_share": share})
+
+
+def _unsolved(groups: Sequence[Group]) -> list[int]:
+    """Returns the places of the groups that have solutions, and no right one."""
+    return [i for i, group in enumerate(groups) if group.success_rate == 0.0]

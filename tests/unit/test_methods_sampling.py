@@ -1,0 +1,527 @@
+"""Dynamic sampling, curricula, hints and rewards by length: played with scripted engines, against plain loops."""
+
+import itertools
+import json
+import math
+import random
+from statistics import fmean
+
+import numpy as np
+import pytest
+from fake_engines import ScriptedEngine
+from loops import Log
+from loops import make as make_loop
+from toys import EOS, characters, graded
+
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.data.problems import DataError, Problem, PromptReader
+from megatron_rl.engines.base import Sampling
+from megatron_rl.recipes.curriculum import Curriculum, Record
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.hints import INTRODUCTION, Hints
+from megatron_rl.recipes.lengths import Brevity, Overlong
+from megatron_rl.recipes.remax import Remax
+from megatron_rl.recipes.sampling import DynamicSampling, Group
+from megatron_rl.training import loop
+from megatron_rl.training.player import Player, ReaderSource, TurnPlayer, upcoming
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.turns import Table, Turn
+from megatron_rl.types import Outcome, Prompt
+
+TOKENIZER = characters()
+GROUP = 4
+says_yes = graded(lambda response, payload: response.startswith("yes"))
+START = {"step": 0, "index": 0, "number": 0, "turns": {}}
+
+
+def ids(text):
+    return TOKENIZER(text)["input_ids"]
+
+
+@pytest.fixture
+def template(tmp_path):
+    (tmp_path / "q.txt").write_text("Q{question}:")
+    return str(tmp_path / "q.txt")
+
+
+def reader_of(count, *, shuffle=False, **payload):
+    problems = [Problem(row=i, values={"question": str(i), "answer": "yes", **payload}) for i in range(count)]
+    encode = lambda values: ids(f"Q{values['question']}:")  # noqa: E731
+    return PromptReader(problems, encode, seed=5, shuffle=shuffle, max_prompt_tokens=100)
+
+
+def table_of(script, *, grade=says_yes, limit=1000, max_tokens=50, **settings):
+    """A table whose engine answers (question text, sample, sampling) with the script's text."""
+    answer = lambda p, key, j, sampling: [*ids(script(TOKENIZER.decode(p), j, sampling)), EOS]  # noqa: E731
+    return Table(
+        engines={"generator": ScriptedEngine(answer, eos=EOS)},
+        tokenizers={"generator": TOKENIZER},
+        samplings={"generator": Sampling(max_tokens=max_tokens)},
+        max_prompt_tokens={"generator": limit},
+        grade=grade,
+        **settings,
+    )
+
+
+def turn(number=0):
+    return Turn(step=number, index=0, roles=("generator",), number=number, updates={"generator": number})
+
+
+def play(recipe, reader, table, *, per_step=3, number=0):
+    rollouts = recipe.play(turn(number), ReaderSource(reader, per_step), table)["generator"]
+    return rollouts, table.notes["generator"]
+
+
+def rows_of(rollouts):
+    """The rows of the problems of rollouts, each once, in order."""
+    return list(dict.fromkeys(int(r.payload["question"]) for r in rollouts))
+
+
+def by_row(rates):
+    """A script that answers the first `rates[row]` of GROUP samples right."""
+
+    def script(text, j, sampling):
+        return "yes" if j < rates[int(text[1:].split(":")[0])] else "no"
+
+    return script
+
+
+def lucky(text, j, sampling):
+    """A script whose answers depend on the seed and on nothing else that could differ between two runs."""
+    return "yes" if random.Random(f"{sampling.seed}/{text}/{j}").random() < 0.3 else "no"
+
+
+def test_grpo_without_options_is_what_it_was(template):
+    """Samples of prompts_per_step problems, in order, each compared with its group."""
+    rates = [0, 1, 4, 2]
+    recipe = Grpo(updates=1, group_size=GROUP, template=template)
+    table = table_of(by_row(rates))
+    rollouts, m = play(recipe, reader_of(4), table, per_step=4)
+    assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(4) for _ in range(GROUP)]
+    for i, rate in enumerate(rates):
+        own = np.array([1.0] * rate + [0.0] * (GROUP - rate))
+        expected = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+        assert [r.advantages for r in rollouts[i * GROUP : (i + 1) * GROUP]] == pytest.approx(expected.tolist())
+    assert table.engines["generator"].asked[0][1].seed == table.seed_for(0, "generator")
+    assert (m["prompts_taken"], m["rounds"], m["alike"], m["outcome_of_all"]) == (4, 1, 0.5, 7 / 16)
+    assert recipe.state_dict() == {}
+
+
+@pytest.mark.parametrize(("rounds", "oversampling"), [(1, 1), (2, 1), (10, 1), (2, 3), (10, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_dynamic_sampling_takes_problems_until_enough_groups_have_signal(template, seed, rounds, oversampling):
+    """Against a loop over the rows: a round takes wanted * oversampling of them, and groups of 0 or all are let go."""
+    draw, count, wanted = random.Random(seed), 200, 5
+    rates = [draw.choice((0, 0, 0, 0, 1, 3, 4, 4, 4)) for _ in range(count)]
+    kept, place, used = [], 0, 0
+    while len(kept) < wanted and used < rounds:
+        own = range(place, place + wanted * oversampling)
+        kept += [row for row in own if 0 < rates[row] < GROUP]
+        place, used = place + wanted * oversampling, used + 1
+    dynamic = DynamicSampling(rounds=rounds, oversampling=oversampling)
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
+    reader = reader_of(count)
+    rollouts, m = play(recipe, reader, table_of(by_row(rates)), per_step=wanted)
+    assert rows_of(rollouts) == kept[:wanted] and len(rollouts) == GROUP * len(kept[:wanted])
+    assert len({r.group for r in rollouts}) == len(kept[:wanted])
+    assert (m["prompts_taken"], m["rounds"]) == (place, used) and reader.state_dict()["position"] == place
+    assert m["alike"] == fmean(float(rates[row] in (0, GROUP)) for row in range(place))
+    assert m["outcome_of_all"] == pytest.approx(fmean(rates[row] / GROUP for row in range(place)))
+    assert all(abs(r.advantages) > 0.1 for r in rollouts)
+
+
+def test_a_later_round_draws_with_a_seed_of_its_own(template):
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=DynamicSampling(rounds=3))
+    table = table_of(by_row([0] * 9))
+    rollouts, m = play(recipe, reader_of(9), table)
+    seeds = [sampling.seed for _, sampling in table.engines["generator"].asked]
+    assert len(set(seeds)) == 3 and m["rounds"] == 3 and rollouts == []
+
+
+def test_samples_that_could_not_be_graded_give_a_group_no_signal(template):
+    def rule(response, payload):
+        return Outcome.TIMEOUT if payload["question"] == "1" and response == "no" else response == "yes"
+
+    dynamic = DynamicSampling(rounds=1)
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
+    rollouts, m = play(recipe, reader_of(3), table_of(by_row([1, 1, 2]), grade=graded(rule)))
+    assert rows_of(rollouts) == [0, 2] and m["graded/timeout"] == 3
+
+
+def test_figures_of_rounds_are_those_of_one_draw(template):
+    """Gradings are counted over the rounds, and other figures are means."""
+    steps = "<think><step>a</step><step>b</step></think>"
+
+    def script(text, j, sampling):
+        return f"yes{steps}" if text == "Q3:" and j == 0 else "no"
+
+    def rule(response, payload):
+        return Outcome.ERROR if response == "no" and payload["question"] in ("0", "3") else response.startswith("yes")
+
+    recipe = Grpo(updates=1, group_size=2, template=template, dynamic_sampling=DynamicSampling(rounds=2))
+    _, m = play(recipe, reader_of(4), table_of(script, grade=graded(rule)), per_step=2)
+    assert m["graded/error"] == 3 and m["graded/timeout"] == 0 and m["steps_per_solution"] == 2 / 8
+
+
+RECIPES = {
+    "dynamic": {"dynamic_sampling": DynamicSampling(rounds=3)},
+    "curriculum": {"curriculum": Curriculum(retire_at=0.75, rest_at=0.0)},
+    "all": {
+        "dynamic_sampling": DynamicSampling(rounds=3, oversampling=2),
+        "curriculum": Curriculum(retire_at=0.75, rest_at=0.0, rest_epochs=2),
+        "hints": Hints(shares=(0.5,)),
+        "overlong": Overlong(cache=10),
+    },
+}
+
+
+def run(template, options, directory, *, staleness, turns, state=None):
+    """Plays turns through the player. -> [(turn, its rollouts, its figures, the state after it)]"""
+    recipe = Grpo(updates=8, group_size=GROUP, template=template, **RECIPES[options])
+    reader = reader_of(13, shuffle=True, solution="because")
+    progress = dict(START)
+    maker = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table_of(lucky), prompts_per_step=3)
+    if state is not None:
+        maker.restore(json.loads(json.dumps(state["player"])))
+        progress = {"step": state["step"], "index": 0, "number": state["step"], "turns": {"generator": state["step"]}}
+    player = Player(maker, upcoming(recipe.schedule(), progress), TurnStore(directory), max_staleness=staleness)
+    out = []
+    for due in itertools.islice(upcoming(recipe.schedule(), progress), turns - progress["step"]):
+        played = player.take(due)
+        player.trained()
+        rows = [(r.group, r.tokens.tolist(), r.advantages, dict(r.payload)) for r in played.rollouts["generator"]]
+        figures = {k: v for k, v in played.metrics["generator"].items() if not k.startswith("seconds")}
+        out.append((due.number, rows, figures, player.state()))
+    player.close()
+    return out
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("options", RECIPES)
+def test_a_run_that_was_cut_plays_the_same_turns(template, tmp_path, options, staleness):
+    """Also with turns played ahead of the checkpoint, and without the store that has them."""
+    whole = run(template, options, tmp_path / "whole", staleness=0, turns=8)
+    first = run(template, options, tmp_path / "first", staleness=staleness, turns=4)
+    state = {"player": first[-1][3], "step": 4}
+    rest = run(template, options, tmp_path / "rest", staleness=staleness, turns=8, state=state)
+    assert first + rest == whole
+    again = run(template, options, tmp_path / "first", staleness=staleness, turns=8, state=state)
+    assert again == rest, "turns that were played ahead are read from the store"
+    if options == "all":
+        assert any(figures["hinted"] for _, _, figures, _ in whole)
+    if options != "dynamic":
+        assert whole[-1][2]["retired"] > 0 and whole[-1][2]["resting"] > 0
+        assert whole[-1][3]["recipe"]["retired"] == sorted(whole[-1][3]["recipe"]["retired"])
+
+
+def group(row, rate, *, epoch=0, outcomes=None):
+    """A group of one problem; nothing was graded where the rate is None."""
+
+    class Solved:
+        def __init__(self, correct):
+            self.correct = correct
+
+    count = 0 if rate is None else 8
+    solutions = [Solved(j < round((rate or 0) * 8)) for j in range(count)]
+    return Group(prompt=Prompt(id=f"{epoch}/{row}", tokens=[1], payload={}), solutions=solutions)
+
+
+def taken(record, reader, count):
+    return [tuple(map(int, p.id.split("/"))) for p in record.over(ReaderSource(reader, 1)).take(count)]
+
+
+def test_a_solved_problem_never_comes_again():
+    record, reader = Record(Curriculum()), reader_of(5)
+    assert taken(record, reader, 5) == [(0, row) for row in range(5)]
+    record.learn([group(0, 1.0), group(1, 0.875), group(2, 0.9), group(3, 0.0), group(4, None)])
+    assert taken(record, reader, 7) == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 3)]
+    record.learn([group(1, 1.0, epoch=1)])
+    assert taken(record, reader, 3) == [(2, 4), (3, 2), (3, 3)]
+    assert record.figures() == {"retired": 2.0, "resting": 0.0}
+
+
+def test_a_problem_that_is_too_hard_rests():
+    record, reader = Record(Curriculum(retire_at=None, rest_at=0.125, rest_epochs=2)), reader_of(3)
+    taken(record, reader, 3)
+    record.learn([group(0, 1.0), group(1, 0.125), group(2, 0.25)])
+    assert taken(record, reader, 7) == [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0), (3, 1), (3, 2)]
+    record.learn([group(1, 0.5, epoch=3)])
+    assert record.resting == {} and taken(record, reader, 3) == [(4, 0), (4, 1), (4, 2)]
+
+
+def test_rest_ends_where_nothing_else_is_left():
+    record, reader = Record(Curriculum(rest_at=0.0, rest_epochs=3)), reader_of(2)
+    taken(record, reader, 2)
+    record.learn([group(0, 1.0), group(1, 0.0)])
+    assert taken(record, reader, 1) == [(4, 1)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_run_without_problems_left_says_so_and_does_not_turn_for_ever(shuffle):
+    record, reader = Record(Curriculum()), reader_of(4, shuffle=shuffle)
+    taken(record, reader, 6)
+    record.learn([group(row, 1.0) for row in range(4)])
+    with pytest.raises(DataError, match="4 are retired.*retire_at"):
+        taken(record, reader, 1)
+
+
+def test_a_curriculum_wants_problems_of_a_data_set():
+    with pytest.raises(DataError, match=r"'x' .*epoch/row"):
+        Record(Curriculum()).admits(Prompt(id="x", tokens=[1], payload={}))
+
+
+def test_a_record_survives_a_checkpoint():
+    record = Record(Curriculum(rest_at=0.0))
+    record.learn([group(7, 1.0), group(2, 1.0), group(5, 0.0, epoch=3)])
+    again = Record(Curriculum(rest_at=0.0))
+    again.load_state_dict(json.loads(json.dumps(record.state_dict())))
+    assert again == record and again.resting == {5: 5} and again.retired == {2, 7}
+
+
+SOLUTION = "first half|second half"
+
+
+def hinted(needed):
+    """A script that is right when at least `needed[row]` characters of the solution stand in the prompt."""
+
+    def script(text, j, sampling):
+        question, _, hint = text.partition(INTRODUCTION)
+        row = int(question[1:].rstrip(":"))
+        return "yes" if j == 0 and len(hint.rstrip(":")) >= needed[row] else "no"
+
+    return script
+
+
+def test_a_group_without_success_is_asked_again_with_more_and_more_of_the_solution(template):
+    """Lengths of the hints are round(22 share) = 6 (5.5 to even), 11, 16: each group stops at its first success."""
+    needed, expected = [0, 1, 7, 12, 99], [None, 0.25, 0.5, 0.75, 0.75]
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    table = table_of(hinted(needed))
+    rollouts, m = play(recipe, reader_of(5, solution=SOLUTION), table, per_step=5)
+    assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(5) for _ in range(GROUP)]
+    for i, share in enumerate(expected):
+        own = rollouts[i * GROUP : (i + 1) * GROUP]
+        hint = "" if share is None else INTRODUCTION + SOLUTION[: round(len(SOLUTION) * share)]
+        for r in own:
+            assert r.payload.get("hint_share") == share and r.payload["question"] == str(i)
+            assert TOKENIZER.decode(r.tokens[: r.start]) == f"Q{i}{hint}:", "the hinted prompt is the one trained on"
+        assert any(r.advantages > 0 for r in own) == (i < 4)
+    assert m["hinted"] == 4 and m["hints_too_long"] == 0 and m["outcome_of_all"] == pytest.approx(4 / 20)
+    asked = [TOKENIZER.decode(tokens) for tokens, _ in table.engines["generator"].asked]
+    assert len(asked) == 5 + 4 + 3 + 2 and len({s.seed for _, s in table.engines["generator"].asked}) == 4
+
+
+def test_a_hint_that_makes_the_prompt_too_long_is_not_given(template):
+    limit = len(ids(f"Q0{INTRODUCTION}{SOLUTION[:12]}:"))
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    rollouts, m = play(recipe, reader_of(1, solution=SOLUTION), table_of(hinted([16]), limit=limit), per_step=1)
+    assert {r.payload["hint_share"] for r in rollouts} == {0.5} and (m["hinted"], m["hints_too_long"]) == (1, 1)
+
+
+def test_hints_do_not_make_a_problem_count_as_solved(template):
+    curriculum = Curriculum(retire_at=0.25, rest_at=0.0)
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints(), curriculum=curriculum)
+    play(recipe, reader_of(2, solution=SOLUTION), table_of(hinted([0, 1])), per_step=2)
+    assert recipe.state_dict() == {"retired": [0], "resting": [(1, 2)]}
+
+
+def test_two_failed_gradings_of_a_few_hinted_answers_do_not_end_the_run(template):
+    def rule(response, payload):
+        return Outcome.TIMEOUT if payload.get("hint_share") == 0.25 else response == "yes"
+
+    table = table_of(hinted([0, 0, 7]), grade=graded(rule), max_failure_share=0.05)
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    rollouts, m = play(recipe, reader_of(3, solution=SOLUTION), table)
+    assert m["graded/timeout"] == GROUP and {r.payload.get("hint_share") for r in rollouts[8:]} == {0.5}
+
+
+def test_a_problem_without_a_solution_is_found_out_in_the_first_turn(template):
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints(field="proof"))
+    with pytest.raises(ConfigError, match=r"hints.field = 'proof'.*data.fields"):
+        play(recipe, reader_of(3, solution=SOLUTION), table_of(by_row([4, 4, 4])))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(100, 0.0), (16384, 0.0), (17408, -0.25), (18432, -0.5), (20480, -1)])
+def test_the_overlong_penalty_of_the_published_run(length, expected):
+    """DAPO, eq. 13: 16,384 tokens expected, 4,096 of cache."""
+    assert Overlong(cache=4096).reward(length, 20480) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_overlong_penalty_is_verls(seed):
+    draw = random.Random(seed)
+    for _ in range(50):
+        limit = draw.randint(1, 500)
+        cache, length, factor = draw.randint(1, limit), draw.randint(1, limit), draw.choice((0.5, 1.0))
+        exceeded = length - (limit - cache)
+        assert Overlong(cache=cache, penalty=factor).reward(length, limit) == min(-exceeded / cache * factor, 0)
+
+
+def test_the_penalty_joins_the_outcome_and_signal_is_that_of_outcomes_alone(template):
+    lengths = {0: 2, 1: 30, 2: 45, 3: 50}
+
+    def script(text, j, sampling):
+        right = "yes" if (text, j) in (("Q0:", 0), ("Q0:", 3)) else "no"
+        return right.ljust(lengths[j] - 1, ".")
+
+    dynamic = DynamicSampling(rounds=1)
+    recipe = Grpo(
+        updates=1, group_size=GROUP, template=template, estimator="dr_grpo", overlong=Overlong(cache=20),
+        dynamic_sampling=dynamic,
+    )  # fmt: skip
+    rollouts, _ = play(recipe, reader_of(2), table_of(script), per_step=2)
+    assert rows_of(rollouts) == [0], "a group that is all wrong has no signal, whatever its lengths"
+    assert [r.length for r in rollouts] == [4, 30, 45, 50]
+    assert [r.rewards["overlong"] for r in rollouts] == [0.0, 0.0, -0.75, -1.0]
+    total = np.array([1.0, 0.0, -0.75, 0.0])
+    assert [r.advantages for r in rollouts] == pytest.approx((total - total.mean()).tolist())
+
+
+class Cut(ScriptedEngine):
+    """Answers of more than `most` tokens were cut: they have no end-of-sequence token."""
+
+    def __init__(self, script, most):
+        self.most = most
+        super().__init__(lambda p, key, j, sampling: self._cut(script(TOKENIZER.decode(p), j, sampling)), eos=EOS)
+
+    def _cut(self, text):
+        tokens = [*ids(text), EOS]
+        return tokens[: self.most]
+
+
+def test_solutions_that_were_cut_are_compared_with_and_leave_no_gradient(template):
+    texts = ["yes", "yes and on and on", "no", "no and on and on"]
+    table = table_of(lambda *_: "")
+    table.engines["generator"] = Cut(lambda text, j, sampling: texts[j], 8)
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, overlong=Overlong(leave_out_cut=True))
+    rollouts, _ = play(recipe, reader_of(1), table, per_step=1)
+    assert [TOKENIZER.decode(r.response[:3]) for r in rollouts] == ["yes", "no<eos>"]
+    own = np.array([1.0, 1.0, 0.0, 0.0])
+    z = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+    assert [r.advantages for r in rollouts] == pytest.approx([z[0], z[2]]), "the cut ones are in mean and std"
+
+
+def test_brevity_prices_right_solutions_of_the_best_groups(template):
+    """Re-derived by loops: sigmoid of the standardised length among the right ones of a group (arXiv 2502.04463)."""
+    rates, share, penalty = [4, 1, 3, 4, 0], 0.5, 0.4
+
+    def script(text, j, sampling):
+        row = int(text[1:-1])
+        return ("yes" if j < rates[row] else "no").ljust(5 + 3 * j * (row + 1), ".")
+
+    recipe = Grpo(
+        updates=1, group_size=GROUP, template=template, estimator="dr_grpo",
+        brevity=Brevity(share=share, penalty=penalty),
+    )  # fmt: skip
+    rollouts, _ = play(recipe, reader_of(5), table_of(script), per_step=5)
+    chosen = {0, 3}  # the share of five is two, by success rate and then by place
+    for row in range(5):
+        own = rollouts[row * GROUP : (row + 1) * GROUP]
+        right = [r.length for r in own if r.rewards["outcome"] == 1.0]
+        total = []
+        for r in own:
+            value = 0.0
+            if row in chosen and r.rewards["outcome"] == 1.0:
+                mean = sum(right) / len(right)
+                std = math.sqrt(sum((x - mean) ** 2 for x in right) / len(right))
+                value = -penalty / (1 + math.exp(-(r.length - mean) / (std + 1e-6)))
+            assert r.rewards["brevity"] == pytest.approx(value)
+            total.append(r.rewards["outcome"] + value)
+        assert [r.advantages for r in own] == pytest.approx([t - sum(total) / GROUP for t in total])
+    assert rollouts[0].advantages > rollouts[3].advantages
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"dynamic_sampling": {"rounds": 0}}, "dynamic_sampling.rounds = 0: give at least 1"),
+        ({"dynamic_sampling": {"oversampling": 0}}, "oversampling = 0"),
+        ({"dynamic_sampling": {"round": 2}}, "dynamic_sampling.round = 2"),
+        ({"curriculum": {"retire_at": 1.5}}, "curriculum.retire_at = 1.5.*from 0 to 1"),
+        ({"curriculum": {"rest_at": 0.9}}, "rest_at = 0.9 is not below retire_at = 0.9"),
+        ({"curriculum": {"rest_at": 0.0, "rest_epochs": 0}}, "rest_epochs = 0: give at least 1"),
+        ({"hints": {"shares": []}}, r"hints.shares = \[\]: give shares above 0"),
+        ({"hints": {"shares": [0.5, 0.25]}}, "rising order"),
+        ({"overlong": {}}, "overlong does nothing: give cache"),
+        ({"overlong": {"cache": -1}}, "cache = -1"),
+        ({"brevity": {"share": 0.0}}, "brevity.share = 0.0: give a number above 0"),
+        ({"brevity": {}, "dynamic_sampling": {}}, "take one of the two"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_where_the_recipe_is_built(args, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Use(target="megatron_rl.recipes.grpo:Grpo", args={"updates": 1, **args}))
+
+
+def test_options_are_read_from_a_config_and_change_what_a_turn_draws():
+    args = {"updates": 1, "group_size": 16, "dynamic_sampling": {"oversampling": 3}, "curriculum": {}}
+    recipe = build(Use(target="megatron_rl.recipes.grpo:Grpo", args=args))
+    assert recipe.dynamic_sampling == DynamicSampling(rounds=10, oversampling=3) and recipe.curriculum == Curriculum()
+    [part] = recipe.roles().values()
+    assert (part.samples, part.drawn) == (16, {"generator": 48})
+
+
+def test_a_cache_longer_than_any_solution_is_refused(template):
+    recipe = Grpo(updates=1, group_size=GROUP, template=template, overlong=Overlong(cache=51))
+    with pytest.raises(ConfigError, match="cache = 51 is above sampling.max_tokens = 50"):
+        play(recipe, reader_of(3), table_of(by_row([1, 1, 1])))
+
+
+def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path):
+    """Through the loop, on a table of logits that really learns."""
+    (tmp_path / "q.txt").write_text("?{question}")
+    options = {"dynamic_sampling": DynamicSampling(rounds=4), "overlong": Overlong(leave_out_cut=True, cache=1)}
+    recipe = Grpo(updates=8, group_size=6, template=str(tmp_path / "q.txt"), estimator="rloo", **options)
+    logs, tables = [], []
+    for cut in (None, 4):
+        log, state, policy = Log(), None, None
+        for stop in (cut, None) if cut else (None,):
+            directory = tmp_path / f"{cut}" / f"{stop}"
+            setup, progress = make_loop(
+                recipe.template, log, directory, recipe=recipe, stop_after=stop, state=state, policy=policy
+            )
+            loop.train(setup, loop.Plan(steps=8, evaluate_at_start=False), progress)
+            state, policy = log.saved[max(log.saved)]["state"], setup.trainees["generator"].policy
+        logs.append(log)
+        tables.append(policy.table.detach())
+    assert (tables[0] == tables[1]).all()
+    for name in ("prompts_taken", "rounds", "reward/outcome", "loss"):
+        assert logs[0].series(name) == logs[1].series(name)
+    assert max(logs[0].series("rounds")) > 1 and len(logs[0].series("loss")) == 8
+    sampled = logs[0].series("outcome_of_all")
+    assert fmean(sampled[-3:]) > 1.5 * fmean(sampled[:3]), sampled
+
+
+def greedy_or_not(text, j, sampling):
+    """A script whose likeliest answer is right for even rows; of its samples the first two are."""
+    row = int(text[1:].split(":")[0])
+    return "yes" if (row % 2 == 0 if sampling.temperature == 0 else j < 2) else "no"
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_remax_takes_the_outcome_of_the_likeliest_answer_off(template, group_size):
+    recipe = Remax(updates=1, group_size=group_size, template=template)
+    table = table_of(greedy_or_not)
+    rollouts, m = play(recipe, reader_of(4), table, per_step=4)
+    expected = [float(j < 2) - float(row % 2 == 0) for row in range(4) for j in range(group_size)]
+    assert [r.advantages for r in rollouts] == expected and m["prompts_taken"] == 4
+    asked = [s for _, s in table.engines["generator"].asked]
+    assert [s.n for s in asked] == [group_size] * 4 + [1] * 4 and [s.temperature for s in asked[4:]] == [0.0] * 4
+    assert recipe.roles()["generator"].drawn == {"generator": group_size + 1}
+
+
+def test_remax_leaves_out_a_problem_whose_likeliest_answer_has_no_score(template):
+    def rule(response, payload):
+        return Outcome.ERROR if response == "no" and payload["question"] == "1" else response == "yes"
+
+    table = table_of(greedy_or_not, grade=graded(rule))
+    rollouts, _ = play(Remax(updates=1, group_size=2, template=template), reader_of(3), table)
+    assert rows_of(rollouts) == [0, 2]
+
+
+def test_remax_refuses_an_estimator_that_would_lose_its_baseline():
+    with pytest.raises(ConfigError, match="'rloo': it has a baseline of its own"):
+        Remax(updates=1, group_size=4, estimator="rloo")
+    with pytest.raises(ConfigError, match="group_size = 1: dynamic_sampling leaves every group of one out"):
+        Remax(updates=1, dynamic_sampling=DynamicSampling())
