@@ -63,7 +63,7 @@ def correction(mode: str, highest: float | None, lowest: float | None = None, **
 
 ROWS: Mapping[str, Row] = {
     "grpo": Row({"loss_type": "grpo"}),
-    "grpo_first_step": Row({"loss_type": "grpo"}, first=True),
+    "dapo_first_step": Row({"loss_type": "dapo"}, first=True),
     "grpo_clip_higher": Row({"loss_type": "grpo"} | HIGHER),
     "grpo_2_micro_batches": Row({"loss_type": "grpo"}, micro_batches=2),
     "grpo_masked_truncated": Row({"loss_type": "grpo", "mask_truncated_completions": True}),

@@ -34,6 +34,8 @@ SETTINGS = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 2,
     "learning_rate": 1e-2, "lr_scheduler_type": "constant", "optim": "adamw_torch", "adam_beta1": 0.9,
     "adam_beta2": 0.999, "adam_epsilon": 1e-4, "weight_decay": 0.1, "max_grad_norm": 0.125, "seed": 3,
+    # Transformers gives the embedding of the padding token no gradient: a sampled one would not be trained as others.
+    "generation_kwargs": {"suppress_tokens": [tiny.PAD]},
 }  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def main() -> None:
             model=str(out / "model"),
             args=GRPOConfig(
                 output_dir=scratch, use_cpu=True, bf16=False, report_to="none", logging_steps=1, save_strategy="no",
-                disable_tqdm=True, gradient_checkpointing=False, max_steps=2,
+                disable_tqdm=True, log_level="error", gradient_checkpointing=False, max_steps=2,
                 model_init_kwargs={"attn_implementation": "eager", "dtype": "float32"}, **SETTINGS,
             ),
             reward_funcs=reward,
