@@ -83,8 +83,9 @@ def replay(folder: Path, record: dict[str, Any], layout: Layout, steps: int) -> 
     assert found["optimizer_steps"] == steps
     after, now = load_file(folder / f"after_{steps}.safetensors"), dict(policy.weights())
     assert now.keys() == after.keys()
-    moved = max((after[name] - before[name]).abs().max().item() for name in after)
-    apart = max((after[name] - now[name]).abs().max().item() for name in after)
+    moved, apart = (
+        torch.stack([(after[name] - other[name]).abs().max() for name in after]).max().item() for other in (before, now)
+    )
     loss = np.mean([step["loss"] for step in record["steps"][:steps]])
     norm = np.mean(record["grad_norms"][:steps])
     return {
