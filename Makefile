@@ -131,6 +131,23 @@ test-nemo-run: setup nemo-run ## tools/launch.py by NeMo-Run: dry runs, graphs a
 	@$(MAKE) --no-print-directory slurm
 	MEGATRON_RL_NEMO_PYTHON=$(abspath $(NEMO))/bin/python $(PY) -m pytest tests -q -k nemo_run
 
+.PHONY: oracles
+ORACLES ?= .venv-oracles
+ORACLES_PIP := $(ORACLES)/bin/python -m pip install --quiet --disable-pip-version-check
+oracles: setup $(ORACLES)/.ready ## losses, estimators and an update against TRL's own code, run anew; one table
+	rm -rf $(ORACLES)/new
+	mkdir -p $(ORACLES)/new
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_losses.py $(ORACLES)/new/trl_losses.json
+	HF_HUB_OFFLINE=1 $(ORACLES)/bin/python tools/oracles/trl_run.py $(ORACLES)/new/trl_run
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/helpers $(PY) tools/oracles/table.py $(ORACLES)/new
+	$(PY) -m pytest tests/unit tests/multi -q -k oracles
+
+$(ORACLES)/.ready: tools/oracles/requirements.txt
+	$(PYTHON) -m venv $(ORACLES)
+	$(ORACLES_PIP) "torch==2.13.0+cpu" 2>/dev/null || $(ORACLES_PIP) --index-url https://download.pytorch.org/whl/cpu "torch==2.13.0+cpu"
+	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
+	touch $@
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -146,4 +163,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles runs

@@ -1,0 +1,276 @@
+"""Compares this project's losses and estimators with the numbers of other people's code in tests/oracles.
+
+`LOSSES` and `ESTIMATED` say for each row of tests/oracles/trl_losses.json which settings here give the same numbers.
+`make oracles` prints the comparison as one table; the same table, without differences, is in docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.estimators import EPSILON, find_estimator
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import Batch, Statistics, pack
+from megatron_rl.batches.dealing import tally
+from megatron_rl.config.schema import LossConfig
+from megatron_rl.types import Author, Rollout, spans_of
+
+FOLDER = Path(__file__).parents[1] / "oracles"
+BAR = 1e-6  # largest relative difference
+TRL_EPSILON = 1e-4  # TRL adds it to every standard deviation
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The settings of `roles.NAME.loss` that give a row's numbers, and what is different about them.
+
+    `settings` None: nothing here gives them. Only then may a row go without a comparison.
+    """
+
+    settings: Mapping[str, Any] | None
+    differs: str = ""
+    factor: float = 1.0  # TRL's loss and gradient are so many times ours
+    gradient: Literal["token", "rollout"] = "token"  # rollout: sums over a rollout's tokens are equal
+
+
+def not_offered(why: str) -> Ours:
+    return Ours(None, why)
+
+
+MEAN = {"aggregation": "sequence_mean"}
+CONSTANT = {"aggregation": "constant", "max_tokens": 16}
+HIGHER = {"clip_high": 0.28}
+KL = {"kl_coef": 0.05, "kl": "k3"}
+TIS = {"tis_cap": 1.25}
+
+
+def gspo(low: float, high: float) -> dict[str, Any]:
+    return {"objective": "gspo", "objective_args": {"clip_low": low, "clip_high": high}}
+
+
+def cispo(cap: float) -> dict[str, Any]:
+    return {"objective": "cispo", "objective_args": {"cap": cap}}
+
+
+WIDE = gspo(0.125, 0.25)
+ALWAYS_COUNTED = "TRL divides by all rollouts, ours by those with a token in the loss: 6 of 8 here"
+LOSSES: Mapping[str, Ours] = {
+    "grpo": Ours(MEAN),
+    "grpo_clip_higher": Ours(MEAN | HIGHER),
+    "grpo_2_micro_batches": Ours(MEAN, "TRL takes a mean over micro-batches; theirs are of equal size"),
+    "grpo_masked_truncated": Ours(MEAN, ALWAYS_COUNTED, factor=6 / 8),
+    "grpo_delta": not_offered("an upper bound of the ratio for negative advantages (INTELLECT-2)"),
+    "bnpo": Ours({}, "one micro-batch: with several TRL takes the mean of their means"),
+    "bnpo_micro_batch_per_prompt": Ours({"aggregation": "prompt_mean"}, "a micro-batch of TRL's is a prompt here"),
+    "dapo": Ours(HIGHER),
+    "dapo_first_step": Ours({}, "the old log-probs are the live ones, as in TRL"),
+    "dapo_4_micro_batches": Ours(HIGHER),
+    "dapo_2_steps": Ours(
+        HIGHER, "each of n steps on one batch: TRL divides by the batch's tokens / n, ours by the step's own", factor=2
+    ),
+    "dapo_masked_truncated": Ours({}, "the truncated rollouts have no trained token"),
+    "dr_grpo": Ours(CONSTANT, "loss.max_tokens is TRL's max_completion_length"),
+    "dr_grpo_2_micro_batches": Ours(CONSTANT),
+    "dr_grpo_masked_truncated": Ours(CONSTANT, "rollouts without a trained token count in both denominators"),
+    "cispo": Ours(cispo(5.0), "cap is the ratio itself, TRL's epsilon_high too; in NeMo-RL and verl it is 1 + epsilon"),
+    "cispo_tight": Ours(cispo(1.125)),
+    "gspo": Ours(gspo(3e-4, 4e-4) | MEAN, "the figures of GSPO's paper"),
+    "gspo_wide": Ours(WIDE | MEAN),
+    "gspo_dapo": Ours(WIDE, "a token mean: long rollouts weigh more than in the paper"),
+    "luspo": Ours(WIDE | {"aggregation": "constant", "max_tokens": 1}, "GSPO summed over tokens"),
+    "sapo": not_offered("a sigmoid of the ratio instead of the clip"),
+    "vespo": not_offered("a gamma weight of the product of a rollout's ratios"),
+    "vespo_token_truncate": not_offered("the engine's ratio enters the gamma weight"),
+    "grpo_kl": Ours(MEAN | KL, "TRL with use_bias_correction_kl=False"),
+    "dapo_kl": Ours(KL),
+    "dr_grpo_kl": Ours(CONSTANT | KL),
+    "cispo_kl": Ours(cispo(5.0) | KL),
+    "gspo_kl": Ours(WIDE | MEAN | KL),
+    "dapo_kl_first_step": Ours(KL),
+    "dapo_kl_bias_corrected": not_offered("TRL's default: k3 times the live ratio"),
+    "dapo_entropy": Ours({"entropy_coef": 0.125}),
+    "grpo_entropy": not_offered("TRL's bonus is a mean over tokens; ours follows loss.aggregation"),
+    "dapo_high_entropy_tokens": not_offered("only the tokens of highest entropy are trained"),
+    "dapo_off_policy_mask": not_offered("rollouts of negative advantage far from the sampler are left out"),
+    "dapo_token_truncate": Ours(TIS),
+    "grpo_token_truncate": Ours(TIS | MEAN),
+    "cispo_token_truncate": Ours(TIS | cispo(5.0)),
+    "dapo_kl_token_truncate": Ours(TIS | KL, "neither weighs the KL term"),
+    "gspo_token_truncate": Ours(
+        TIS | WIDE | MEAN, "ours weighs each token's gradient, TRL all of a rollout's by their mean", gradient="rollout"
+    ),
+    "dapo_token_truncate_both": not_offered("a lower bound of the weight"),
+    "dapo_token_mask": not_offered("tokens outside two bounds have weight 0"),
+    "dapo_token_mask_upper": not_offered("tokens above a bound have weight 0"),
+    "dapo_sequence_truncate": not_offered("the product of a rollout's ratios, truncated"),
+    "dapo_sequence_truncate_both": not_offered("the same with a lower bound"),
+    "dapo_sequence_mask": not_offered("rollouts whose product lies outside two bounds have weight 0"),
+    "dapo_sequence_mask_default": not_offered("TRL's default for vLLM: products above 3 have weight 0"),
+    "grpo_sequence_mask": not_offered("rollouts that are masked stay in the mean"),
+}
+ESTIMATED: Mapping[str, tuple[str, str]] = {
+    "scale_rewards_group": ("grpo", "TRL adds 1e-4 to the standard deviation, ours 1e-6"),
+    "scale_rewards_batch": ("batch", "TRL adds 1e-4 to the standard deviation, ours 1e-6"),
+    "scale_rewards_none": ("dr_grpo", ""),
+    "rloo": ("rloo", "RLOOTrainer with beta=0; its KL term is part of the reward"),
+}
+KINDS: Mapping[str, str] = {
+    "grpo": "2402.03300", "bnpo": "TRL", "dr_grpo": "2503.20783", "dapo": "2503.14476", "cispo": "2506.13585",
+    "gspo": "2507.18071", "luspo": "2602.05261", "sapo": "2511.20347", "vespo": "2602.10693",
+}  # fmt: skip
+PAPERS: Mapping[str, str] = {
+    "delta": "2505.07291", "use_bias_correction_kl": "2512.02556", "off_policy_mask_threshold": "2512.02556",
+    "top_entropy_quantile": "2506.01939",
+}  # fmt: skip
+ADVANTAGE_PAPERS: Mapping[str, str] = {
+    "grpo": "2402.03300", "batch": "2508.08221", "dr_grpo": "2503.20783", "rloo": "2402.14740",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest differences relative to the largest number of TRL's."""
+
+    loss: float
+    gradient: float
+
+
+@cache
+def trl(path: Path = FOLDER / "trl_losses.json") -> dict[str, Any]:
+    """Reads TRL's numbers: versions, inputs, rows and advantages."""
+    return json.loads(path.read_text())
+
+
+def make_rollouts(row: Mapping[str, Any]) -> list[Rollout]:
+    """Makes the rollouts of a row with TRL's advantages. A tool's tokens stand in the middle of some, and truncated
+    ones may have no trained token."""
+    inputs, out = trl()["inputs"], []
+    masked = inputs["truncated"] if row["settings"].get("mask_truncated_completions") else ()
+    for i, (prompt, completion) in enumerate(zip(inputs["prompts"], inputs["completions"], strict=True)):
+        written = [0] * len(completion) if i in masked else inputs["written"][i]
+        parts = [(Author.POLICY, 0) if own else (Author.ENVIRONMENT, -1) for own in written]
+        spans = [(len(list(group)), *key) for key, group in groupby(parts)]
+        out.append(
+            Rollout(
+                role="generator",
+                group=str(i // inputs["group"]),
+                tokens=np.array(prompt + completion),
+                logprobs=np.array([0.0] * len(prompt) + inputs["sampling"][i]),
+                spans=spans_of((len(prompt), Author.ENVIRONMENT, -1), *spans),
+                advantages=row["advantages"][i],
+            )
+        )
+    return out
+
+
+def at_labels(values: list[list[float]]) -> Tensor:
+    """Puts numbers of completion tokens where a packed batch has their labels: one position before the token.
+    -> [N] float64"""
+    prompts = trl()["inputs"]["prompts"]
+    rows = [[0.0] * (len(prompt) - 1) + own + [0.0] for prompt, own in zip(prompts, values, strict=True)]
+    return torch.tensor(sum(rows, []), dtype=torch.float64)
+
+
+def make_batch(row: Mapping[str, Any], loss: PolicyLoss) -> tuple[Batch, float]:
+    """Packs a row's rollouts as one optimizer step. -> (batch, denominator)"""
+    rollouts, inputs = make_rollouts(row), trl()["inputs"]
+    batch, counts = pack(rollouts), tally(rollouts)
+    weights, denominator = loss.aggregate(counts.weighted, counts.groups)
+    return replace(
+        batch,
+        weights=batch.weights * batch.spread(torch.from_numpy(weights)),
+        old_logprobs=None if row["first"] else at_labels(inputs["old"]),
+        reference_logprobs=at_labels(inputs["reference"]),
+    ), denominator
+
+
+def computed(row: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[float, Tensor, Tensor, Batch]:
+    """Computes a row here. -> (loss, [N] gradient by log-prob, [N] gradient by entropy, batch)"""
+    loss, inputs = PolicyLoss(LossConfig(**{"kl_coef": 0.0} | dict(settings))), trl()["inputs"]
+    batch, denominator = make_batch(row, loss)
+    live, entropy = (at_labels(inputs[name]).requires_grad_() for name in ("live", "entropy"))
+    total = loss(Statistics(live, entropy), batch)[0] / denominator
+    by_logprob, by_entropy = torch.autograd.grad(total, (live, entropy), allow_unused=True)
+    nothing = torch.zeros_like(live)
+    return total.item(), by_logprob, nothing if by_entropy is None else by_entropy, batch
+
+
+def compare_loss(name: str) -> Difference:
+    """Compares a row that is offered here."""
+    row, ours = trl()["rows"][name], LOSSES[name]
+    assert ours.settings is not None, f"{name} is not offered: {ours.differs}"
+    loss, by_logprob, by_entropy, batch = computed(row, ours.settings)
+    lengths = [[0.0] * len(own) for own in row["by_logprob"]]
+    pairs = [(by_logprob, at_labels(row["by_logprob"])), (by_entropy, at_labels(row.get("by_entropy", lengths)))]
+    if ours.gradient == "rollout":
+        pairs = [(batch.sequence_sums(a), batch.sequence_sums(b)) for a, b in pairs]
+    found, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return Difference(
+        loss=abs(ours.factor * loss - row["loss"]) / abs(row["loss"]),
+        gradient=((ours.factor * found - theirs).abs().max() / theirs.abs().max()).item(),
+    )
+
+
+def compare_estimator(name: str) -> tuple[float, float]:
+    """Compares advantages. Rollouts that nobody graded are left out here; TRL gives them 0.
+
+    -> (relative difference with TRL's number beside the standard deviation, and as it is)
+    """
+    row, (own, _) = trl()["advantages"][name], ESTIMATED[name]
+    graded = [i for i, reward in enumerate(row["rewards"]) if reward is not None]
+    rewards = np.array([row["rewards"][i] for i in graded])
+    groups = np.array(graded) // trl()["inputs"]["group"]
+    theirs = np.array(row["advantages"])
+    assert not np.delete(theirs, graded).any()
+    found = find_estimator(own)(rewards, groups, np.ones(len(graded), np.int64))
+    pools = {"grpo": groups, "batch": np.zeros_like(groups)}.get(own)
+    as_theirs = found
+    if pools is not None:
+        std = np.array([rewards[pools == pool].std(ddof=1) for pool in pools])
+        as_theirs = found * (std + EPSILON) / (std + TRL_EPSILON)
+    largest = np.abs(theirs).max()
+    return tuple(float(np.abs(values - theirs[graded]).max() / largest) for values in (as_theirs, found))
+
+
+def source(settings: Mapping[str, Any]) -> str:
+    """The paper that a row's settings come from, by its number at arXiv; TRL where the method is TRL's own."""
+    own = next((paper for name, paper in PAPERS.items() if settings.get(name) not in (None, False)), None)
+    kind = "gspo" if settings.get("importance_sampling_level") == "sequence" else settings["loss_type"]
+    return own or KINDS["luspo" if settings["loss_type"] == "luspo" else kind]
+
+
+def words(settings: Mapping[str, Any]) -> str:
+    """Settings as they are written in a table."""
+    flat = {key: value for key, value in settings.items() if not isinstance(value, Mapping) and value is not None}
+    for value in settings.values():
+        flat |= value if isinstance(value, Mapping) else {}
+    return " ".join(f"{key.removeprefix('vllm_importance_sampling_')}={value}" for key, value in flat.items())
+
+
+def table(*, measured: bool) -> str:
+    """The comparison as Markdown, with the largest relative differences when they are `measured`."""
+    rows = [["row", "TRL", "source", "here", "what differs", "loss", "gradient"], ["---"] * 7]
+    for name, ours in LOSSES.items():
+        settings = trl()["rows"][name]["settings"]
+        row = [name, words(settings), source(settings)]
+        if ours.settings is None:
+            rows.append([*row, "not offered", ours.differs, "", ""])
+            continue
+        found = compare_loss(name) if measured else Difference(0.0, 0.0)
+        own = words(ours.settings) or "the defaults"
+        rows.append([*row, own, ours.differs, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
+    for name, (own, differs) in ESTIMATED.items():
+        apart = compare_estimator(name)[0] if measured else 0.0
+        settings = words(trl()["advantages"][name]["settings"])
+        rows.append([name, settings, ADVANTAGE_PAPERS[own], f"estimator={own}", differs, f"{apart:.0e}", ""])
+    return "\n".join("| " + " | ".join(row if measured else row[:5]) + " |" for row in rows)

@@ -1,0 +1,87 @@
+"""Compares numbers of other people's code, written anew, with those in tests/oracles, and ours with both, in one table.
+
+    python tools/oracles/table.py [FOLDER]
+
+FOLDER holds what tools/oracles/trl_losses.py and trl_run.py have just written. Fails when TRL's numbers are not those
+in tests/oracles any more. Without FOLDER the table of docs/methods.md is printed. tests/helpers must be on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import oracles
+from ranks import ROOT, run_ranks
+from safetensors.torch import load_file
+
+SAME = 1e-9  # float64, on whatever CPU
+SAME_WEIGHTS = 1e-6  # float32, absolute
+
+
+def unlike(new: Any, kept: Any, place: str = "", *, bar: float = SAME) -> Iterator[str]:
+    """Names the places where two JSON values differ: numbers by more than the bar, all else at all."""
+    if isinstance(new, dict) and isinstance(kept, dict) and new.keys() == kept.keys():
+        for key in new:
+            yield from unlike(new[key], kept[key], f"{place}/{key}", bar=bar)
+    elif isinstance(new, list) and isinstance(kept, list) and len(new) == len(kept):
+        for i, (a, b) in enumerate(zip(new, kept, strict=True)):
+            yield from unlike(a, b, f"{place}/{i}", bar=bar)
+    elif isinstance(new, float) and isinstance(kept, float):
+        if not abs(new - kept) <= bar * max(1.0, abs(kept)):
+            yield f"{place}: {new}, and {kept} in tests/oracles"
+    elif new != kept:
+        yield f"{place}: {str(new)[:60]}, and {str(kept)[:60]} in tests/oracles"
+
+
+def changes(folder: Path) -> Iterator[str]:
+    """Names what is different from tests/oracles in what was written anew."""
+    for name, bar in (("trl_losses.json", SAME), ("trl_run/record.json", 1e-5)):
+        new, kept = (json.loads((base / name).read_text()) for base in (folder, oracles.FOLDER))
+        yield from unlike(new, kept, name, bar=bar)
+    for name in ("model/model", "after_1", "after_2"):
+        path = f"trl_run/{name}.safetensors"
+        new, kept = (load_file(base / path) for base in (folder, oracles.FOLDER))
+        for key in kept:
+            apart = (new[key] - kept[key]).abs().max().item()
+            if not apart <= SAME_WEIGHTS:
+                yield f"{path}: {key} differs by {apart:.1e}"
+
+
+def replayed() -> str:
+    """The table's rows of the run, replayed here on two ranks; a row holds differences of loss and weights."""
+    with tempfile.TemporaryDirectory() as out:
+        worker = ROOT / "tests/helpers/oracles_worker.py"
+        answer = run_ranks(worker, 2, Path(out), str(oracles.FOLDER / "trl_run"))[0]
+    rows = []
+    for name, found in answer.items():
+        layout, steps = name.split("/")
+        what = f"GRPOTrainer's weights after {steps} optimizer steps"
+        apart = f"{found['loss']:.0e} | {found['weights']:.0e}"
+        rows.append(f"| run_{layout}_{steps} | {what} | | {layout} 2 | weights, over how far they went | {apart} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    if len(sys.argv) > 2 or sys.argv[1:2] == ["-h"]:
+        print(__doc__)
+        sys.exit(2)
+    if len(sys.argv) == 1:
+        print(oracles.table(measured=False))
+        return
+    found = list(changes(Path(sys.argv[1])))
+    versions = oracles.trl()["versions"]
+    print(f"TRL {versions['trl']}; largest difference relative to TRL's largest number, bar {oracles.BAR:.0e}")
+    print(oracles.table(measured=True))
+    print(replayed())
+    if found:
+        sys.exit("\n".join(["TRL's numbers are not those in tests/oracles:", *found[:20]]))
+    print("TRL's numbers are those in tests/oracles")
+
+
+if __name__ == "__main__":
+    main()
