@@ -40,7 +40,8 @@ class Pairwise(Recipe):
 
     def __post_init__(self) -> None:
         templates, natural = ["generator_template", "judge_template"], ["judge_warmup", "judge_turns"]
-        check_arguments(self, positive=["updates"], groups=["judgements"], templates=templates, natural=natural)
+        groups = ["judgements"] if self.judge_warmup + self.judge_turns > 0 else []
+        check_arguments(self, positive=["updates", "judgements"], groups=groups, templates=templates, natural=natural)
         if self.group_size < 3:
             raise ConfigError(
                 f"recipe.args.group_size = {self.group_size}: give at least 3, a reference and two others"

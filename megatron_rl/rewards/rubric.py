@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_rl.rewards.tags import boxed
@@ -75,6 +75,8 @@ def saturated(score: float, threshold: float) -> float:
 
 def _criterion(row: Mapping[str, Any]) -> Criterion:
     """Raises TypeError or ValueError for a criterion that cannot be used."""
+    if not isinstance(row, Mapping):
+        raise TypeError(f"it is a mapping with {', '.join(field.name for field in fields(Criterion))}")
     one = Criterion(**{name: value for name, value in row.items() if value is not None})
     if not isinstance(one.criterion, str) or not one.criterion or not isinstance(one.veto, bool):
         raise ValueError("its criterion is a text, and its veto true or false")
