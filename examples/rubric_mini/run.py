@@ -3,8 +3,9 @@
     python examples/rubric_mini/run.py
 
 The responses have eight characters. Three criteria earn something, and the fourth earns nothing: that there is no
-digit. In the first run it is a veto, and digits go; in the second it is not, and they stay. The judge is a server of
-this file that knows the criteria by rules. It stands where a large model behind a URL would stand.
+digit. In the first run that is a veto, and digits go; in the second it is none, and they stay until something else
+drives them out. The judge is a server of this file that knows the criteria by rules. It stands where a large model
+behind a URL would stand.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RUBRIC: list[dict[str, Any]] = [
 def main() -> None:
     BASE.mkdir(parents=True, exist_ok=True)
     write_model(BASE / "model")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = Rules(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     for name in ("veto", "without_veto"):
         rubric = [{**row, "veto": row.get("veto", False) and name == "veto"} for row in RUBRIC]
@@ -43,17 +44,24 @@ def main() -> None:
         url = f"roles.judge.endpoint.url=http://127.0.0.1:{server.server_port}"
         data = f"data.path={BASE}/{name}.jsonl"
         command = [sys.executable, "-m", "megatron_rl.main", "train", f"{HERE}/rubric.yaml", f"run.name={name}"]
+        server.digits.clear()
         subprocess.run([*command, url, data, "run.resume=never"], check=True)
-        table(name)
+        table(name, server.digits)
 
 
-def table(name: str) -> None:
-    """Prints what the first and the last five updates saw on average."""
+def table(name: str, digits: list[bool]) -> None:
+    """Prints what the first and the last five updates saw on average. `digits`: whether each response had one."""
     lines = [json.loads(line) for line in (BASE / name / "metrics.jsonl").read_text().splitlines()]
-    rows = [line["metrics"] for line in lines if line["scope"] == "generator" and "reward/rubric" in line["metrics"]]
-    for when, part in (("first", rows[:5]), ("last", rows[-5:])):
-        mean = {key: sum(row[f"reward/{key}"] for row in part) / len(part) for key in ("rubric", "fulfilled", "vetoed")}
-        print(f"{name:>12}, {when:>5} five updates: " + ", ".join(f"{key} {value:.2f}" for key, value in mean.items()))
+    rows = [line["metrics"] for line in lines if line["scope"] == "generator" and "reward/outcome" in line["metrics"]]
+    few = 5 * len(digits) // len(rows)  # responses of five updates
+    for when, part, seen in (("first", rows[:5], digits[:few]), ("last", rows[-5:], digits[-few:])):
+        mean = {
+            key: sum(row[f"reward/{key}"] for row in part) / len(part) for key in ("outcome", "fulfilled", "vetoed")
+        }
+        figures = {**mean, "with a digit": sum(seen) / len(seen)}
+        print(
+            f"{name:>12}, {when:>5} five updates: {', '.join(f'{key} {value:.2f}' for key, value in figures.items())}"
+        )
 
 
 def score(criterion: str, response: str) -> int:
@@ -68,9 +76,18 @@ def score(criterion: str, response: str) -> int:
     }[criterion] * 1
 
 
-class Judge(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server, as far as it is asked for anything."""
+class Rules(ThreadingHTTPServer):
+    """A server that remembers which responses had a digit."""
 
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self.digits: list[bool] = []
+
+
+class Judge(BaseHTTPRequestHandler):
+    """The routes of an OpenAI-compatible server that are asked for."""
+
+    server: Rules
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -79,8 +96,10 @@ class Judge(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         head, _, response = body["prompt"].partition("\n\n")
-        text = f"\\boxed{{{score(head.splitlines()[0], response)}}}"
-        self._send({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})
+        found = score(head.splitlines()[0], response)
+        if head.startswith("It has no digit."):
+            self.server.digits.append(not found)
+        self._send({"choices": [{"index": 0, "text": f"\\boxed{{{found}}}", "finish_reason": "stop"}]})
 
     def _send(self, answer: dict[str, Any]) -> None:
         content = json.dumps(answer).encode()

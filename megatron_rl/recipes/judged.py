@@ -26,8 +26,7 @@ def judge_rollout(
     table: Table, answer: Judgement[Any, Any], *, form: float, agrees: float | None, weight: float
 ) -> Rollout:
     """Makes an answer of the judge a rollout with the rewards format, agrees (where a label is known) and their sum
-    judge = weight * format + agrees."""
-    rewards = {"format": form, "judge": weight * form + (agrees or 0.0)} | (
-        {} if agrees is None else {"agrees": agrees}
-    )
-    return answer.rollout(JUDGE, partner_weight=table.partner_weights.get(JUDGE, 0.0)).with_rewards(**rewards)
+    total = weight * format + agrees."""
+    known = {} if agrees is None else {"agrees": agrees}
+    drawn = answer.rollout(JUDGE, partner_weight=table.partner_weights.get(JUDGE, 0.0))
+    return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **known)

@@ -134,7 +134,7 @@ class Pairwise(Recipe):
             judge_rollout(table, answer, form=answer.opinion.form, agrees=_agrees(answer), weight=self.format_weight)
             for answer in answers
         ]
-        return assign_advantages(judged, reward="judge", estimator=self.estimator)
+        return assign_advantages(judged, reward="total", estimator=self.estimator)
 
 
 def _texts(table: Table, rollouts: Sequence[Rollout]) -> list[str]:

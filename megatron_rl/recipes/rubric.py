@@ -87,10 +87,10 @@ class Rubric(Recipe):
         asked = sampling_for(table, turn, JUDGE, self.judgements)
         graded, answers, figures = self._judged(table, source.take(), own, asked)
         table.note(GENERATOR, figures)
-        learned = {GENERATOR: assign_advantages(graded, reward="rubric", estimator=self.estimator)}
+        learned = {GENERATOR: assign_advantages(graded, reward="outcome", estimator=self.estimator)}
         if self.train_judge:
             judged = [self._judge_rollout(table, answer) for answer in answers]
-            learned[JUDGE] = assign_advantages(judged, reward="judge", estimator=self.estimator)
+            learned[JUDGE] = assign_advantages(judged, reward="total", estimator=self.estimator)
         return learned
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Rubric(Recipe):
         found: dict[str, float] = {}
         for name, sampling in (("sampled", plain(own, seed=table.seed)), ("greedy", greedy(own, seed=table.seed))):
             graded, _, figures = self._judged(table, prompts, sampling, judge)
-            figures |= {reward: mean_reward(graded, reward) for reward in ("rubric", "fulfilled", "vetoed")}
+            figures |= {reward: mean_reward(graded, reward) for reward in ("outcome", "fulfilled", "vetoed")}
             found |= {f"{GENERATOR}/{figure}_{name}": value for figure, value in figures.items()}
         return found
 
@@ -155,14 +155,14 @@ class Rubric(Recipe):
 
 
 def _rewarded(rows: Sequence[tuple[Claim, Sequence[Answer]]]) -> Rollout | None:
-    """Gives one response its rewards from the answers about each of its criteria: rubric, fulfilled (the share of the
+    """Gives one response its rewards from the answers about each of its criteria: outcome, fulfilled (the share of the
     criteria) and vetoed. None where a criterion has no answer that can be read."""
     read = [[answer.opinion for answer in answers if answer.opinion is not None] for _, answers in rows]
     if not all(read):
         return None
     rollout, criteria, scores = rows[0][0].rollout, [claim.criterion for claim, _ in rows], [fmean(own) for own in read]
     rewards = {
-        "rubric": rubric_reward(criteria, scores),
+        "outcome": rubric_reward(criteria, scores),
         "fulfilled": fmean(float(score >= PASS) for score in scores),
         "vetoed": float(vetoed(criteria, scores)),
     }

@@ -229,12 +229,12 @@ def test_a_rubric_is_judged_behind_a_url(runs, judge):
         for r in rollouts:
             text = TOKENIZER.decode(r.response, skip_special_tokens=True)
             wanted = 0.5 * any(c in "aeiou" for c in text) + 0.5 * any(c.isupper() for c in text)
-            assert r.rewards["rubric"] == (0.0 if "@" in text else wanted) and "~" not in text, text
+            assert r.rewards["outcome"] == (0.0 if "@" in text else wanted) and "~" not in text, text
 
 
 def test_a_run_with_a_judge_that_was_cut_goes_on_exactly(runs):
     assert same(weights(runs / "rubric_cut", "generator"), weights(runs / "rubric", "generator"))
-    for name in ("reward/rubric", "ungraded", "loss"):
+    for name in ("reward/outcome", "ungraded", "loss"):
         assert series(runs / "rubric_cut", "generator", name) == series(runs / "rubric", "generator", name)
 
 

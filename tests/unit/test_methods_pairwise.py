@@ -184,7 +184,7 @@ def test_a_judge_learns_known_preferences_and_the_form(texts):
     played, notes = play(recipe, ("judge",), problems(3, answer="good", rejected="bad"), table)
     judged = played["judge"]
     assert list(played) == ["judge"] and len(judged) == 3 * 2 * 4 and len({r.group for r in judged}) == 3 * 2
-    assert [r.rewards["judge"] for r in judged] == [1.5, 1.0, 0.5, 0.0] * 6
+    assert [r.rewards["total"] for r in judged] == [1.5, 1.0, 0.5, 0.0] * 6
     spread = np.array([1.5, 1.0, 0.5, 0.0])
     np.testing.assert_allclose([r.advantages for r in judged[:4]], (spread - 0.75) / (spread.std(ddof=1) + 1e-6))
     assert notes["judge"]["unreadable"] == 6 and notes["judge"]["form"] == 0.5
@@ -198,7 +198,7 @@ def test_without_a_label_a_judge_learns_the_form_on_two_responses(texts):
     recipe = Pairwise(updates=1, judge_turns=1, judgements=2, **texts)
     table = table_of(generator=writes, judge=lambda p, key, j: "hm" if j else prefers_long(p, key, j))
     played, _ = play(recipe, ("judge",), problems(2), table)
-    assert [r.rewards["judge"] for r in played["judge"]] == [0.8, 0.0] * 2
+    assert [r.rewards["total"] for r in played["judge"]] == [0.8, 0.0] * 2
     assert all("agrees" not in r.rewards for r in played["judge"])
     shown = [set(p.split("|")[1:]) for p in asked(table, "judge")]
     assert shown == [{"a", "ab"}, {"abcde", "a"}]

@@ -129,7 +129,7 @@ def test_responses_are_rewarded_by_their_rubrics(texts):
     rollouts = played["generator"]
     rewards = [by_hand(word) for word in WORDS]
     assert [said(r) for r in rollouts] == WORDS * 2
-    assert [r.rewards["rubric"] for r in rollouts] == pytest.approx(rewards * 2)
+    assert [r.rewards["outcome"] for r in rollouts] == pytest.approx(rewards * 2)
     centred = np.array(rewards) - np.mean(rewards)
     np.testing.assert_allclose([r.advantages for r in rollouts], [*centred / (np.std(rewards, ddof=1) + 1e-6)] * 2)
     assert rollouts[3].payload["scores"] == [1.0, 1.0, 1.0]
@@ -196,8 +196,8 @@ def test_a_judge_that_is_trained_earns_form_and_agreement(texts):
     played, notes = play(recipe, ("generator", "judge"), problems(1, rubric=RUBRIC), table)
     judged = played["judge"]
     assert len(judged) == 5 * 3 * 4 and len({r.group for r in judged}) == 5 * 3, "a group is one criterion's judgements"
-    assert [r.rewards["judge"] for r in judged[:4]] == [1.5, 0.0, 0.5, 0.0], "labelled: agreement and form"
-    assert [r.rewards["judge"] for r in judged[4:8]] == [0.5, 0.0, 0.5, 0.0], "without a label: form alone"
+    assert [r.rewards["total"] for r in judged[:4]] == [1.5, 0.0, 0.5, 0.0], "labelled: agreement and form"
+    assert [r.rewards["total"] for r in judged[4:8]] == [0.5, 0.0, 0.5, 0.0], "without a label: form alone"
     assert "agrees" not in judged[4].rewards and judged[0].rewards["agrees"] == 1.0
     spread = np.array([1.5, 0.0, 0.5, 0.0])
     want = (spread - 0.5) / (spread.std(ddof=1) + 1e-6)
@@ -213,7 +213,7 @@ def test_a_judge_that_is_trained_earns_form_and_agreement(texts):
 def test_evaluation_measures_drawn_and_greedy_responses(texts):
     table = table_of(generator=lambda prompt, key, j: ["ae", "ae@"][key], judge=judges)
     figures = Rubric(updates=1, group_size=5, **texts).evaluate(problems(2, rubric=RUBRIC), table)
-    assert figures["generator/rubric_greedy"] == figures["generator/rubric_sampled"] == pytest.approx(2.5 / 2)
+    assert figures["generator/outcome_greedy"] == figures["generator/outcome_sampled"] == pytest.approx(2.5 / 2)
     assert figures["generator/vetoed_greedy"] == 0.5 and figures["generator/ungraded_sampled"] == 0
     temperatures = {role: [s.temperature for _, s in table.engines[role].asked] for role in ("generator", "judge")}
     assert temperatures == {"generator": [1, 1, 0, 0], "judge": [0] * 12}
@@ -274,4 +274,4 @@ def test_an_entailment_verifier_reads_the_rubric_judges_prompt():
     prompts = problems(1, rubric=[{"criterion": "It is short."}])
     prompts[0].payload["question"] = "Write {tiers}."
     played, _ = play(recipe, ("generator",), prompts, table)
-    assert asked(table, "judge") == [text] * 2 and [r.rewards["rubric"] for r in played["generator"]] == [1.0, 1.0]
+    assert asked(table, "judge") == [text] * 2 and [r.rewards["outcome"] for r in played["generator"]] == [1.0, 1.0]
