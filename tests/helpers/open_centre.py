@@ -16,6 +16,7 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.objectives import Objective, objective
 from megatron_rl.batches.batch import Batch, Statistics
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
+from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.text import decode_all
 from megatron_rl.training.rollouts import sample, tokenize
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -159,48 +160,7 @@ class Evolve(Recipe):
         return next((int(c) for c in text if c in "0123456789"), None)
 
 
-@within(140)
-@dataclass(frozen=True, kw_only=True)
-class Rubric(Recipe):
-    """A writer is rewarded by a judge that marks each item of the prompt's rubric; the judge may stand behind a URL. A
-    failed veto item makes the reward 0 (rubric anchors, arXiv 2508.12790).
-    """
-
-    updates: int
-    group_size: int = 4
-
-    def roles(self) -> Mapping[str, Part]:
-        return {"writer": Part(samples=self.group_size), "judge": Part(trained=False)}
-
-    def schedule(self) -> Schedule:
-        return [[("writer",)]] * self.updates
-
-    def prompt(self, payload: Mapping[str, Any]) -> str:
-        return str(payload["question"])
-
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        sampling = replace(table.samplings["writer"], n=self.group_size, seed=table.seed_for(turn.number, "writer"))
-        written = sample(table, "writer", source.take(), sampling)
-        session, asked = table.session("judge"), []
-        judging = replace(table.samplings["judge"], seed=table.seed_for(turn.number, "judge"), logprobs=False)
-        for i, (rollout, text) in enumerate(zip(written, texts_of(table, "writer", written), strict=True)):
-            for k, item in enumerate(rollout.payload["rubric"]):
-                tokens = tokenize(table.tokenizers["judge"], f"{item['ask']} {text}")
-                session.ask(len(asked), tokens, judging)
-                asked.append((i, k))
-        marks: dict[int, dict[int, bool]] = {}
-        for key, [said] in session.answers():
-            i, k = asked[key]
-            marks.setdefault(i, {})[k] = "YES" in decode_all(table.tokenizers["judge"], [said.tokens])[0]
-        rewarded = [r.with_rewards(rubric=self._reward(r.payload["rubric"], marks[i])) for i, r in enumerate(written)]
-        table.note("writer", {"items": float(len(asked))})
-        return {"writer": assign_advantages(rewarded, reward="rubric", estimator="grpo")}
-
-    @staticmethod
-    def _reward(rubric: Sequence[Mapping[str, Any]], marks: Mapping[int, bool]) -> float:
-        if any(item.get("veto") and not marks[k] for k, item in enumerate(rubric)):
-            return 0.0
-        return sum(float(item["weight"]) for k, item in enumerate(rubric) if marks[k])
+within(140)(Rubric)  # the method itself, which was a toy here
 
 
 class Counting:

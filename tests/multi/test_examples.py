@@ -14,6 +14,7 @@ from megatron_rl.config import schema as config
 from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.recipes.tango import Tango
+from megatron_rl.rewards import ssrl
 from megatron_rl.rewards.pool import GradePool
 from megatron_rl.training.gate import GateFailure, check_reward
 from megatron_rl.types import Prompt
@@ -22,7 +23,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
     *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
-    *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu"),
+    *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
+    *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
 ]
 SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
@@ -43,8 +45,10 @@ def test_training_examples_are_valid(name, monkeypatch):
     found = load(TrainConfig, name)
     config_checks.check(found, 32)
     recipe = plugins.build(found.recipe)
+    config_checks.check_recipe(found, recipe)
     assert set(recipe.roles()) == set(found.roles) and len(recipe.schedule()) > 0
-    assert "What is 2 + 3?" in recipe.prompt({"question": "What is 2 + 3?", "answer": "5"})
+    problem = {"question": "What is 2 + 3?", "answer": "5", "response": "It is 5.", "principle": "It is right."}
+    assert "What is 2 + 3?" in recipe.prompt(problem)
 
 
 @pytest.mark.parametrize("name", SFT)
@@ -148,6 +152,16 @@ def test_scalerl_has_the_papers_choices():
     assert (recipe.group_size, recipe.estimator, recipe.curriculum.retire_at) == (16, "batch", 0.9)
     assert recipe.dynamic_sampling.rounds == 1 and recipe.dynamic_sampling.oversampling == 1
     assert config.rollouts.max_staleness == 8 and role.loss.kl_coef == 0
+
+
+def test_ssrl_has_the_released_scripts_numbers():
+    config = load(TrainConfig, "ssrl_llama3.2_3b")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert (config.run.prompts_per_step, recipe.group_size, role.samples_per_optimizer_step) == (256, 5, None)
+    assert (role.loss.kl, role.loss.kl_coef, role.loss.entropy_coef, role.optimizer.lr) == ("k3", 0.001, 0.0, 1e-6)
+    assert (role.max_prompt_tokens, role.sampling.max_tokens) == (1024, 4096)
+    right = config.reward.answer_format.replace("{answer}", "5")
+    assert ssrl.grade(right, {"answer": "5"}) == pytest.approx(0.95), "the gate before training takes it for right"
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

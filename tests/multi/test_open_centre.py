@@ -30,25 +30,24 @@ WORKER = Path(__file__).parents[1] / "helpers" / "open_centre_worker.py"
 TOKENIZER = characters()
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
 RUBRIC = [
-    {"ask": "Is there a vowel?", "weight": 0.5},
-    {"ask": "Is there a capital?", "weight": 0.5},
-    {"ask": "Is there no @?", "weight": 0.0, "veto": True},
+    {"criterion": "Is there a vowel?", "weight": 0.5},
+    {"criterion": "Is there a capital?", "weight": 0.5},
+    {"criterion": "Is there no @?", "weight": 0.0, "veto": True},
 ]
 
 
 class Judge(FakeEndpoint):
-    """Answers the rubric's questions about a text, in tokens."""
+    """Answers the rubric's questions about a text, in tokens. It mumbles about a text with a ~."""
 
     def completions(self, body):
         self.asked.append(body)
-        text = TOKENIZER.decode(body["prompt"])
-        question, _, response = text.partition("? ") if "? " in text else text.partition("?")
+        question, _, response = TOKENIZER.decode(body["prompt"]).partition(" ~ ")
         good = {
-            "Is there a vowel": any(c in "aeiou" for c in response),
-            "Is there a capital": any(c.isupper() for c in response),
-            "Is there no @": "@" not in response,
+            "Is there a vowel?": any(c in "aeiou" for c in response),
+            "Is there a capital?": any(c.isupper() for c in response),
+            "Is there no @?": "@" not in response,
         }[question]
-        said = TOKENIZER("YES" if good else "NO")["input_ids"]
+        said = TOKENIZER("hm" if "~" in response else f"\\boxed{{{int(good)}}}")["input_ids"]
         ends = {"finish_reason": "length", "stop_reason": None}
         return {"choices": [{"index": 0, "text": "", "token_ids": said, **ends}]}
 
@@ -97,12 +96,16 @@ def runs(tmp_path_factory, judge):
     rows = [{"question": f"{c}?", "answer": c, "rubric": RUBRIC} for c in "abcdefghijklmnop"]
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (base / "template.txt").write_text("{question}")
+    (base / "judge.txt").write_text("{criterion} ~ {response}")
     (base / "key").write_text("sk-secret")
     endpoint = {"url": judge.url, "model": "judge", "key_file": f"{base}/key"}
     dynamic = {"target": "open_centre:DynamicSampling", "args": {"groups": 3}, "reward": "has_capital"}
     three = {name: role(base, model=model) for name, model in zip(("proposer", "solver", "judge"), "abc", strict=True)}
     one = {"proposer": role(base)} | {n: role(base, model=None, same_as="proposer") for n in ("solver", "judge")}
-    writers = {"writer": role(base), "judge": role(base, policy="none", endpoint=endpoint)}
+    judging = role(base, policy="none", endpoint=endpoint, sampling={"max_tokens": 9})
+    writers = {"generator": role(base), "judge": judging}
+    templates = {"generator_template": f"{base}/template.txt", "judge_template": f"{base}/judge.txt"}
+    rubric = "megatron_rl.recipes.rubric:Rubric", writers, {"updates": 3, "group_size": 4, **templates}
     toward = {"objective": "open_centre:toward_teacher"}
     pupils = {"student": role(base, lr=0.01, loss=toward), "teacher": role(base, model="b", policy="none")}
     configs = [
@@ -114,7 +117,9 @@ def runs(tmp_path_factory, judge):
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
         config(base, "three", "open_centre:Evolve", three, args={"updates": 3}),
         config(base, "one", "open_centre:Evolve", one, args={"updates": 3}),
-        config(base, "rubric", "open_centre:Rubric", writers, args={"updates": 3}),
+        config(base, "rubric", *rubric[:2], args=rubric[2]),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
+        config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
         config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
         config(base, "distil", "open_centre:Distil", pupils, args={"updates": 12}, prompts_per_step=16),
     ]  # fmt: skip
@@ -215,13 +220,22 @@ def test_three_roles_learn_from_the_same_episodes(runs, name):
 
 
 def test_a_rubric_is_judged_behind_a_url(runs, judge):
-    items = series(runs / "rubric", "writer", "items")
-    assert sum(items) == 3 * 4 * 4 * 3 == len(judge.asked)
-    for rollouts in turns(runs / "rubric", "writer"):
+    run = runs / "rubric"
+    assert len(judge.asked) == 2 * 3 * 4 * 4 * 3, "by two runs, one of which was cut"
+    ungraded = series(run, "generator", "ungraded")
+    kept = [len(rollouts) for rollouts in turns(run, "generator")]
+    assert sum(ungraded) > 0 and [16 - left for left in ungraded] == kept, "a response without a score left its group"
+    for rollouts in turns(run, "generator"):
         for r in rollouts:
             text = TOKENIZER.decode(r.response, skip_special_tokens=True)
             wanted = 0.5 * any(c in "aeiou" for c in text) + 0.5 * any(c.isupper() for c in text)
-            assert r.rewards["rubric"] == (0.0 if "@" in text else wanted), text
+            assert r.rewards["outcome"] == (0.0 if "@" in text else wanted) and "~" not in text, text
+
+
+def test_a_run_with_a_judge_that_was_cut_goes_on_exactly(runs):
+    assert same(weights(runs / "rubric_cut", "generator"), weights(runs / "rubric", "generator"))
+    for name in ("reward/outcome", "ungraded", "loss"):
+        assert series(runs / "rubric_cut", "generator", name) == series(runs / "rubric", "generator", name)
 
 
 def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(runs):

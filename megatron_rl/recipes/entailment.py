@@ -1,0 +1,24 @@
+"""RLBFF's verifier (arXiv 2509.21319): GRPO on saying whether a response fulfils a principle."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.text import fill, read_template
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entailment(Grpo):
+    """A run that trains `generator`, here the verifier, by the reward `megatron_rl.rewards.entailment:grade`.
+
+    A problem has question, response and principle, and a label, yes or no, as its answer. The model that comes out can
+    be the judge of a Rubric run with judge_template: entailment_verifier.
+    """
+
+    group_size: int = 8
+    template: str = "entailment_verifier"  # with {question}, {response}, {criterion}
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        values = {"question": payload["question"], "response": payload["response"], "criterion": payload["principle"]}
+        return fill(read_template(self.template), **{name: str(value) for name, value in values.items()})

@@ -1,0 +1,32 @@
+"""How recipes ask the role `judge`, and what its answers earn where it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.evaluation.judging import Judgement
+from megatron_rl.text import fill, read_template
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt, Rollout
+
+JUDGE = "judge"
+
+
+def judge_prompt(table: Table, template: str, id: str, payload: Mapping[str, Any], /, **values: str) -> Prompt | None:
+    """Fills a judge's template with the problem's question and further values. -> None for a prompt that is too long:
+    it is never cut."""
+    text = fill(read_template(template), question=str(payload["question"]), **values)
+    tokens = tokenize(table.tokenizers[JUDGE], text)
+    return Prompt(id=id, tokens=tokens, payload=payload) if len(tokens) <= table.max_prompt_tokens[JUDGE] else None
+
+
+def judge_rollout(
+    table: Table, answer: Judgement[Any, Any], *, form: float, agrees: float | None, weight: float
+) -> Rollout:
+    """Makes an answer of the judge a rollout with the rewards format, agrees (where a label is known) and their sum
+    total = weight * format + agrees."""
+    known = {} if agrees is None else {"agrees": agrees}
+    drawn = answer.rollout(JUDGE, partner_weight=table.partner_weights.get(JUDGE, 0.0))
+    return drawn.with_rewards(total=weight * form + (agrees or 0.0), format=form, **known)

@@ -1,0 +1,157 @@
+"""BRPO (Writing-Zero, arXiv 2506.00103): a judge compares each response of a group with one of the same group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.recipes.base import GENERATOR, check_arguments, question_text, sampling_for
+from megatron_rl.recipes.comparing import BOTH, Answer, Comparisons, comparison_figures
+from megatron_rl.recipes.judged import JUDGE, judge_rollout
+from megatron_rl.text import decode_all
+from megatron_rl.training.rollouts import Draws, greedy, sample
+from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairwise(Recipe):
+    """A run that trains `generator` on whether `judge` prefers its responses to another one of their group.
+
+    The judge is a frozen model, or one behind a URL, unless it has turns of its own. In those it compares the responses
+    `answer` and `rejected` of each problem (roles.judge.data may be a set of preferences), and learns to prefer the
+    first; of a problem without `rejected` it compares two responses of the generator, and learns the form alone.
+    """
+
+    updates: int  # of the generator
+    group_size: int = 8  # responses per problem, one of which is the reference of the others
+    both_orders: bool = False  # ask about each pair in both orders and add the scores; false: in one, drawn by chance
+    judge_warmup: int = 0  # turns of the judge before the generator's first one
+    judge_turns: int = 0  # of the judge after each turn of the generator
+    judgements: int = 8  # of each pair, and order, in a turn of the judge
+    format_weight: float = 0.8  # in the judge's reward, of an answer in the form that is asked for
+    estimator: str = "grpo"  # of the judge: a word of algorithms.estimators, or module:name
+    generator_template: str = "open_generator"  # a text file with {question}, or the name of a packaged prompt
+    judge_template: str = "pairwise_judge"  # with {question}, {first}, {second}
+
+    def __post_init__(self) -> None:
+        templates, natural = ["generator_template", "judge_template"], ["judge_warmup", "judge_turns"]
+        groups = ["judgements"] if self.judge_warmup + self.judge_turns > 0 else []
+        check_arguments(self, positive=["updates", "judgements"], groups=groups, templates=templates, natural=natural)
+        if self.group_size < 3:
+            raise ConfigError(
+                f"recipe.args.group_size = {self.group_size}: give at least 3, a reference and two others"
+            )
+        if self.format_weight < 0:
+            raise ConfigError(f"recipe.args.format_weight = {self.format_weight}: give at least 0")
+
+    def roles(self) -> Mapping[str, Part]:
+        orders, others = 1 + self.both_orders, self.group_size - 1
+        asked = self.judgements * orders
+        judge = Part(trained=self.judge_warmup + self.judge_turns > 0, samples=asked, drawn={JUDGE: asked})
+        drawn = {GENERATOR: self.group_size, JUDGE: others * orders}
+        return {GENERATOR: Part(samples=others, drawn=drawn), JUDGE: judge}
+
+    def schedule(self) -> Schedule:
+        return [[(JUDGE,)]] * self.judge_warmup + [[(GENERATOR,), *[(JUDGE,)] * self.judge_turns]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return question_text(self.generator_template, payload)
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        asked = sampling_for(table, turn, JUDGE, self.judgements if turn.role == JUDGE else 1)
+        compared = Comparisons(table, self.judge_template, asked, lambda place: self._orders(table, turn, place))
+        if turn.role == JUDGE:
+            return {JUDGE: self._judge_turn(turn, source.take(), table, compared)}
+        return {GENERATOR: self._generator_turn(turn, source.take(), table, compared)}
+
+    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+        """Measures on problems with `rejected`: how often a greedy judge prefers greedy responses to `answer`, and how
+        often `answer` to `rejected`, each in both orders. A comparison that cannot be read is not won."""
+        known = [prompt for prompt in prompts if "rejected" in prompt.payload]
+        if not known:
+            return {}
+        texts = _texts(table, sample(table, GENERATOR, known, greedy(table.samplings[GENERATOR], seed=table.seed)))
+        judge = greedy(table.samplings[JUDGE], seed=table.seed)
+        compared = Comparisons(table, self.judge_template, judge, lambda place: BOTH)
+        for i, (prompt, text) in enumerate(zip(known, texts, strict=True)):
+            answer, rejected = str(prompt.payload["answer"]), str(prompt.payload["rejected"])
+            compared.add(2 * i, prompt, text, answer)
+            compared.add(2 * i + 1, prompt, answer, rejected)
+        figures = {f"{JUDGE}/{name}": value for name, value in comparison_figures(compared.finish()).items()}
+        won = [float((compared.margin(place) or 0.0) > 0) for place in range(2 * len(known))]
+        return figures | {f"{GENERATOR}/win_rate": fmean(won[::2]), f"{JUDGE}/accuracy": fmean(won[1::2])}
+
+    def _orders(self, table: Table, turn: Turn, place: int) -> Sequence[bool]:
+        """Returns the orders in which a pair is asked about: both, or one that is drawn, so that over many pairs no
+        response gains by the judge's bias for a place."""
+        return BOTH if self.both_orders else (table.seed_for(turn.number, "order", place) % 2 == 1,)
+
+    def _generator_turn(
+        self, turn: Turn, prompts: Sequence[Prompt], table: Table, compared: Comparisons
+    ) -> list[Rollout]:
+        """Returns the responses that were compared, of the problems whose outcomes differ, with an advantage of 1.0
+        (better than the reference) or -1.0. No standard deviation divides it; the reference itself has none."""
+        n, groups = self.group_size, dict[int, list[Rollout]]()
+        references = [table.seed_for(turn.number, "reference", i) % n for i in range(len(prompts))]
+        draws = Draws(table, GENERATOR, sampling_for(table, turn, GENERATOR, n))
+        for i, prompt in enumerate(prompts):
+            draws.ask(i, prompt)
+        with table.watch("rollout"):
+            for i, group in draws.answers():  # each group is compared while others are written
+                groups[i], texts = group, _texts(table, group)
+                for j in _others(n, references[i]):
+                    compared.add(i * n + j, prompts[i], texts[j], texts[references[i]])
+                table.watch.beat()
+        figures, learned = comparison_figures(compared.finish()), list[Rollout]()
+        ungraded = alike = 0
+        for i, reference in enumerate(references):
+            margins = {j: compared.margin(i * n + j) for j in _others(n, reference)}
+            own = [_credited(groups[i][j], margin) for j, margin in margins.items() if margin is not None]
+            ungraded += len(margins) - len(own)
+            differ = len({rollout.advantages for rollout in own}) > 1
+            alike += not differ
+            learned += own if differ else []
+        table.note(GENERATOR, figures | {"ungraded": float(ungraded), "groups_alike": float(alike)})
+        return learned
+
+    def _judge_turn(self, turn: Turn, prompts: Sequence[Prompt], table: Table, compared: Comparisons) -> list[Rollout]:
+        """Returns the judge's answers about known preferences, and about the generator's own responses otherwise."""
+        unknown = [prompt for prompt in prompts if "rejected" not in prompt.payload]
+        texts = _texts(table, sample(table, GENERATOR, unknown, sampling_for(table, turn, GENERATOR, 2)))
+        for place, prompt in enumerate(prompts):
+            if "rejected" in prompt.payload:
+                compared.add(place, prompt, str(prompt.payload["answer"]), str(prompt.payload["rejected"]))
+            else:
+                compared.add(place, prompt, texts.pop(0), texts.pop(0))
+        answers = compared.finish()
+        table.note(JUDGE, comparison_figures(answers))
+        judged = [
+            judge_rollout(table, answer, form=answer.opinion.form, agrees=_agrees(answer), weight=self.format_weight)
+            for answer in answers
+        ]
+        return assign_advantages(judged, reward="total", estimator=self.estimator)
+
+
+def _texts(table: Table, rollouts: Sequence[Rollout]) -> list[str]:
+    return decode_all(table.tokenizers[GENERATOR], [rollout.response for rollout in rollouts])
+
+
+def _others(n: int, reference: int) -> list[int]:
+    return [j for j in range(n) if j != reference]
+
+
+def _credited(rollout: Rollout, margin: float) -> Rollout:
+    outcome = 1.0 if margin > 0 else -1.0
+    return replace(rollout.with_rewards(outcome=outcome, margin=margin), advantages=outcome)
+
+
+def _agrees(answer: Answer) -> float | None:
+    """Returns 1.0 where an answer puts the better response first and 0.0 where not; None where nobody knows it."""
+    if "rejected" not in answer.item.payload:
+        return None
+    return float(answer.opinion.scores is not None and answer.item.margin(answer.opinion.scores) > 0)

@@ -1,0 +1,87 @@
+"""Grades answers that search in the model's own memory (SSRL, arXiv 2508.10874): 0.9 exact match + 0.1 format.
+
+The rules are those of the released code (TsinghuaC3I/SSRL 3009f21, verl/workers/reward_manager/naive.py).
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+TURNS = 2  # thoughts that a full format score needs
+MAX_TURNS = 8  # more thoughts than these have the format score 0
+
+_NAMES = ("think", "search", "information", "answer")
+_ANY_TAG = re.compile(r"<([^>]+)>")
+_TAG = re.compile(r"<(/?(?:think|search|information|answer))>")
+_SEARCH = ["search", "/search", "information", "/information"]
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def grade(response: str, payload: Mapping[str, Any]) -> float:
+    """Returns 0.9 * exact match + 0.1 * format. Known answers are payload["answers"], else payload["answer"] alone."""
+    known = payload.get("answers")
+    return 0.9 * exact_match(response, [payload["answer"]] if known is None else known) + 0.1 * search_format(response)
+
+
+def exact_match(response: str, known: list[str]) -> float:
+    """Returns 1.0 when the last <answer> block is one of the known answers, but for case, punctuation, articles and
+    spaces; else 0.0."""
+    blocks = _blocks(response, "answer")
+    return float(bool(blocks) and _normal(blocks[-1]) in map(_normal, known))
+
+
+def search_format(response: str) -> float:
+    """Returns min(1, t / 2) * min(t, s + 1) / max(t, s + 1) of t thoughts and s searches, in [0, 1].
+
+    It is 0 for more than eight thoughts, and for a response that is not one: it begins with a thought and ends with the
+    answer; each search is followed at once by its information; no block is empty or repeats the template's placeholder
+    ("your query"); a query is one line; and no other text stands in angle brackets, where a `<` opens one even in
+    `1 < 2`.
+    """
+    response = response.strip()
+    tags = _TAG.findall(response)
+    if any(found.removeprefix("/") not in _NAMES for found in _ANY_TAG.findall(response)):
+        return 0.0
+    if len(tags) < 4 or not _kept(response):
+        return 0.0
+    if tags[:2] != ["think", "/think"] or tags[-2:] != ["answer", "/answer"]:
+        return 0.0
+    if not (response.startswith("<think>") and response.endswith("</answer>")) or not _paired(tags[2:-2]):
+        return 0.0
+    thoughts, searches = tags.count("think"), tags.count("search")
+    if searches != tags.count("information") or thoughts > MAX_TURNS:
+        return 0.0
+    return min(1.0, thoughts / TURNS) * min(thoughts, searches + 1) / max(thoughts, searches + 1)
+
+
+def _kept(response: str) -> bool:
+    """Returns whether the content of every block is allowed."""
+    placeholder = {"think": "your thoughts", "search": "your query", "information": "your information"}
+    for name in _NAMES:
+        for content in _blocks(response, name):
+            empty, copied = not content.strip(), placeholder.get(name, "your answer") in content.lower()
+            if empty or copied or (name == "search" and "\n" in content):
+                return False
+    return True
+
+
+def _paired(tags: list[str]) -> bool:
+    """Returns whether every opened search is closed and followed by its information. Other tags may stand between."""
+    at = 0
+    while at < len(tags):
+        if tags[at] == "search" and tags[at : at + 4] != _SEARCH:
+            return False
+        at += 4 if tags[at] == "search" else 1
+    return True
+
+
+def _blocks(response: str, name: str) -> list[str]:
+    return re.findall(f"<{name}>(.*?)</{name}>", response, re.DOTALL)
+
+
+def _normal(text: str) -> str:
+    plain = str(text).lower().translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
