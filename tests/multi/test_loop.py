@@ -170,7 +170,7 @@ def test_a_turn_without_signal_is_skipped_and_a_run_of_such_turns_is_no_success(
 
 @pytest.mark.parametrize(("entropy_coef", "moves"), [(0.0, False), (0.1, True)])
 def test_a_turn_without_signal_can_be_trained_on_as_the_release_does(template, tmp_path, entropy_coef, moves):
-    """The release of RL Tango calls update_actor after every turn (verl/trainer/ppo/rl_tango_trainer.py, _train_generator): equal
+    """The release of RL Tango updates after every turn (verl/trainer/ppo/rl_tango_trainer.py, _train_generator): equal
     rewards leave KL, entropy and the optimizer's own momentum and decay."""
     log = Log()
     setup, progress = make(template, log, tmp_path / "turns", grade=graded(lambda response, payload: 0.0))
