@@ -1,49 +1,144 @@
 """`megatron-rl generate`: asks a teacher a problem set, and writes SFT pairs to train.parquet and validation.parquet.
 
-Answers that were cut at sampling.max_tokens go to cut.parquet: training on them would teach to stop in the middle.
+Answers that were cut at sampling.max_tokens go to cut.parquet, unless keep_cut is set: training on them would teach to
+stop in the middle.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import random
 import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import GenerateConfig
-from megatron_rl.data.problems import write_parquet
-from megatron_rl.session.common import Answered, answers, open_world
+from rich.progress import track
+
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, GenerateConfig
+from megatron_rl.data.problems import DataError, Problem, read_problems, write_parquet
+from megatron_rl.engines.base import Engine, complete
+from megatron_rl.evaluation.draw import prompt_tokens
+from megatron_rl.run.checkpoint import read_json, write_json
+from megatron_rl.session.common import open_world, sampling_of
+from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.text import fill, read_template
+
+CHUNK = 512  # prompts answered between two moves of the progress bar
 
 
-def run(config: GenerateConfig, place: Place) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """One problem as the teacher is asked it."""
+
+    problem: Problem
+    prompt: str  # the template with the question in it
+    tokens: Sequence[int]  # in the teacher's chat template, where `chat` is set
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer to one problem."""
+
+    problem: Problem
+    prompt: str
+    text: str
+    finished: bool  # not cut at sampling.max_tokens
+
+
+def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
 
-    A row has prompt, response, and every mapped field of the problem.
+    A row has prompt, response, and every mapped field of the problem. `environment`: the environment of servers that it
+    starts.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
     parts = Path(config.output) / "parts"
-    with open_world(place, run_directory(config)) as world:
-        found = answers(config, world, parts)
-        if found is not None:
-            _write(config, found)
+    with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
+        engine, tokenizer = open_teacher(config, world, stack, environment or {})
+
+        def work() -> None:
+            assert engine is not None  # it runs on the driver
+            _write(config, _answers(config, engine, tokenizer, parts))
             shutil.rmtree(parts)
+
+        world.from_driver(work)
     return 0
 
 
+def _asked(config: GenerateConfig, tokenizer: Any) -> list[Asked]:
+    """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which are
+    counted. Raises ConfigError for `chat` without a chat template, DataError when no problem is left."""
+    template, problems = read_template(config.template), read_problems(config.data)
+    out = []
+    for problem in problems:
+        values = {"question": str(problem.values["question"])}
+        try:
+            tokens = prompt_tokens(tokenizer, template, values, chat=config.chat)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if config.max_prompt_tokens is None or len(tokens) <= config.max_prompt_tokens:
+            out.append(Asked(problem, fill(template, **values), tokens))
+    if not out:
+        raise DataError(f"every prompt is longer than max_prompt_tokens = {config.max_prompt_tokens}: raise it")
+    if left_out := len(problems) - len(out):
+        print(f"{left_out} of {len(problems)} prompts are longer than max_prompt_tokens and are left out")
+    return out
+
+
+def _answers(config: GenerateConfig, engine: Engine, tokenizer: Any, parts: Path) -> list[Answered]:
+    """Asks all problems, with a progress bar, on the driver. Every CHUNK of prompts that is done is kept in the
+    directory `parts`, from which the same command, given again, goes on."""
+    asked = _asked(config, tokenizer)
+    what = [config_files.dump(config), *(a.prompt for a in asked)]
+    digest = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
+
+    def one_chunk(start: int) -> list[list[tuple[str, bool]]]:
+        kept = parts / f"{digest}_{start:08d}.json"
+        if kept.exists():
+            return read_json(kept)
+        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
+        drawn = complete(engine, [a.tokens for a in asked[start : start + CHUNK]], sampling)
+        rows = [
+            [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), c.stop.finished) for c in group]
+            for group in drawn
+        ]
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_json(kept, rows)
+        return rows
+
+    out: list[Answered] = []
+    for start in track(range(0, len(asked), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
+        for one, group in zip(asked[start : start + CHUNK], one_chunk(start), strict=True):
+            out += [Answered(one.problem, one.prompt, *row) for row in group]
+        if not sys.stderr.isatty():
+            print(f"{min(start + CHUNK, len(asked))} of {len(asked)} prompts", file=sys.stderr, flush=True)
+    return out
+
+
 def _write(config: GenerateConfig, found: list[Answered]) -> None:
+    """Writes the pairs and says how many there are. Whole problems are held out, so that no second sample leaks."""
     rows = [{**a.problem.values, "prompt": a.prompt, "response": a.text} for a in found]
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
     files: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "cut": []}
-    for row, a in zip(rows, found, strict=True):  # whole problems are held out, so that no second sample leaks
-        files["cut" if not a.finished else "validation" if a.problem.row in chosen else "train"].append(row)
+    for row, a in zip(rows, found, strict=True):
+        aside = not a.finished and not config.keep_cut
+        files["cut" if aside else "validation" if a.problem.row in chosen else "train"].append(row)
     output = Path(config.output)
     for name, part in files.items():
         (output / f"{name}.parquet").unlink(missing_ok=True)
         if part:
             write_parquet(output / f"{name}.parquet", part)
+    where = "are among them" if config.keep_cut else "stand in cut.parquet"
     print(
         f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
-        f"{len(files['cut'])} answers were cut at sampling.max_tokens = {config.sampling.max_tokens} "
-        "and stand in cut.parquet"
+        f"{sum(not a.finished for a in found)} answers were cut at sampling.max_tokens = {config.sampling.max_tokens} "
+        f"and {where}"
     )

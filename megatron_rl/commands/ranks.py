@@ -81,7 +81,9 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     elif args.command == "sft":
         from megatron_rl.commands.sft import run
     elif args.command == "generate":
-        from megatron_rl.commands.generate import run
+        from megatron_rl.commands import generate
+
+        run = functools.partial(generate.run, environment=os.environ)
     else:
         from megatron_rl.commands import evaluate
 

@@ -19,6 +19,8 @@ class PromptSet:
     settings: str | None = None
     subset: str | None = None  # configuration of a Hugging Face data set; null: that of `settings`, else its only one
     split: str = "train"  # split of a Hugging Face data set, or of a directory with files train*, test*, ...
+    # One file of a data set on the hub, where its splits hold other files, too; null: the split's files.
+    file: str | None = None
     # Our field name -> the row's key; dots reach inside nested values. Example: {question: problem}.
     fields: dict[str, str] = field(default_factory=dict)
     filters: dict[str, Any] = field(default_factory=dict)  # keep only rows whose key has this value

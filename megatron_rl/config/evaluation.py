@@ -92,7 +92,7 @@ class EvalConfig:
     measures: tuple[Literal["solve", "handoff", "legibility", "drift"], ...] = ("solve",)
     junior: Model | None = None  # the other model of handoff, legibility and drift
     base: Model | None = None  # the model that training began from, for drift
-    max_rounds: PositiveInt = 150  # most turns in one hand-off
+    max_rounds: PositiveInt = 150  # most rounds of one hand-off; in a round each of the two models has one turn
     verifier: JudgingConfig | None = None  # a verifier that weighs the samples; null: none
     # The grader of `data`. Its workers and limits are those of every benchmark's grader, too.
     reward: Reward = field(default_factory=Reward)

@@ -92,14 +92,16 @@ class Optimizer:
     """Adam with decoupled weight decay. The rate warms up linearly, then it is constant or falls to `min_lr`."""
 
     lr: NonNegativeFloat = 1e-6  # learning rate after the warm-up
-    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of a linear or cosine decay
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of a decay; exponential needs it above 0
     betas: tuple[Share, Share] = (0.9, 0.999)  # Adam's decay rates of the first and second moment
     eps: PositiveFloat = 1e-8  # Adam's small number in the denominator
     weight_decay: NonNegativeFloat = 0.01  # coefficient of the decoupled weight decay
+    decay_norms: bool = False  # true: weight decay acts on norms and biases, too, as torch's AdamW has it by default
     clip_grad: NonNegativeFloat = 1.0  # largest global gradient norm; 0: no clipping
     warmup_steps: NonNegativeInt = 0  # optimizer steps over which the rate rises from 0 to lr
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # shape of the rate after the warm-up
-    # Optimizer steps until the rate is min_lr, warm-up included. linear and cosine need it.
+    # Shape of the rate after the warm-up. exponential: every step lowers it by the same factor.
+    decay: Literal["constant", "linear", "cosine", "exponential"] = "constant"
+    # Optimizer steps until the rate is min_lr, warm-up included. Every decay needs it.
     decay_steps: PositiveInt | None = None
     overlap: bool = False  # sum gradients over replicas during the last backward pass instead of after it
 
@@ -111,6 +113,11 @@ class Optimizer:
         if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
             raise ConfigError(
                 f"optimizer.decay_steps = {self.decay_steps} is within warmup_steps = {self.warmup_steps}: raise it"
+            )
+        if self.decay == "exponential" and self.min_lr == 0:
+            raise ConfigError(
+                "optimizer.decay = 'exponential' with optimizer.min_lr = 0.0: a constant factor never reaches 0; give "
+                "the rate at which the run ends, such as a tenth or a hundredth of lr"
             )
         if self.min_lr > self.lr:
             raise ConfigError(

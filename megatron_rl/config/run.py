@@ -21,6 +21,9 @@ class Run:
     seed: int = 0  # seed of all random numbers of the run
     steps: int | None = None  # steps of the run; null: as many as the recipe plans; fewer end it early
     prompts_per_step: int = 256  # P, prompts of every turn
+    # What happens to an update whose advantages are all 0. false: it is skipped. true: the optimizer takes its steps
+    # all the same, by the KL term, the entropy bonus, weight decay and momentum, as the release of RL Tango does.
+    train_without_signal: bool = False
     save_every: NonNegativeInt = 50  # steps between checkpoints; 0: only at the end
     keep: PositiveInt = 2  # number of newest checkpoints that are kept
     # Write checkpoints while training goes on, by processes that hold a copy; training waits for the first one.

@@ -152,10 +152,17 @@ class GenerateConfig:
     model: Model  # the teacher
     data: PromptSet  # the problems that it answers
     template: str  # text file of the prompt, with {question} in it
+    # Put the prompt as a user's message into the teacher's own chat template. The pairs hold the prompt without it.
+    chat: bool = False
+    max_prompt_tokens: PositiveInt | None = None  # longer prompts, as they are asked, are left out; null: no limit
     output: str  # directory that gets the two files
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the answers
     n: PositiveInt = 1  # answers to each problem
     seed: int = 0  # seed of all draws
     validation_share: Share = 0.02  # share of the problems whose answers go into validation.parquet
-    engine: Embedded = field(default_factory=Embedded)  # the engine that writes the answers
+    # What becomes of answers that were cut at sampling.max_tokens. false: they are set aside in cut.parquet. true: they
+    # are pairs like the others, as in the release of RL Tango.
+    keep_cut: bool = False
+    # The engine that writes the answers: the embedded one holds the whole teacher on every rank.
+    engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start

@@ -83,12 +83,12 @@ def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str
     """Returns problems as `read_problems` does, but `read` turns each row into its values.
 
     `read` returns None for a row to pass over and raises DataError for a bad one. Of `source` only path, split, subset,
-    limit and max_bad_share are used.
+    file, limit and max_bad_share are used.
     """
     problems: list[Problem] = []
     bad: list[_BadRow] = []
     count = total = 0
-    for where, row in _rows(source.path, source.split, source.subset):
+    for where, row in _rows(source.path, source.split, source.subset, source.file):
         if source.limit is not None and len(problems) >= source.limit:
             break
         count += 1
@@ -321,7 +321,7 @@ def _reach(row: Any, key: str) -> Any:
     return row
 
 
-def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+def _rows(path: str, split: str, subset: str | None, file: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
 
     A row is a dict or a _BadRow.
@@ -330,10 +330,10 @@ def _rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]
     if place.is_file():
         yield from _file_rows(place)
     elif place.is_dir() and (files := [] if _saved_by_datasets(place) else _files_of(place, split)):
-        for file in files:
-            yield from _file_rows(file)
+        for part in files:
+            yield from _file_rows(part)
     elif place.exists() or _HUB_NAME.fullmatch(path):
-        yield from _hub_rows(path, split, subset)
+        yield from _hub_rows(path, split, subset, file)
     else:
         raise ConfigError(
             f"no data at {path}: give a JSONL or Parquet file, a directory of them, or a Hugging Face data set"
@@ -385,7 +385,7 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
             yield where, row if isinstance(row, (dict, _BadRow)) else _BadRow(where, "not a JSON object")
 
 
-def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, Any]]:
+def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
     """Yields rows of a directory that save_to_disk wrote, a local data set directory, or a data set on the hub."""
     try:
         import datasets
@@ -403,7 +403,7 @@ def _hub_rows(path: str, split: str, subset: str | None) -> Iterator[tuple[str, 
                 )
             rows = found[split] if isinstance(found, datasets.DatasetDict) else found
         else:
-            rows = datasets.load_dataset(path, subset, split=split)
+            rows = datasets.load_dataset(path, subset, split=split, data_files=None if file is None else {split: file})
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -21,7 +21,9 @@ LABEL = "megatron_rl.rewards.short_answer:grade_label"
 SHORT = "megatron_rl.rewards.short_answer:grade_text"
 CODE_OUTPUT = "megatron_rl.rewards.code_answer:grade_output"
 CODE_INPUT = "megatron_rl.rewards.code_answer:grade_input"
-TANGO, GENERAL = "tango_generator", "tango_general"  # templates: the paper's, and one for other things than mathematics
+# The released code evaluates on all its sets, mathematics too, with the prompt of training without "mathematical "
+# (data_preprocess/prepare_eval_benchmarks.py, generate_prompt).
+GENERAL = "tango_general"
 TABLE_ROWS = 400  # most rows of a table that a question shows
 
 
@@ -35,9 +37,10 @@ class Benchmark:
     # Turns a row into its question, answer and what else the grader wants; None for a row that is not in the set.
     read: Callable[[DataRow], Values | None]
     grader: str = MATH
-    template: str = TANGO
+    template: str = GENERAL
     split: str = "test"
     subset: str | None = None
+    file: str | None = None  # the file of the data set that is read; None: those of the split
     folder: str | None = None  # name of the local files or their folder; None: the benchmark's name
     judged: bool = False
 
@@ -63,7 +66,7 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
     Without a data_dir they are on the hub. Raises ConfigError when data_dir has none of these.
     """
     if data_dir is None:
-        return PromptSet(path=found.hub, split=found.split, subset=found.subset, limit=limit)
+        return PromptSet(path=found.hub, split=found.split, subset=found.subset, file=found.file, limit=limit)
     base, name = Path(data_dir), found.folder or found.name
     places = [base / name, base / f"{name}.jsonl", base / f"{name}.parquet"]
     place = next((p for p in places if p.exists()), None)
@@ -74,7 +77,7 @@ def source_of(found: Benchmark, data_dir: str | None, *, limit: int | None = Non
         )
     tests = place.is_dir() and any(re.match(r"test([-_.]|$)", p.stem) for p in place.iterdir())
     split = "test" if tests else found.split
-    return PromptSet(path=str(place), split=split, subset=found.subset, limit=limit)
+    return PromptSet(path=str(place), split=split, subset=found.subset, file=found.file, limit=limit)
 
 
 def read_benchmark(found: Benchmark, source: PromptSet) -> list[Problem]:
@@ -134,7 +137,6 @@ def _other_problems() -> list[Benchmark]:
             hub="tasksource/Boardgame-QA",
             read=_boardgame,
             grader=LABEL,
-            template=GENERAL,
         ),
         Benchmark(
             name="cruxeval",
@@ -142,7 +144,6 @@ def _other_problems() -> list[Benchmark]:
             hub=code,
             read=_crux_output,
             grader=CODE_OUTPUT,
-            template=GENERAL,
         ),
         Benchmark(
             name="cruxeval_input",
@@ -150,16 +151,23 @@ def _other_problems() -> list[Benchmark]:
             hub=code,
             read=_crux_input,
             grader=CODE_INPUT,
-            template=GENERAL,
             folder="cruxeval",
         ),
         Benchmark(
             name="strategyqa",
-            title="StrategyQA",
+            title="StrategyQA (test)",
             hub="ChilleD/StrategyQA",
             read=_strategy,
             grader=LABEL,
-            template=GENERAL,
+        ),
+        Benchmark(  # the 2,290 problems of the paper's Table 1
+            name="strategyqa_train",
+            title="StrategyQA (train)",
+            hub="voidful/StrategyQA",
+            file="strategyqa_train.json",
+            split="train",
+            read=_strategy_true_false,
+            grader=LABEL,
         ),
         Benchmark(
             name="tablebench",
@@ -167,7 +175,6 @@ def _other_problems() -> list[Benchmark]:
             hub="Multilingual-Multimodal-NLP/TableBench",
             read=_table,
             grader=SHORT,
-            template=GENERAL,
         ),
     ]
 
@@ -250,14 +257,23 @@ def _boardgame(row: DataRow) -> Values:
 
 
 def _strategy(row: DataRow) -> Values:
-    facts, answer = row.get("facts") or [], row.get("answer")
+    return _with_facts(row, {"true": "yes", "false": "no"})
+
+
+def _strategy_true_false(row: DataRow) -> Values:
+    """Reads a row of StrategyQA for an answer of True or False, as the released code asks for it."""
+    return _with_facts(row, {"yes": "true", "no": "false"})
+
+
+def _with_facts(row: DataRow, words: Mapping[str, str]) -> Values:
+    """Reads a row with a question, its facts and its answer. `words`: for either answer in other words ours."""
+    facts, choices = row.get("facts") or [], list(words.values())
     shown = facts if isinstance(facts, str) else "\n".join(map(str, facts))
-    question = _first(row, "question") + ' Answer with "yes" or "no".'
-    answer = {True: "yes", False: "no"}.get(answer, answer) if isinstance(answer, bool) else answer
-    choices = ["yes", "no"]
+    question = f'{_first(row, "question")} Answer with "{choices[0]}" or "{choices[1]}".'
+    answer = str(row.get("answer")).lower()
     return {
         "question": f"Facts:\n{shown}\n\nQuestion: {question}" if shown else question,
-        "answer": _one_of({"true": "yes", "false": "no"}.get(str(answer).lower(), answer), choices),
+        "answer": _one_of(words.get(answer, answer), choices),
         "choices": choices,
     }
 

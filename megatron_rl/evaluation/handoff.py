@@ -3,8 +3,8 @@ arXiv 2606.28166).
 
 The first model begins; each turn goes on until a double newline, which stays in the text; then the other goes on from
 prompt and text. The token budget is shared. A chain ends on its budget, on a turn cut by length, on any stop other
-than the double newline, or after `max_rounds` turns. A turn's draw depends on 1000 * problem + sample + tokens
-written.
+than the double newline, or after `max_rounds` rounds, each of one turn of either model (the release's eval/handoff.py,
+run_all_rounds). A turn's draw depends on 1000 * problem + sample + tokens written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.types import Stop
 
 SWITCH = "\n\n"
 PROBLEM_STRIDE = 1000
-MAX_ROUNDS = 150
+MAX_ROUNDS = 150  # a round is one turn of each model
 HANDOFF = "handoff"
 
 
@@ -93,9 +93,9 @@ def write(
     *,
     max_rounds: int = MAX_ROUNDS,
 ) -> None:
-    """Writes every chain to its end. All chains take their turns together, so that each turn is one call of one
-    engine."""
-    for number in range(max_rounds):
+    """Writes every chain to its end, in at most `max_rounds` rounds of one turn of each engine. All chains take their
+    turns together, so that each turn is one call of one engine."""
+    for number in range(max_rounds * len(engines)):
         for chain in chains:
             if chain.stop is None and chain.left <= 0:
                 chain.stop = Stop.LENGTH

@@ -8,9 +8,9 @@ from pathlib import Path
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, EvalConfig, PromptSet, Reward
 from megatron_rl.data.problems import Problem, read_problems
-from megatron_rl.evaluation.benchmarks import TANGO, benchmark, read_benchmark, solution, source_of
+from megatron_rl.evaluation.benchmarks import benchmark, read_benchmark, solution, source_of
 
-JUDGED_TEMPLATE = "tango_verifier"
+GENERATOR_TEMPLATE, JUDGED_TEMPLATE = "tango_generator", "tango_verifier"  # of sets of one's own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ def read_sets(config: EvalConfig) -> list[GradedSet]:
         judged = "steps" in resolve(config.data).fields
         if judged:
             problems = [replace(p, values=solution(p.values)) for p in problems]
-        template = config.template or (JUDGED_TEMPLATE if judged else TANGO)
+        template = config.template or (JUDGED_TEMPLATE if judged else GENERATOR_TEMPLATE)
         out.append(
             GradedSet(name=name, title=name, problems=problems, reward=config.reward, judged=judged, template=template)
         )

@@ -41,7 +41,7 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
 def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     """Returns (optimizer, schedule).
 
-    The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay.
+    The optimizer is Adam, sharded over data-parallel ranks; norms and biases do not decay, unless decay_norms is set.
     """
     settings = role.optimizer
     optimizer = get_megatron_optimizer(
@@ -59,6 +59,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
             use_distributed_optimizer=True,
         ),
         chunks,
+        config_overrides={} if settings.decay_norms else None,  # core's own are weight decay 0 for norms and biases
     )
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -67,7 +68,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         platform.mend_saved_offsets(part.buffers)
     decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
     assert decay_steps is not None  # Optimizer checks it
-    scheduler = OptimizerParamScheduler(
+    scheduler = Schedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
@@ -83,6 +84,19 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
         override_opt_param_scheduler=True,  # from a checkpoint it takes the position in the schedule, not the rates
     )
     return optimizer, scheduler
+
+
+class Schedule(OptimizerParamScheduler):
+    """Core's schedule of the learning rate, which knows an exponential decay besides core's own."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Returns the rate of a parameter group at the step that is due. Between warm-up and the last step of the decay
+        an exponential one is max_lr * (min_lr / max_lr)^(share of the decay's steps that are done)."""
+        if self.lr_decay_style != "exponential" or not self.lr_warmup_steps <= self.num_steps <= self.lr_decay_steps:
+            return super().get_lr(param_group)
+        highest, lowest = param_group.get("max_lr", self.max_lr), param_group.get("min_lr", self.min_lr)
+        share = (self.num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+        return highest * (lowest / highest) ** share
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -48,8 +48,8 @@ def boxed(text: str) -> str | None:
 def generator_format(text: str) -> float:
     r"""Returns how well the grammar is kept, in [0, 1], for logging and for the verifier's count gate.
 
-    The score is 0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly \boxed{...}, minus
-    0.8 without steps or 0.4 with fewer than three.
+    The score is 0 without an answer block; otherwise 1.0, minus 0.8 when the block is not exactly one \boxed{...} with
+    something in it, minus 0.8 without steps or 0.4 with fewer than three.
     """
     _, opened, rest = text.partition("<answer>")
     answer, closed, _ = rest.partition("</answer>")
@@ -57,7 +57,7 @@ def generator_format(text: str) -> float:
         return 0.0
     answer = answer.strip()
     tenths = 10
-    if (0, len(answer)) not in _boxes(answer):
+    if (0, len(answer)) not in _boxes(answer) or not boxed(answer):
         tenths -= 8
     steps = len(step_spans(text))
     tenths -= 8 if steps == 0 else 4 if steps < MIN_STEPS else 0

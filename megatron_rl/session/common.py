@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from rich.progress import track
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
@@ -30,35 +27,17 @@ from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.conversion.target import copy_side_files
-from megatron_rl.data.problems import Problem, read_problems
-from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.embedded.engine import EmbeddedEngine
-from megatron_rl.engines.spread import SpreadEngine
-from megatron_rl.run.checkpoint import STATE, Checkpoints, read_json, write_json
+from megatron_rl.engines.base import Sampling
+from megatron_rl.run.checkpoint import STATE, Checkpoints, write_json
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
 from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import fill, load_tokenizer, read_template
-from megatron_rl.training.rollouts import tokenize
 from megatron_rl.weights import hf
 from megatron_rl.world import TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
 MEET = timedelta(minutes=10)  # for all ranks to start
-
-CHUNK = 512  # prompts answered between two moves of the progress bar
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One answer to one problem."""
-
-    problem: Problem
-    prompt: str
-    text: str
-    tokens: int
-    finished: bool  # not cut at sampling.max_tokens
 
 
 class Saves(Protocol):
@@ -260,55 +239,3 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:
     """The engine's terms for a config's sampling."""
     return Sampling(**dataclasses.asdict(settings), n=n, seed=seed)
-
-
-def answers(config: configs.GenerateConfig, world: TorchWorld, parts: Path) -> list[Answered] | None:
-    """Answers of `config.model` to every problem of `config.data`, spread over the ranks, with a progress bar.
-
-    Returns None but on rank 0.
-
-    Every CHUNK of prompts that is done is kept in the directory `parts`, from which the same command, given again, goes
-    on.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    engine = EmbeddedEngine(
-        config.model.path,
-        max_batch=config.engine.max_batch,
-        dtype=getattr(torch, config.model.dtype),
-        tokenizer=tokenizer,
-    )
-    engine.load_pretrained()
-    spread = SpreadEngine(world, "model", engine)
-    template, problems = read_template(config.template), read_problems(config.data)
-    prompts = [fill(template, question=str(p.values["question"])) for p in problems]
-    digest = hashlib.sha256("\0".join([config_files.dump(config), *prompts]).encode()).hexdigest()[:16]
-
-    def one_chunk(start: int) -> list[list[tuple[str, int, bool]]]:
-        kept = parts / f"{digest}_{start:08d}.json"
-        if kept.exists():
-            return read_json(kept)
-        sampling = sampling_of(config.sampling, n=config.n, seed=config.seed + start)
-        asked = [tokenize(tokenizer, prompt) for prompt in prompts[start : start + CHUNK]]
-        drawn = complete(spread, asked, sampling)
-        rows = [
-            [(str(tokenizer.decode(c.tokens, skip_special_tokens=True)), len(c.tokens), c.stop.finished) for c in group]
-            for group in drawn
-        ]
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, rows)
-        return rows
-
-    def draw() -> list[Answered]:
-        out: list[Answered] = []
-        for start in track(range(0, len(problems), CHUNK), description="prompts", disable=not sys.stderr.isatty()):
-            part = slice(start, start + CHUNK)
-            for problem, prompt, group in zip(problems[part], prompts[part], one_chunk(start), strict=True):
-                out += [Answered(problem, prompt, *row) for row in group]
-            if not sys.stderr.isatty():
-                print(f"{min(start + CHUNK, len(problems))} of {len(problems)} prompts", file=sys.stderr, flush=True)
-        return out
-
-    found: list[Answered] = []
-    world.from_driver(lambda: found.extend(draw()))
-    return found if world.rank == 0 else None

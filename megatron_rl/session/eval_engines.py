@@ -1,19 +1,23 @@
-"""The models of an evaluation as engines: inside its ranks, or behind servers that it starts or finds."""
+"""The models of an evaluation, or a teacher, as engines: inside the ranks, or behind servers that are started or
+found.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_rl.config.schema import Embedded, EvalConfig, Model
+from megatron_rl.config.schema import Embedded, EvalConfig, GenerateConfig, Model
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.evaluation.text_scores import DRIFT
+from megatron_rl.session.launch import run_directory
 from megatron_rl.text import load_tokenizer
 from megatron_rl.world import TorchWorld
 
@@ -48,10 +52,33 @@ def open_cast(
     if isinstance(config.engine, Embedded):
         engines |= {model: SpreadEngine(world, f"model{i}", own[model]) for i, model in enumerate(writers)}
     elif world.rank == 0:
-        from megatron_rl.session.eval_servers import start
+        from megatron_rl.session.eval_servers import names_of, start
 
-        engines |= start(config, config.engine, writers, tokenizers, stack, environment)
+        engines |= start(config.engine, names_of(config), tokenizers, run_directory(config), stack, environment)
     return Cast(engines, {model: own[model] for model in read if model in own}, tokenizers)
+
+
+def open_teacher(
+    config: GenerateConfig, world: TorchWorld, stack: contextlib.ExitStack, environment: Mapping[str, str]
+) -> tuple[Engine | None, Any]:
+    """Returns (engine, tokenizer) of the model that answers; the engine is used on the driver. Collective.
+
+    Servers that are started here end with `stack`; their logs go to the directory of the output. On other ranks than
+    the driver there is no engine with servers.
+    """
+    model, tokenizer = config.model, load_tokenizer(config.model.tokenizer or config.model.path)
+    if isinstance(config.engine, Embedded):
+        own = EmbeddedEngine(
+            model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer
+        )
+        own.load_pretrained()
+        return SpreadEngine(world, "model", own), tokenizer
+    if world.rank != 0:
+        return None, tokenizer
+    from megatron_rl.session.eval_servers import start
+
+    directory = Path(config.output)
+    return start(config.engine, {model: "model"}, {model: tokenizer}, directory, stack, environment)[model], tokenizer
 
 
 def _each(*models: Model | None) -> list[Model]:

@@ -1,11 +1,11 @@
-"""Servers for an evaluation: started here from model directories, or found at given addresses with the models they
-have.
+"""Servers for an evaluation or a teacher: started here from model directories, or found at given addresses with the
+models they have.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
-from megatron_rl.session.launch import run_directory
 from megatron_rl.session.servers import ENGINES, TOKEN, About, command, connect
 from megatron_rl.session.serving import has_gpu
 from megatron_rl.weights import hf
@@ -26,23 +25,23 @@ CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that 
 
 
 def start(
-    config: EvalConfig, settings: Servers, models: Sequence[Model], tokenizers: Mapping[Model, Any],
+    settings: Servers, names: Mapping[Model, str], tokenizers: Mapping[Model, Any], directory: Path,
     stack: contextlib.ExitStack, environment: Mapping[str, str],
 ) -> dict[Model, ServerEngine]:  # fmt: skip
-    """Returns the engines of an evaluation's models, on the driver. Servers that are started here end with `stack`.
+    """Returns the engines of the models in `names`, on the driver. Servers that are started here end with `stack`.
 
+    `names`: those that engine.urls and the logs have for the models. `directory`: where the token and the logs go.
     Raises ConfigError, and StartError for a server that does not come.
     """
     settings = replace(settings, host=own_address(settings.host))
-    directory = run_directory(config).resolve() / ENGINES
+    directory = directory.resolve() / ENGINES
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
-    names = _names(config)
-    if settings.urls and (wrong := set(settings.urls) ^ {names[model] for model in models}):
+    if settings.urls and (wrong := set(settings.urls) ^ set(names.values())):
         raise ConfigError(
-            f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(names[m] for m in models)}"
+            f"engine.urls: {', '.join(sorted(wrong))}: give servers for each of {', '.join(names.values())}"
         )
     engines = {}
-    for number, model in enumerate(models):
+    for number, model in enumerate(names):
         local = hf.local_directory(model.path)
         architecture = hf.read_architecture(local)
         own = tokenizers[model].eos_token_id
@@ -60,13 +59,17 @@ def start(
     return engines
 
 
-def _names(config: EvalConfig) -> dict[Model, str]:
-    """Returns the names that engine.urls has for the models: those of their settings; the first of a model with two
-    parts.
+def names_of(config: EvalConfig) -> dict[Model, str]:
+    """Returns the names that engine.urls has for the models of an evaluation: those of their settings; the first of a
+    model with two parts.
     """
     judging = None if config.verifier is None else config.verifier.model
     parts = {"model": config.model, "junior": config.junior, "verifier": judging}
-    return {model: name for name, model in reversed(parts.items()) if model is not None}
+    names: dict[Model, str] = {}
+    for name, model in parts.items():
+        if model is not None:
+            names.setdefault(model, name)
+    return names
 
 
 @dataclass(frozen=True)

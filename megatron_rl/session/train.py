@@ -222,6 +222,7 @@ def _plan(config: TrainConfig, models: _Models, recipe: Recipe, steps: int) -> l
         save_every=config.run.save_every,
         gate=_gate(config, probes) if enabled else None,
         mixed=config.rollouts.mixed,
+        train_without_signal=config.run.train_without_signal,
     )
 
 

@@ -51,6 +51,7 @@ class Plan:
     save_every: int = 0
     gate: gate.GatePlan | None = None
     mixed: Literal["keep", "rescore", "drop"] = "keep"  # rollouts that several weight versions wrote
+    train_without_signal: bool = False  # true: an update whose advantages are all 0 takes its optimizer steps too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,11 +217,11 @@ class _Due:
         return rollout.num_trainable > 0 and not (self._plan.mixed == "drop" and len(rollout.versions) > 1)
 
     def _has_signal(self, name: str) -> bool:
-        """Returns whether any advantage is more than what rounding leaves of equal rewards; a loss that needs none
-        learns from any rollout.
+        """Returns whether any advantage is more than what rounding leaves of equal rewards; a loss that needs none, and
+        a plan that trains without signal, learn from any rollout.
         """
         rollouts = self.usable[name]
-        if not self._setup.trainees[name].loss.uses_advantages:
+        if self._plan.train_without_signal or not self._setup.trainees[name].loss.uses_advantages:
             return bool(rollouts)
         return any(np.abs(np.asarray(r.advantages)).max(initial=0.0) > ROUNDING for r in rollouts)
 

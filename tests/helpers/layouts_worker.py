@@ -151,10 +151,11 @@ def reference(
     stored=torch.float32,
     dtype=torch.float32,
     aux: float = 0.0,
+    decay_norms: bool = False,
 ):
     """Hugging Face, one sequence at a time, in `dtype` on weights rounded to `stored`: logprobs [N], loss, entropy,
     gradients, weights after one AdamW step, gradient norm, logits [N, V]. `aux`: weight of the experts' load-balancing
-    loss, which is not in the loss that is returned."""
+    loss, which is not in the loss that is returned. `decay_norms`: weight decay acts on vectors, too."""
     arch, loss_function = hf.read_architecture(path), loss_function or WeightedLogprobs()
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
@@ -183,7 +184,7 @@ def reference(
     named = dict(model.named_parameters())
     groups = [
         {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": DECAY if decay_norms else 0.0},
     ]
     clip = min(1.0, 1.0 / (float(norm) + 1e-6))
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}
@@ -299,8 +300,9 @@ def run_case(path: str, case: dict) -> dict[str, float]:
         rollouts = choose(rollouts, arch)
     work, index = work_of(policy, rollouts, loss, extra)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
+    decay_norms = case.get("optimizer", {}).get("decay_norms", False)
     ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits = reference(
-        path, rollouts, loss, extra, aux=aux
+        path, rollouts, loss, extra, aux=aux, decay_norms=decay_norms
     )
     errors = {"logprobs": (logprobs_of(policy, rollouts) - ref_logprobs).abs().max().item()}
     errors["logits"] = logits_error(policy, work, index, ref_logits)

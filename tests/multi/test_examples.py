@@ -22,6 +22,7 @@ from megatron_rl.types import Prompt
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
+    *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
     *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
@@ -64,7 +65,10 @@ def test_eval_examples_are_valid(name):
 
 
 def test_generate_example_is_valid():
+    """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
     config = load(GenerateConfig, "generate_sft_llama3.1_70b")
+    config_checks.check(config, 1)
+    assert (config.max_prompt_tokens, config.validation_share, config.keep_cut, config.chat) == (1024, 0.1, True, True)
     assert (config.sampling.temperature, config.sampling.top_p, config.n, config.sampling.max_tokens) == (
         0.1,
         0.5,
@@ -73,22 +77,32 @@ def test_generate_example_is_valid():
     )
 
 
-@pytest.mark.parametrize("name", ["tango_qwen2.5_7b", "tango_llama3.1_8b"])
-def test_published_runs_have_the_papers_numbers(name):
+@pytest.mark.parametrize(
+    ("name", "estimator", "alpha_start", "kl", "entropy_coef"),
+    [
+        ("tango_qwen2.5_7b", "grpo", 0.1, "k3", 0.001),
+        ("tango_llama3.1_8b", "grpo", 0.1, "k3", 0.001),
+        ("tango_rloo_qwen2.5_7b", "rloo", 0.1, "k3", 0.001),
+        ("tango_reinforce_pp_qwen2.5_7b", "reinforce_pp", 0.5, "k2", 0.0),
+    ],
+)
+def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl, entropy_coef):
+    """The numbers of the release's scripts/run_rl_tango.sh, with verl's defaults where it says nothing."""
     config = load(TrainConfig, name)
     recipe = plugins.build(config.recipe)
     assert isinstance(recipe, Tango)
     turns = [role for step in recipe.schedule() for roles in step for role in roles]
     assert len(turns) == 440 and turns.count("generator") == 300 and turns[:40] == ["verifier"] * 40
     assert turns[40:44] == ["generator"] * 3 + ["verifier"]
-    assert (recipe.alpha_start, recipe.alpha_min, recipe.alpha_schedule) == (0.1, 1e-3, "exponential")
+    assert (recipe.alpha_start, recipe.alpha_min, recipe.alpha_schedule) == (alpha_start, 1e-3, "exponential")
+    assert recipe.estimator == estimator
     assert (recipe.group_size, recipe.verifications, recipe.format_weight, recipe.class_weight_decay) == (
         5,
         5,
         0.8,
         0.8,
     )
-    assert config.run.prompts_per_step == 256
+    assert config.run.prompts_per_step == 256 and config.run.train_without_signal
     for role, limit in (("generator", 2048), ("verifier", 4096)):
         settings = config.roles[role]
         assert (settings.max_prompt_tokens, settings.sampling.max_tokens) == (limit, limit)
@@ -99,13 +113,9 @@ def test_published_runs_have_the_papers_numbers(name):
         )
         assert (settings.optimizer.clip_grad, settings.samples_per_optimizer_step) == (1.0, None)
         loss = settings.loss
-        assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (
-            0.2,
-            0.2,
-            "k3",
-            0.001,
-            0.001,
-        )
+        assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.2, 0.2, 0.001)
+        assert (loss.kl, loss.entropy_coef) == (kl, entropy_coef)
+        assert (settings.optimizer.betas, settings.optimizer.decay_norms) == ((0.9, 0.999), True)
         assert (settings.sampling.temperature, settings.sampling.top_p, settings.sampling.top_k) == (1.0, 1.0, 0)
 
 
@@ -170,6 +180,7 @@ def test_published_sft_has_the_papers_numbers(name):
     optimizer = config.optimizer
     assert (config.samples_per_step, config.steps, config.data.max_tokens) == (64, 800, 4096)
     assert (optimizer.lr, optimizer.decay, optimizer.warmup_steps, optimizer.decay_steps) == (5e-6, "cosine", 80, 800)
+    assert (optimizer.betas, optimizer.weight_decay, optimizer.decay_norms) == ((0.9, 0.95), 0.01, True)
 
 
 def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "pp2-bf16", "layout": PP, "packed": False, "dtype": "bfloat16"},
         {"name": "qwen3_moe-ep2-bf16", "model": "qwen3_moe", "layout": EP, "packed": True, "dtype": "bfloat16"},
         {"name": "dp2-overlap", "layout": {}, "packed": True, "optimizer": {"overlap": True}},
+        {"name": "dp2-decay-norms", "layout": {}, "packed": True, "optimizer": {"decay_norms": True}},
         {"name": "pp2-vpp2-policy-loss", "layout": VPP, "packed": True, "loss": "policy"},
         {"name": "qwen2_moe-cp2-packed", "model": "qwen2_moe", "layout": CP, "packed": True},
         {"name": "qwen3_moe-cp2-ep2-padded", "model": "qwen3_moe", "layout": CP | EP, "packed": False},

@@ -11,7 +11,8 @@ from fake_policy import TablePolicy
 from loops import VOCAB, Log, Questions, graded, make, without_engine
 from ranks import run_ranks
 
-from megatron_rl.config.schema import Gate
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.config.schema import Gate, LossConfig
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import gate, loop
 
@@ -165,6 +166,21 @@ def test_a_turn_without_signal_is_skipped_and_a_run_of_such_turns_is_no_success(
     setup, progress = make(template, log, tmp_path / "more", grade=nothing)
     with pytest.raises(loop.NothingTrained, match="0 steps"):
         loop.train(setup, loop.Plan(steps=0), progress)
+
+
+@pytest.mark.parametrize(("entropy_coef", "moves"), [(0.0, False), (0.1, True)])
+def test_a_turn_without_signal_can_be_trained_on_as_the_release_does(template, tmp_path, entropy_coef, moves):
+    """The release of RL Tango updates after every turn (verl/trainer/ppo/rl_tango_trainer.py, _train_generator): equal
+    rewards leave KL, entropy and the optimizer's own momentum and decay."""
+    log = Log()
+    setup, progress = make(template, log, tmp_path / "turns", grade=graded(lambda response, payload: 0.0))
+    trainee = setup.trainees["generator"]
+    loss = PolicyLoss(LossConfig(kl_coef=0.0, entropy_coef=entropy_coef))
+    setup = replace(setup, trainees={"generator": replace(trainee, loss=loss)})
+    before = trainee.policy.table.detach().clone()
+    assert loop.train(setup, loop.Plan(steps=2, train_without_signal=True), progress)
+    assert log.series("skipped") == [0.0, 0.0] and progress.updates == {"generator": 2}
+    assert torch.equal(trainee.policy.table, before) is not moves
 
 
 def test_equal_rewards_that_are_no_round_numbers_are_no_signal(template, tmp_path):

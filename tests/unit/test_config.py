@@ -338,6 +338,7 @@ def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path, base):
         ("layout={pp: 2, vpp: 2}", "overlap_p2p"),
         ("layout={vpp: 2}", "at least 2"),
         ("optimizer.decay=linear", "decay_steps"),
+        ("optimizer={decay: exponential, decay_steps: 9}", "a constant factor never reaches 0"),
     ],
 )
 def test_impossible_settings_are_refused_when_read(base, override, says):

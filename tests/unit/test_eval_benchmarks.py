@@ -45,6 +45,11 @@ ROWS = {  # a row in each set's form, the end of its question, and its answer
         'Facts:\nF.\n\nQuestion: P? Answer with "yes" or "no".',
         "yes",
     ),
+    "strategyqa_train": (
+        {"question": "P?", "answer": True, "facts": ["F.", "G."], "evidence": []},
+        'Facts:\nF.\nG.\n\nQuestion: P? Answer with "true" or "false".',
+        "true",
+    ),
     "tablebench": (
         {"qtype": "FactChecking", "table": '{"columns": ["a", "b"], "data": [[1, 2]]}', "question": "P", "answer": "2"},
         "Table:\na | b\n1 | 2\n\nQuestion: P\nGive the answer alone, as short as possible.",
@@ -79,9 +84,31 @@ def test_a_benchmark_is_read_through_datasets(tmp_path):
     assert problem.values["answer"] == "1234"
 
 
+def test_one_file_of_a_data_set_is_read(tmp_path):
+    """The hub's StrategyQA has further files whose names begin with train, with other columns."""
+    pytest.importorskip("datasets")
+    row = ROWS["strategyqa_train"][0]
+    (tmp_path / "strategyqa_train").mkdir()
+    (tmp_path / "strategyqa_train" / "strategyqa_train.json").write_text(json.dumps([row, row | {"answer": False}]))
+    (tmp_path / "strategyqa_train" / "strategyqa_train_paragraphs.json").write_text(json.dumps([{"title": "T"}]))
+    found = benchmark("strategyqa_train")
+    problems = read_benchmark(found, source_of(found, str(tmp_path)))
+    assert [problem.values["answer"] for problem in problems] == ["true", "false"]
+
+
+def test_all_problems_are_asked_without_the_word_mathematical():
+    generators = [found for found in benchmarks().values() if not found.judged]
+    assert {found.template for found in generators} == {"tango_general"}
+    assert read_template("tango_general") == read_template("tango_generator").replace("mathematical ", "")
+
+
 def test_without_a_folder_a_benchmark_is_on_the_hub():
     assert source_of(benchmark("gsm8k"), None) == PromptSet(path="openai/gsm8k", subset="main", split="test")
     assert source_of(benchmark("processbench_math"), None).split == "math"
+    assert source_of(benchmark("strategyqa"), None) == PromptSet(path="ChilleD/StrategyQA", split="test")
+    assert source_of(benchmark("strategyqa_train"), None) == PromptSet(
+        path="voidful/StrategyQA", split="train", file="strategyqa_train.json"
+    )
 
 
 def test_what_is_missing_is_said(tmp_path):

@@ -243,10 +243,12 @@ def test_turns_share_a_budget_and_end_as_the_protocol_says(turns, budget, text, 
 
 
 def test_rounds_are_limited():
+    """The release's run_all_rounds (CSSLab/Tandem-RLVR, eval/handoff.py), given this script and MAX_ROUNDS = 4, writes
+    8 turns: a round is a turn of each model."""
     both = scripted(["a\n\n"] * 10)
     chain = Chain(np.array([1]), 0, 1000)
     write([chain], both, TOKENIZER, Sampling(max_tokens=1000), max_rounds=4)
-    assert len(chain.turns) == 4 and chain.stop is Stop.LENGTH
+    assert len(chain.turns) == 8 and chain.stop is Stop.LENGTH
 
 
 def test_two_chains_with_the_same_index_are_both_written(engines):

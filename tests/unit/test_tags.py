@@ -105,6 +105,8 @@ def test_the_last_boxed_answer(text, content):
         (solution(3, "<answer>\\boxed{7}.</answer>"), 0.2),
         (solution(3, "<answer>\\boxed{7} \\boxed{8}</answer>"), 0.2),
         (solution(3, "<answer>\\boxed{7</answer>"), 0.2),
+        (solution(3, "<answer>\\boxed{}</answer>"), 0.2),
+        (solution(3, "<answer>\\boxed{ }</answer>"), 0.2),
         (solution(3, "<answer></answer>"), 0.2),
         (solution(3, "<answer>\n\\boxed{\\frac{1}{2}}\n</answer>"), 1.0),
         (solution(3, "<answer>\\boxed{\\{1, 2\\}}</answer>"), 1.0),

@@ -1,0 +1,115 @@
+"""The teacher's answers as SFT pairs: who is asked what, what is held out, what is set aside. The servers are fakes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from fake_vllm import GENERATE, FakeVllm
+from tiny_models import make_model
+from toys import EOS, characters
+
+from megatron_rl.commands import generate
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, GenerateConfig
+from megatron_rl.data.problems import DataError
+from megatron_rl.session.launch import Place
+
+ROOT = Path(__file__).parents[2]
+COUNT = 10
+
+
+@pytest.fixture
+def fake():
+    made = FakeVllm("secret")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def settings(tmp_path):
+    model = make_model(tmp_path / "model", num_hidden_layers=1, vocab_size=97, eos_token_id=EOS)
+    tokenizer = characters()
+    tokenizer.chat_template = "[{{ messages[0].content }}]{% if add_generation_prompt %}:{% endif %}"
+    tokenizer.save_pretrained(model)
+    rows = [{"question": f"q{i}" + "x" * i, "answer": str(i)} for i in range(COUNT)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.txt").write_text("ask {question}\n")
+    (tmp_path / "token").write_text("secret")
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/helpers/fake_vllm.py "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    return [
+        f"model.path={model}", f"data.path={tmp_path}/problems.jsonl", f"template={tmp_path}/t.txt",
+        f"output={tmp_path}/pairs", "sampling.max_tokens=8", "validation_share=0.2",
+    ]  # fmt: skip
+
+
+def served(tmp_path, fake):
+    return [
+        "engine.kind=vllm", f"engine.urls={{model: ['{fake.url}']}}", f"engine.token_file={tmp_path}/token",
+        "engine.start=false",
+    ]  # fmt: skip
+
+
+def generated(tmp_path, *words):
+    """The rows of each file, by its name."""
+    config = config_files.load(GenerateConfig, [], words)
+    assert generate.run(config, Place(0, 1, 0, "127.0.0.1", 0), {"PATH": "/usr/bin:/bin"}) == 0
+    return {file.stem: pq.read_table(file).to_pylist() for file in (tmp_path / "pairs").glob("*.parquet")}
+
+
+def test_a_server_answers_in_the_teachers_chat_template(settings, tmp_path, fake):
+    found = generated(tmp_path, *settings, *served(tmp_path, fake), "chat=true", "keep_cut=true")
+    tokenizer = characters()
+    asked = {tokenizer.decode(list(prompt)) for prompt in fake.prompts}
+    assert asked == {f"[ask q{i}{'x' * i}]:" for i in range(COUNT)} and fake.count(GENERATE) == COUNT
+    rows = found["train"] + found["validation"]
+    assert len(found["validation"]) == 2 and "cut" not in found
+    assert {row["prompt"] for row in rows} == {f"ask q{i}{'x' * i}" for i in range(COUNT)}
+    assert all(row["response"] and row["question"] in row["prompt"] for row in rows)
+
+
+def test_answers_that_were_cut_are_set_aside_unless_they_are_kept(settings, tmp_path, fake):
+    aside = generated(tmp_path, *settings, *served(tmp_path, fake))
+    kept = generated(tmp_path, *settings, *served(tmp_path, fake), "keep_cut=true")
+    assert aside["cut"] and "cut" not in kept
+    assert sum(map(len, aside.values())) == sum(map(len, kept.values())) == COUNT
+    assert len(kept["validation"]) == 2
+
+
+def test_long_prompts_are_left_out(settings, tmp_path, fake, capsys):
+    limit = len("ask q5xxxxx")
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    found = generated(tmp_path, *words, f"max_prompt_tokens={limit}")
+    assert {row["answer"] for row in found["train"] + found["validation"]} == {str(i) for i in range(6)}
+    assert "4 of 10 prompts are longer than max_prompt_tokens" in capsys.readouterr().out
+    generated(tmp_path, *words, "chat=true", f"max_prompt_tokens={limit}")
+    assert "7 of 10 prompts" in capsys.readouterr().out, "the chat template counts"
+    with pytest.raises(DataError, match="max_prompt_tokens = 3: raise it"):
+        generated(tmp_path, *words, "max_prompt_tokens=3")
+
+
+def test_the_servers_are_started_and_ended(settings, tmp_path):
+    found = generated(tmp_path, *settings, "engine.kind=vllm", f"engine.python={tmp_path}/python", "keep_cut=true")
+    assert sum(map(len, found.values())) == COUNT
+    assert (tmp_path / "pairs/logs/engine_model_0.log").exists()
+
+
+def test_a_teacher_without_a_chat_template_is_refused(settings, tmp_path, fake):
+    characters().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ConfigError, match="chat = true, but the tokenizer has no chat template"):
+        generated(
+            tmp_path, *settings, *served(tmp_path, fake), "chat=true", f"model.tokenizer={tmp_path}/plain"
+        )  # fmt: skip
+
+
+def test_the_embedded_engine_answers_and_goes_on_from_its_parts(settings, tmp_path, monkeypatch):
+    whole = generated(tmp_path, *settings)
+    monkeypatch.setattr(generate, "CHUNK", 4)
+    in_parts = generated(tmp_path, *settings)
+    names = {row["question"] for rows in in_parts.values() for row in rows}
+    assert names == {row["question"] for rows in whole.values() for row in rows} and len(names) == COUNT
+    assert not (tmp_path / "pairs/parts").exists()
