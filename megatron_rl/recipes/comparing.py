@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
-from megatron_rl.recipes.judged import JUDGE, judge_prompt
+from megatron_rl.recipes.judge_role import JUDGE, judge_prompt
 from megatron_rl.rewards.pairwise import Comparison, read_comparison
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt

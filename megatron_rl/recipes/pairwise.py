@@ -11,7 +11,7 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR, check_arguments, question_text, sampling_for
 from megatron_rl.recipes.comparing import BOTH, Answer, Comparisons, comparison_figures
-from megatron_rl.recipes.judged import JUDGE, judge_rollout
+from megatron_rl.recipes.judge_role import JUDGE, judge_rollout
 from megatron_rl.text import decode_all
 from megatron_rl.training.rollouts import Draws, greedy, sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.base import GENERATOR, check_arguments, question_text, sampling_for
-from megatron_rl.recipes.judged import JUDGE, judge_prompt, judge_rollout
+from megatron_rl.recipes.judge_role import JUDGE, judge_prompt, judge_rollout
 from megatron_rl.rewards.rubric import PASS, Criterion, read_rubric, rubric_reward, vetoed
 from megatron_rl.text import decode
 from megatron_rl.training.rollouts import Draws, greedy, mean_reward, plain
