@@ -22,7 +22,7 @@ from megatron_rl.algorithms.estimators import EPSILON, find_estimator
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import Batch, Statistics, pack
 from megatron_rl.batches.dealing import tally
-from megatron_rl.config.schema import LossConfig
+from megatron_rl.config.schema import CorrectionConfig, LossConfig
 from megatron_rl.types import Author, Rollout, spans_of
 
 FOLDER = Path(__file__).parents[1] / "oracles"
@@ -51,7 +51,6 @@ MEAN = {"aggregation": "sequence_mean"}
 CONSTANT = {"aggregation": "constant", "max_tokens": 16}
 HIGHER = {"clip_high": 0.28}
 KL = {"kl_coef": 0.05, "kl": "k3"}
-TIS = {"tis_cap": 1.25}
 
 
 def gspo(low: float, high: float) -> dict[str, Any]:
@@ -62,14 +61,19 @@ def cispo(cap: float) -> dict[str, Any]:
     return {"objective": "cispo", "objective_args": {"cap": cap}}
 
 
+def correct(kind: str, level: str = "token", *, low: float | None = None, high: float = 1.25) -> dict[str, Any]:
+    return {"correction": {"kind": kind, "level": level, "low": low, "high": high}}
+
+
 WIDE = gspo(0.125, 0.25)
+TIS = correct("truncate")
 ALWAYS_COUNTED = "TRL divides by all rollouts, ours by those with a token in the loss: 6 of 8 here"
 LOSSES: Mapping[str, Ours] = {
     "grpo": Ours(MEAN),
     "grpo_clip_higher": Ours(MEAN | HIGHER),
     "grpo_2_micro_batches": Ours(MEAN, "TRL takes a mean over micro-batches; theirs are of equal size"),
     "grpo_masked_truncated": Ours(MEAN, ALWAYS_COUNTED, factor=6 / 8),
-    "grpo_delta": not_offered("an upper bound of the ratio for negative advantages (INTELLECT-2)"),
+    "grpo_delta": Ours(MEAN | {"objective_args": {"dual_clip": 1.5}}, "TRL's delta is the dual clip"),
     "bnpo": Ours({}, "one micro-batch: with several TRL takes the mean of their means"),
     "bnpo_micro_batch_per_prompt": Ours({"aggregation": "prompt_mean"}, "a micro-batch of TRL's is a prompt here"),
     "dapo": Ours(HIGHER),
@@ -109,14 +113,16 @@ LOSSES: Mapping[str, Ours] = {
     "gspo_token_truncate": Ours(
         TIS | WIDE | MEAN, "ours weighs each token's gradient, TRL all of a rollout's by their mean", gradient="rollout"
     ),
-    "dapo_token_truncate_both": not_offered("a lower bound of the weight"),
-    "dapo_token_mask": not_offered("tokens outside two bounds have weight 0"),
-    "dapo_token_mask_upper": not_offered("tokens above a bound have weight 0"),
-    "dapo_sequence_truncate": not_offered("the product of a rollout's ratios, truncated"),
-    "dapo_sequence_truncate_both": not_offered("the same with a lower bound"),
-    "dapo_sequence_mask": not_offered("rollouts whose product lies outside two bounds have weight 0"),
-    "dapo_sequence_mask_default": not_offered("TRL's default for vLLM: products above 3 have weight 0"),
-    "grpo_sequence_mask": not_offered("rollouts that are masked stay in the mean"),
+    "dapo_token_truncate_both": Ours(correct("truncate", low=0.75)),
+    "dapo_token_mask": Ours(correct("mask", low=0.75)),
+    "dapo_token_mask_upper": Ours(correct("mask")),
+    "dapo_sequence_truncate": Ours(correct("truncate", "sequence")),
+    "dapo_sequence_truncate_both": Ours(correct("truncate", "sequence", low=0.75)),
+    "dapo_sequence_mask": Ours(correct("mask", "sequence", low=0.75)),
+    "dapo_sequence_mask_default": Ours(correct("mask", "sequence", high=3.0), "TRL's default for vLLM"),
+    "grpo_sequence_mask": Ours(
+        MEAN | correct("mask", "sequence", low=0.75), "rollouts that are masked stay in both means"
+    ),
 }
 ESTIMATED: Mapping[str, tuple[str, str]] = {
     "scale_rewards_group": ("grpo", "TRL adds 1e-4 to the standard deviation, ours 1e-6"),
@@ -196,7 +202,10 @@ def make_batch(row: Mapping[str, Any], loss: PolicyLoss) -> tuple[Batch, float]:
 
 def computed(row: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[float, Tensor, Tensor, Batch]:
     """Computes a row here. -> (loss, [N] gradient by log-prob, [N] gradient by entropy, batch)"""
-    loss, inputs = PolicyLoss(LossConfig(**{"kl_coef": 0.0} | dict(settings))), trl()["inputs"]
+    settings = {"kl_coef": 0.0} | dict(settings)
+    if "correction" in settings:
+        settings["correction"] = CorrectionConfig(**settings["correction"])
+    loss, inputs = PolicyLoss(LossConfig(**settings)), trl()["inputs"]
     batch, denominator = make_batch(row, loss)
     live, entropy = (at_labels(inputs[name]).requires_grad_() for name in ("live", "entropy"))
     total = loss(Statistics(live, entropy), batch)[0] / denominator
