@@ -46,7 +46,9 @@ class SelfPlay(Recipe):
     answers: int = 5  # of the solver to each question
     aim: Aim = "hard"
     unparseable: float = 0.0  # the proposer's reward for what cannot be played
-    rule: str | None = None  # module:name of a reward function (proposed answer, {"question": ...}) -> above 0.5: right
+    # module:name of a reward function, (proposed answer, {"question": ...}) -> a score, above 0.5 for a right answer; 0.0
+    # also where it cannot read what a model wrote, as failures above reward.max_failure_share stop the run
+    rule: str | None = None
     rule_workers: int = 2  # processes that run it, started anew in every turn
     # hierarchical: minus the mean over the proposals of the same task, 0 for one that is alone (prime-rl's
     # hierarchical_grpo). ema: minus a moving average of the proposer's rewards (SPIRAL, arXiv 2506.24119). Else an
