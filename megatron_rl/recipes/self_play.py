@@ -46,7 +46,7 @@ class SelfPlay(Recipe):
     answers: int = 5  # of the solver to each question
     aim: Aim = "hard"
     unparseable: float = 0.0  # the proposer's reward for what cannot be played
-    # module:name of a reward function, (proposed answer, {"question": ...}) -> a score, above 0.5 for a right answer; 0.0
+    # module:name of a reward function, (proposed answer, {"question": ...}) -> a score, above 0.5 for a right answer; 0
     # also where it cannot read what a model wrote, as failures above reward.max_failure_share stop the run
     rule: str | None = None
     rule_workers: int = 2  # processes that run it, started anew in every turn
