@@ -25,7 +25,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 BASE = Path("runs/evolve_mini")  # as the configs have it
-SFT = {"batch": 64, "clean_steps": 400, "late_steps": 100}
+SFT = {"batch": 32, "clean_steps": 400, "late_steps": 100}
 FRAME = 3  # tokens of a proposal besides its letters and their numbers: two tags and the end
 CURVES = {  # panel: (scope of the metrics, figure, label)
     "proposer": [("proposer", "letters", "letters per proposal"), ("proposer", "questions", "share accepted")],
