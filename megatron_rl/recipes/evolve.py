@@ -93,7 +93,7 @@ class Evolve(Recipe):
         solutions = [_solution(answer) for answer in practised if answer.scores]
         table.note(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
         judgements = [_judgement(table, rollout) for answer in practised for rollout in answer.judgements]
-        parts = ((PROPOSER, proposals, "proposal"), (SOLVER, solutions, "solution"), (JUDGE, judgements, "form"))
+        parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
         return {  # a role's batch is one group
             role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
             for role, own, reward in parts
@@ -153,7 +153,7 @@ class Evolve(Recipe):
         difficulty, and a proposal without a question has nothing."""
         parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
         own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
-        return rollout.with_rewards(proposal=sum(parts) / 3, **own)
+        return rollout.with_rewards(total=sum(parts) / 3, **own)
 
 
 def _scores(answers: Sequence[JudgedAnswer], question: int) -> list[float]:
@@ -162,7 +162,7 @@ def _scores(answers: Sequence[JudgedAnswer], question: int) -> list[float]:
 
 def _solution(answer: JudgedAnswer) -> Rollout:
     score, form = fmean(answer.scores), tag_form(answer.text, "answer")
-    return answer.rollout.with_rewards(solution=0.5 * score + 0.5 * form, score=score, form=form)
+    return answer.rollout.with_rewards(total=0.5 * score + 0.5 * form, score=score, form=form)
 
 
 def _judgement(table: Table, rollout: Rollout) -> Rollout:

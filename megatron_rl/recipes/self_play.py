@@ -102,7 +102,7 @@ class SelfPlay(Recipe):
         # A proposal that could not be graded, or none of whose answers could, is compared with no other.
         unplayed = {i for i in range(len(proposed)) if i not in prompts and right.get(i, False) is not None}
         earned = {i: aimed(self.aim, own) for i, own in accuracy.items()} | dict.fromkeys(unplayed, self.unparseable)
-        rewarded = [proposed[i].with_rewards(proposal=earned[i]) for i in sorted(earned)]
+        rewarded = [proposed[i].with_rewards(total=earned[i]) for i in sorted(earned)]
         played = {"questions": len(whole), "right": sum(map(bool, right.values())), "played": len(accuracy)}
         table.note(PROPOSER, {name: float(number) for name, number in played.items()})
         table.note(SOLVER, figures)
@@ -143,14 +143,14 @@ class SelfPlay(Recipe):
     def _compared(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Gives proposals their advantages. The moving average is used before a reward moves it."""
         if self.proposer_estimator not in ("hierarchical", "ema"):
-            return assign_advantages(rollouts, reward="proposal", estimator=self.proposer_estimator)
+            return assign_advantages(rollouts, reward="total", estimator=self.proposer_estimator)
         if self.proposer_estimator == "hierarchical":
             sizes = Counter(rollout.group for rollout in rollouts)
-            compared = assign_advantages(rollouts, reward="proposal", estimator="dr_grpo")
+            compared = assign_advantages(rollouts, reward="total", estimator="dr_grpo")
             return [r if sizes[r.group] > 1 else replace(r, advantages=0.0) for r in compared]
         out = []
         for rollout in rollouts:
-            reward = rollout.rewards["proposal"]
+            reward = rollout.rewards["total"]
             out.append(replace(rollout, advantages=reward - self._baseline))
             self._baseline = self.ema_decay * self._baseline + (1.0 - self.ema_decay) * reward
         return out

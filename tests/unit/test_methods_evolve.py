@@ -186,7 +186,7 @@ def test_the_rewards_of_the_three_roles_by_hand(texts):
     table = table_of()
     found = play(recipe, table)
     q, d = 8 / 9, 1 - (1 + 0 + 3 / 9) / 3  # of the first question: the mean over all readable votes on its answers
-    assert rewards(found[PROPOSER], "quality", "difficulty", "form", "proposal") == [
+    assert rewards(found[PROPOSER], "quality", "difficulty", "form", "total") == [
         pytest.approx(row)
         for row in (
             (q, d, 1, (q + d + 1) / 3),
@@ -195,11 +195,11 @@ def test_the_rewards_of_the_three_roles_by_hand(texts):
             (1, 0, 0.5, 1.5 / 3),  # solved: no difficulty; an answer in a proposal costs form
         )
     ]  # the fourth question, which nobody could mark, is not compared with the others
-    assert rewards(found[SOLVER], "score", "form", "solution") == [
+    assert rewards(found[SOLVER], "score", "form", "total") == [
         pytest.approx(row) for row in ((1, 1, 1), (1 / 6, 0, 1 / 12), (1, 0, 0.5))
     ]  # the first answer to the second question has no score: it leaves
     assert rewards(found[JUDGE], "form") == [(f,) for f in (1, 0, 1, 0.5, 0, 0, 1, 1)]
-    for role, reward in zip(ROLES, ("proposal", "solution", "form"), strict=True):
+    for role, reward in zip(ROLES, ("total", "total", "form"), strict=True):
         assert [r.advantages for r in found[role]] == pytest.approx(whitened(found[role], reward), abs=1e-9)
     assert table.notes[PROPOSER] == {"questions": 4, "accepted": 2, "unjudged": 1, "pool": 7}
     assert table.notes[SOLVER] == {"unjudged": 1}
@@ -216,7 +216,7 @@ def test_the_solver_and_the_judge_practise_on_the_pool_as_released(texts):
     practised = {TOKENIZER.decode(r.tokens[: r.start]) for r in found[SOLVER]}
     assert practised == {f"S seed{i}" for i in range(5)}, "the pool as it was before this turn's questions"
     assert {TOKENIZER.decode(r.tokens[: r.start]) for r in found[JUDGE]} == {f"A seed{i} | ?" for i in range(5)}
-    assert rewards(found[SOLVER], "solution") == [(0.0,)] * 5 and rewards(found[JUDGE], "form") == [(1.0,)] * 5
+    assert rewards(found[SOLVER], "total") == [(0.0,)] * 5 and rewards(found[JUDGE], "form") == [(1.0,)] * 5
     logprobs = {TOKENIZER.decode(p): s.logprobs for p, s in table.engines[SOLVER].asked}
     assert not logprobs["S one"] and logprobs["S seed0"], "log-probs of what is trained on alone"
     seeds = {s.seed for role in ROLES for _, s in table.engines[role].asked}
@@ -276,7 +276,7 @@ def test_what_is_too_long_is_left_out_and_never_cut(texts):
 def test_nothing_to_judge_is_no_error(texts):
     recipe = Evolve(updates=1, answers=2, judgements=2, practice="proposed", **texts)
     found = play(recipe, table_of(proposer=lambda *_: "nothing"))
-    assert rewards(found[PROPOSER], "proposal") == [(0.0,)] * 5 and found[SOLVER] == found[JUDGE] == []
+    assert rewards(found[PROPOSER], "total") == [(0.0,)] * 5 and found[SOLVER] == found[JUDGE] == []
     assert {r.advantages for r in found[PROPOSER]} == {0.0}
 
 

@@ -92,7 +92,7 @@ def recipe_of(texts, **args):
 
 
 def earned(found):
-    return [r.rewards["proposal"] for r in found[PROPOSER]]
+    return [r.rewards["total"] for r in found[PROPOSER]]
 
 
 @pytest.mark.parametrize("aim", ["hard", "middle", "even"])
@@ -138,8 +138,8 @@ def test_a_moving_average_is_used_before_a_reward_moves_it_and_is_resumed(texts)
     for number in range(2):
         found = play(recipe, table_of(), number)
         for rollout in found[PROPOSER]:
-            assert rollout.advantages == pytest.approx(rollout.rewards["proposal"] - baseline, abs=1e-12)
-            baseline = decay * baseline + (1 - decay) * rollout.rewards["proposal"]
+            assert rollout.advantages == pytest.approx(rollout.rewards["total"] - baseline, abs=1e-12)
+            baseline = decay * baseline + (1 - decay) * rollout.rewards["total"]
         state = json.loads(json.dumps(recipe.state_dict()))
         recipe = recipe_of(texts, proposer_estimator="ema", ema_decay=0.9)
         recipe.load_state_dict(state)
