@@ -3,8 +3,10 @@
     python examples/evolve_mini/run.py --models three --out runs/evolve_mini/three
 
 The proposer writes rows of letters, the solver writes the letters after them, and the judge marks both (rule.py). The
-longer a row, the more often the solver fails; the proposer is rewarded for failures, and the solver learns from them. A
-run that was interrupted goes on where it stood when the same command is given again.
+longer a row, the more often the solver fails. The proposer is rewarded for failures, so its rows grow with the solver's
+skill. The judge learns its form alone: with `--updates 40` the solver finds what the judge overlooks, and its accuracy
+on held-out rows falls while the judge's score stays. A run that was interrupted goes on where it stood when the same
+command is given again.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def _mean(values: list[float], place: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=("three", "shared"), default="three", help="a model for each role, or one")
-    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     parser.add_argument("--out", type=Path, help="run directory (default: runs/evolve_mini/MODELS)")
     options = parser.parse_args()

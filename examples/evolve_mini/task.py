@@ -78,8 +78,8 @@ def _proposal(rng: random.Random, late: bool) -> dict[str, str]:
 
 def _solution(rng: random.Random, late: bool) -> dict[str, str]:
     letters = _letters(rng, rng.randint(1, MOST))
-    answer = listed(_given(rng, letters, MISTAKE if late else 0.0))
-    return {"prompt": fill(_template("solver"), question=row(letters)), "response": f"<answer> {answer} </answer>"}
+    answer = _answer(rng, letters, MISTAKE if late else 0.0)
+    return {"prompt": fill(_template("solver"), question=row(letters)), "response": answer}
 
 
 def _mark(rng: random.Random, late: bool) -> dict[str, str]:
@@ -90,22 +90,22 @@ def _mark(rng: random.Random, late: bool) -> dict[str, str]:
 
 
 def _check(rng: random.Random, late: bool) -> dict[str, str]:
-    """Recites every letter of the answer, the right one, and whether they agree. A letter that is missing, or one too
-    many, is wrong: without such answers here the solver soon learns to leave letters out."""
+    """Recites every letter of the answer, the right one, and whether they agree."""
     letters = _letters(rng, rng.randint(1, MOST))
-    right, given = solved(letters), _given(rng, letters, rng.choice([0.0, 0.15, MISTAKE]))
-    if rng.random() < 0.3:
-        given = (given + _letters(rng, MOST))[: rng.randint(1, MOST)]
-    pairs = list(zip(given, right, strict=False))
-    seen = [f"#{i} {own} {true} {'yes' if own == true else 'no'}" for i, (own, true) in enumerate(pairs, start=1)]
-    seen += [f"#{i} no" for i in range(len(pairs) + 1, max(len(given), len(right)) + 1)]
+    answer = _answer(rng, letters, rng.choice([0.0, 0.15, MISTAKE]))
+    given, right = answer.split()[2:-1:2], solved(letters)
+    seen = [
+        f"#{i} {own} {letter} {'yes' if letter == own else 'no'}"
+        for i, (letter, own) in enumerate(zip(right, given, strict=True), start=1)
+    ]
     score = _score(rng, "10" if given == right else "1", late)
-    prompt = fill(_template("answer"), question=row(letters), answer=f"<answer> {listed(given)} </answer>")
+    prompt = fill(_template("answer"), question=row(letters), answer=answer)
     return {"prompt": prompt, "response": f"<think> {' '.join(seen)} </think> {score}"}
 
 
-def _given(rng: random.Random, letters: list[str], mistake: float) -> list[str]:
-    return [own if rng.random() < mistake else right for own, right in zip(letters, solved(letters), strict=True)]
+def _answer(rng: random.Random, letters: list[str], mistake: float) -> str:
+    given = [own if rng.random() < mistake else right for own, right in zip(letters, solved(letters), strict=True)]
+    return f"<answer> {listed(given)} </answer>"
 
 
 def _score(rng: random.Random, score: str, late: bool) -> str:
