@@ -13,6 +13,7 @@ from megatron_rl.config import plugins
 from megatron_rl.config import schema as config
 from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
+from megatron_rl.recipes.evolve import Evolve
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards import ssrl
 from megatron_rl.rewards.pool import GradePool
@@ -26,8 +27,9 @@ TRAIN = [
     *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
+    *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
 ]
-SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft"]
+SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft", "evolve_mini/sft"]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
 
@@ -172,6 +174,25 @@ def test_ssrl_has_the_released_scripts_numbers():
     assert (role.max_prompt_tokens, role.sampling.max_tokens) == (1024, 4096)
     right = config.reward.answer_format.replace("{answer}", "5")
     assert ssrl.grade(right, {"answer": "5"}) == pytest.approx(0.95), "the gate before training takes it for right"
+
+
+@pytest.mark.parametrize("name", ["evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b"])
+def test_multi_agent_evolve_has_the_released_numbers(name):
+    """scripts/selfplay/mae.sh and configs/azr_ppo_trainer_general.yaml of ulab-uiuc/Multi-agent-evolve d71c00b."""
+    config = load(TrainConfig, name)
+    recipe = plugins.build(config.recipe)
+    assert isinstance(recipe, Evolve)
+    assert (recipe.proposals, recipe.answers, recipe.judgements, recipe.practice) == (1, 5, 5, "pool")
+    assert (recipe.reference_share, recipe.references, recipe.least_quality) == (0.5, 1, 0.7)
+    assert (recipe.estimator, config.run.prompts_per_step) == ("reinforce_pp", 128)
+    shared = [role.same_as for role in config.roles.values()]
+    assert shared == ([None, None, None] if "three" in name else [None, "proposer", "proposer"])
+    for role in config.roles.values():
+        assert role.model.path == "Qwen/Qwen2.5-3B-Instruct" and role.samples_per_optimizer_step == 64
+        assert (role.max_prompt_tokens, role.sampling.max_tokens, role.sampling.temperature) == (8192, 8192, 1.0)
+        optimizer, loss = role.optimizer, role.loss
+        assert (optimizer.lr, optimizer.decay, optimizer.weight_decay, optimizer.clip_grad) == (1e-6, "constant", 0, 1)
+        assert (loss.kl_coef, loss.clip_low, loss.clip_high, loss.entropy_coef) == (0, 0.2, 0.28, 0.001)
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

@@ -17,7 +17,9 @@ from fake_endpoint import FakeEndpoint
 from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
 from toys import characters
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.multi
 WORKER = Path(__file__).parents[1] / "helpers" / "open_centre_worker.py"
 TOKENIZER = characters()
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+TAGS = [f"<{slash}{tag}>" for tag in ("question", "answer", "score") for slash in ("", "/")]  # one token each
+ROOT = Path(__file__).parents[2]
 RUBRIC = [
     {"criterion": "Is there a vowel?", "weight": 0.5},
     {"criterion": "Is there a capital?", "weight": 0.5},
@@ -67,6 +71,24 @@ def role(base, *, model="a", lr=0.02, **settings):
     }  # fmt: skip
 
 
+def write_speakers(base, names):
+    """Writes models of ten words, among them all tags, so that random ones write a question or a score now and then."""
+    words = {word: i for i, word in enumerate(["<eos>", "a", "9", "10", *TAGS])}
+    core = Tokenizer(models.WordLevel(words, unk_token="a"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    for seed, name in enumerate(names):
+        make_model(base / name, "qwen2", vocab_size=len(words), num_hidden_layers=1, seed=seed, **SMALL)
+        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(base / name)
+
+
+def evolve(base, name, roles):
+    (base / "evolve.txt").write_text("{question} {answer} a")
+    names = ("proposer", "reference", "solver", "question", "answer")
+    templates = {f"{each}_template": f"{base}/evolve.txt" for each in names}
+    args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, "reference_share": 0.5, **templates}
+    return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=16)
+
+
 def config(base, name, recipe, roles, *, args=None, reward="share_of_vowels", **run):
     return {
         "roles": roles,
@@ -93,6 +115,8 @@ def runs(tmp_path_factory, judge):
     for seed, name in enumerate("abc"):
         make_model(base / name, "qwen2", vocab_size=97, num_hidden_layers=1, seed=seed, **SMALL)
         TOKENIZER.save_pretrained(base / name)
+    speakers = {"proposer": "speaker_a", "solver": "speaker_b", "judge": "speaker_c"}
+    write_speakers(base, speakers.values())
     rows = [{"question": f"{c}?", "answer": c, "rubric": RUBRIC} for c in "abcdefghijklmnop"]
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (base / "template.txt").write_text("{question}")
@@ -100,8 +124,9 @@ def runs(tmp_path_factory, judge):
     (base / "key").write_text("sk-secret")
     endpoint = {"url": judge.url, "model": "judge", "key_file": f"{base}/key"}
     dynamic = {"target": "open_centre:DynamicSampling", "args": {"groups": 3}, "reward": "has_capital"}
-    three = {name: role(base, model=model) for name, model in zip(("proposer", "solver", "judge"), "abc", strict=True)}
-    one = {"proposer": role(base)} | {n: role(base, model=None, same_as="proposer") for n in ("solver", "judge")}
+    three = {n: role(base, model=model, lr=0.002, sampling={"max_tokens": 10}) for n, model in speakers.items()}
+    shared = {n: role(base, model=None, same_as="proposer", sampling={"max_tokens": 10}) for n in ("solver", "judge")}
+    one = {"proposer": three["proposer"]} | shared
     judging = role(base, policy="none", endpoint=endpoint, sampling={"max_tokens": 9})
     writers = {"generator": role(base), "judge": judging}
     templates = {"generator_template": f"{base}/template.txt", "judge_template": f"{base}/judge.txt"}
@@ -115,8 +140,8 @@ def runs(tmp_path_factory, judge):
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
         grpo(base, "word", loss={"objective": "gspo"}, batch=8, steps=2),
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
-        config(base, "three", "open_centre:Evolve", three, args={"updates": 3}),
-        config(base, "one", "open_centre:Evolve", one, args={"updates": 3}),
+        evolve(base, "three", three),
+        evolve(base, "one", one),
         config(base, "rubric", *rubric[:2], args=rubric[2]),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
@@ -162,6 +187,11 @@ def test_a_toy_stays_within_its_lines(name):
     assert has <= may
 
 
+@pytest.mark.parametrize("name", ["evolve", "self_play"])
+def test_recipes_of_several_roles_stay_within_their_lines(name):
+    assert len((ROOT / "megatron_rl" / "recipes" / f"{name}.py").read_text().splitlines()) <= 170
+
+
 def test_dynamic_sampling_trains_groups_with_signal_alone_and_counts_every_prompt_once(runs):
     taken = series(runs / "dynamic", "generator", "prompts_taken")
     assert len(taken) == 4 and sum(taken) > 4 * 3, "some groups had no signal, and more prompts were taken"
@@ -200,13 +230,16 @@ def test_an_estimator_of_ones_own_gives_the_advantages(runs):
 def test_three_roles_learn_from_the_same_episodes(runs, name):
     run = runs / name
     roles = ("proposer", "solver", "judge")
+    questions = []
     for turn, played in enumerate(played_turns(run, *roles)):
         assert list(played.rollouts) == list(roles)
         for role_name in roles:
             for r in played.rollouts[role_name]:
                 assert r.role == role_name and not r.trainable[: r.start].any() and r.trainable[r.start :].all()
                 assert r.versions == (turn,), "every engine had its policy's newest weights"
-        assert len(played.rollouts["solver"]) < 4 * 4 * 4, "answers without a mark left their groups"
+        questions += [r.rewards["form"] > 0 for r in played.rollouts["proposer"]]
+        assert 0 < len(played.rollouts["solver"]) <= len(played.rollouts["judge"]) <= 2 * 16
+    assert 0 < sum(questions) < len(questions) <= 3 * 2 * 16, "some proposals have a question"
     summary = json.loads((run / "summary.json").read_text())
     policies = roles if name == "three" else ("proposer",)
     assert summary["updates"] == dict.fromkeys(policies, 3)

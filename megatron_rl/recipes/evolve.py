@@ -1,0 +1,170 @@
+"""Multi-Agent Evolve (arXiv 2510.23595): a proposer, a solver and a judge learn from questions that they make up."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.recipes.base import accuracies, check_arguments, sampling_for
+from megatron_rl.recipes.judged import JudgedAnswer, Seat, judged_answers, marks, put
+from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
+from megatron_rl.rewards.tags import boxed
+from megatron_rl.text import decode_all, fill, read_template
+from megatron_rl.training.rollouts import sample
+from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.types import Prompt, Rollout
+
+PROPOSER, SOLVER, JUDGE = "proposer", "solver", "judge"
+
+
+@dataclass(kw_only=True)
+class Evolve(Recipe):
+    """A run whose every turn trains three roles, which have models of their own or share one (`roles.X.same_as`).
+
+    The proposer writes questions, some of them after references from a pool. The judge marks them; those that it
+    accepts join the pool, and the solver's failures at them are their difficulty. The solver trains on one answer to
+    each of as many questions of the pool, as released, or on its answers to the accepted questions (`practice`), and
+    the judge on what it wrote about these answers. The pool begins with the problems of the data set.
+    """
+
+    updates: int  # of the run
+    proposals: int = 1  # for each problem of the data set that a turn takes
+    answers: int = 5  # of the solver to each accepted question, which measure its difficulty
+    judgements: int = 5  # of each proposed question, and of each answer that measures a difficulty
+    practice: Literal["pool", "proposed"] = "pool"  # the questions that the solver and the judge train on
+    reference_share: float = 0.5  # of the proposals that see references
+    references: int = 1  # that such a proposal sees
+    least_quality: float = 0.7  # of a question that is accepted
+    pool_size: int = 4096  # most questions that are remembered; the oldest are forgotten first
+    estimator: str = "reinforce_pp"  # a word of algorithms.estimators, or module:name; over each role's own batch
+    proposer_template: str = "evolve_proposer"  # text files, or names of packaged prompts
+    reference_template: str = "evolve_proposer_reference"  # with {references}
+    solver_template: str = "evolve_solver"  # with {question}
+    question_template: str = "evolve_judge_question"  # with {question}
+    answer_template: str = "evolve_judge_answer"  # with {question}, {answer}
+
+    def __post_init__(self) -> None:
+        names = [f"{name}_template" for name in ("proposer", "reference", "solver", "question", "answer")]
+        check_arguments(
+            self, positive=["updates", "proposals", "answers", "judgements", "references", "pool_size"],
+            shares=["reference_share", "least_quality"], templates=names,
+        )  # fmt: skip
+        self._templates = {name: read_template(vars(self)[name]) for name in names}
+        self._pool: list[str] = []  # different questions, the oldest first
+
+    def roles(self) -> Mapping[str, Part]:
+        n, tried, pooled = self.proposals, self.proposals * self.answers, self.proposals * (self.practice == "pool")
+        samples = {PROPOSER: n, SOLVER: pooled or tried, JUDGE: pooled or tried * self.judgements}
+        drawn = {PROPOSER: n, SOLVER: tried + pooled, JUDGE: (n + tried) * self.judgements + pooled}
+        return {role: Part(samples=own, drawn=drawn) for role, own in samples.items()}
+
+    def schedule(self) -> Schedule:
+        return [[(PROPOSER, SOLVER, JUDGE)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return fill(self._templates["reference_template"], references=str(payload["question"]))
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        seeds, rng = source.take(), random.Random(table.seed_for(turn.number, "pool"))
+        self._remember(str(seed.payload["question"]) for seed in seeds)
+        count = len(seeds) * self.proposals
+        pool = dict(enumerate(rng.sample(self._pool, min(count, len(self._pool)))))
+        prompts = [self._proposer_prompt(table, rng) for _ in range(count)]
+        proposed = sample(table, PROPOSER, prompts, self._seat(turn, table, PROPOSER, "proposed", 1).sampling)
+        texts = decode_all(table.tokenizers[PROPOSER], [rollout.response for rollout in proposed])
+        questions = {i: question for i, text in enumerate(texts) if (question := last_inside(text, "question"))}
+        quality = marks(table, self._seat(turn, table, JUDGE, "questions", self.judgements), questions)
+        accepted = {i: questions[i] for i, mark in quality.items() if mark >= self.least_quality}
+        tried = self._answers(turn, table, "tried", accepted)
+        practised = tried if self.practice == "proposed" else self._answers(turn, table, "pool", pool)
+        self._remember(accepted.values())
+        difficulty = {i: 1.0 - fmean(own) for i in accepted if (own := _scores(tried, i))}
+        proposals = [
+            self._proposal(rollout, text, quality.get(i), difficulty.get(i))
+            for i, (rollout, text) in enumerate(zip(proposed, texts, strict=True))
+            if i not in questions or i in difficulty or (i in quality and i not in accepted)  # else not judged
+        ]
+        figures = {"questions": len(questions), "accepted": len(accepted), "pool": len(self._pool)}
+        figures["unjudged"] = len(proposed) - len(proposals)
+        table.note(PROPOSER, {name: float(number) for name, number in figures.items()})
+        solutions = [_solution(answer) for answer in practised if answer.scores]
+        table.note(SOLVER, {"unjudged": float(len(practised) - len(solutions))})
+        judgements = [_judgement(table, rollout) for answer in practised for rollout in answer.judgements]
+        parts = ((PROPOSER, proposals, "total"), (SOLVER, solutions, "total"), (JUDGE, judgements, "form"))
+        return {  # a role's batch is one group
+            role: assign_advantages([replace(r, group=role) for r in own], reward=reward, estimator=self.estimator)
+            for role, own, reward in parts
+        }
+
+    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+        """Measures the solver, on the problems that are not too long for it."""
+        texts = [fill(self._templates["solver_template"], question=str(p.payload["question"])) for p in prompts]
+        own = [put(table, SOLVER, text) for text in texts]
+        fitting = [replace(p, tokens=o.tokens) for p, o in zip(prompts, own, strict=True) if o is not None]
+        return accuracies(table, SOLVER, fitting)[0] if fitting else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pool": list(self._pool)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._pool = list(state["pool"])
+
+    def _remember(self, questions: Iterable[str]) -> None:
+        self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
+
+    def _seat(self, turn: Turn, table: Table, role: str, purpose: str, n: int) -> Seat:
+        """Seats a role for one purpose of a turn, with draws of its own. Log-probs are asked for of what is trained."""
+        name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
+        own, seed = sampling_for(table, turn, role, n), table.seed_for(turn.number, role, purpose)
+        sampling = replace(own, seed=seed, logprobs=purpose in ("proposed", self._practised))
+
+        def ask(question: str, text: str = "") -> Prompt | None:
+            filled = fill(self._templates[f"{name}_template"], question=question, answer=boxed(text) or text)
+            return put(table, role, filled, question=question)
+
+        return Seat(role=role, sampling=sampling, ask=ask)
+
+    @property
+    def _practised(self) -> str:
+        return "pool" if self.practice == "pool" else "tried"
+
+    def _answers(self, turn: Turn, table: Table, purpose: str, questions: Mapping[int, str]) -> list[JudgedAnswer]:
+        n, votes = (self.answers, self.judgements) if purpose == "tried" else (1, 1)
+        solver, judge = (self._seat(turn, table, role, purpose, k) for role, k in ((SOLVER, n), (JUDGE, votes)))
+        return judged_answers(table, solver, judge, questions)
+
+    def _proposer_prompt(self, table: Table, rng: random.Random) -> Prompt:
+        """Draws whether a proposal sees references, and which. References that do not fit are left out."""
+        shown = rng.sample(self._pool, min(self.references, len(self._pool)))
+        text = fill(self._templates["reference_template"], references="\n\n".join(shown))
+        prompt = put(table, PROPOSER, text) if rng.random() < self.reference_share else None
+        prompt = prompt or put(table, PROPOSER, self._templates["proposer_template"])
+        if prompt is None:
+            limit = table.max_prompt_tokens[PROPOSER]
+            raise ConfigError(f"roles.{PROPOSER}.max_prompt_tokens = {limit}: recipe.args.proposer_template is longer")
+        return prompt
+
+    @staticmethod
+    def _proposal(rollout: Rollout, text: str, quality: float | None, difficulty: float | None) -> Rollout:
+        """Rewards a proposal with the mean of quality, difficulty and form. A question that was not accepted has no
+        difficulty, and a proposal without a question has nothing."""
+        parts = (quality, difficulty or 0.0, proposal_form(text)) if quality is not None else (0.0, 0.0, 0.0)
+        own = dict(zip(("quality", "difficulty", "form"), parts, strict=True))
+        return rollout.with_rewards(total=sum(parts) / 3, **own)
+
+
+def _scores(answers: Sequence[JudgedAnswer], question: int) -> list[float]:
+    return [score for answer in answers if answer.question == question for score in answer.scores]
+
+
+def _solution(answer: JudgedAnswer) -> Rollout:
+    score, form = fmean(answer.scores), tag_form(answer.text, "answer")
+    return answer.rollout.with_rewards(total=0.5 * score + 0.5 * form, score=score, form=form)
+
+
+def _judgement(table: Table, rollout: Rollout) -> Rollout:
+    [text] = decode_all(table.tokenizers[JUDGE], [rollout.response])
+    return rollout.with_rewards(form=tag_form(text, "score"))

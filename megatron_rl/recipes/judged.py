@@ -1,0 +1,84 @@
+"""Has a model write answers to questions, and another one mark questions and answers, for recipes without a grader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from megatron_rl.engines.base import Sampling
+from megatron_rl.evaluation.judging import Judging, Question, judge_all
+from megatron_rl.rewards.role_tags import judged_score
+from megatron_rl.text import decode
+from megatron_rl.training.rollouts import Draws, tokenize
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt, Rollout
+
+Ask = Callable[..., Prompt | None]  # what a prompt is about -> the prompt; None where it is too long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JudgedAnswer:
+    """One answer to a question, with what the judge wrote about it."""
+
+    question: int  # its key
+    rollout: Rollout
+    text: str
+    judgements: list[Rollout]  # those without a score too: the judge learns its form from them
+    scores: list[float]  # in [0, 1], of the judgements that have one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """A role's place at the table for one purpose: how it is asked, and how its completions are drawn."""
+
+    role: str
+    sampling: Sampling
+    ask: Ask
+
+
+def put(table: Table, role: str, text: str, **payload: str) -> Prompt | None:
+    """Makes a text a prompt of a role, which is never cut; None where it is too long."""
+    tokens = tokenize(table.tokenizers[role], text)
+    return Prompt(id=role, tokens=tokens, payload=payload) if len(tokens) <= table.max_prompt_tokens[role] else None
+
+
+def marks(table: Table, judge: Seat, items: Mapping[int, str]) -> dict[int, float]:
+    """Has texts marked. -> {key: mean of its marks in [0, 1]}; a text without a readable mark is left out."""
+    judged = judge_all(_judging(table, judge), {key: judge.ask(text) for key, text in items.items()})
+    scores = {key: [one.opinion for one in own if one.opinion is not None] for key, own in judged.items()}
+    return {key: fmean(own) for key, own in scores.items() if own}
+
+
+def judged_answers(table: Table, solver: Seat, judge: Seat, questions: Mapping[int, str]) -> list[JudgedAnswer]:
+    """Has questions answered, and each answer judged as soon as it is written. -> the answers in the order of the
+    questions; none to a question that is too long."""
+    draws, judging, n = Draws(table, solver.role, solver.sampling), _judging(table, judge), solver.sampling.n
+    for key, question in questions.items():
+        prompt = solver.ask(question)
+        if prompt is not None:
+            draws.ask(key, prompt)
+    written: dict[int, tuple[Rollout, str]] = {}
+    for key, rollouts in draws.answers():
+        for j, rollout in enumerate(rollouts):
+            text = decode(table.tokenizers[solver.role], rollout.response).text
+            written[key * n + j] = rollout, text
+            judging.ask(key * n + j, judge.ask(questions[key], text))
+    judged = dict(judging.answers())
+    return [
+        JudgedAnswer(
+            question=place // n,
+            rollout=rollout,
+            text=text,
+            judgements=[one.rollout(judge.role) for one in judged.get(place, [])],
+            scores=[one.opinion for one in judged.get(place, []) if one.opinion is not None],
+        )
+        for place, (rollout, text) in sorted(written.items(), key=lambda item: item[0])
+    ]
+
+
+def _judging(table: Table, judge: Seat) -> Judging[Prompt | None, float | None]:
+    question: Question[Prompt | None, float | None] = Question(
+        prompt=lambda prompt: prompt, read=lambda _, text: judged_score(text)
+    )
+    return Judging(table.engines[judge.role], table.tokenizers[judge.role], judge.sampling, question)
