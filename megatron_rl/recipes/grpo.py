@@ -1,20 +1,10 @@
-"""GRPO (arXiv 2402.03300): one model, groups of samples per problem, advantages from comparing their outcomes.
-
-With its options it is DAPO (arXiv 2503.14476), ScaleRL (2510.13786), GHPO (2507.10628) or GRPO-lambda (2505.18086).
-"""
+"""GRPO (arXiv 2402.03300): one model, groups of samples per problem, advantages from comparing their outcomes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_rl.algorithms.advantages import EstimatorName, assign_advantages
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import GENERATOR, accuracies, check_arguments, question_text, sampling_for
-from megatron_rl.recipes.curriculum import Curriculum, Record
-from megatron_rl.recipes.hints import Hints
-from megatron_rl.recipes.lengths import Brevity, Overlong, priced
-from megatron_rl.recipes.sampling import DynamicSampling, Figures, Group, draw_groups, solve_groups
+from megatron_rl.recipes.base import GENERATOR, accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
@@ -27,29 +17,12 @@ class Grpo(Recipe):
     group_size: int = 5  # samples per problem
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
-    dynamic_sampling: DynamicSampling | None = None  # groups without signal are left out, and more problems are taken
-    curriculum: Curriculum | None = None  # problems that are solved, or too hard, are passed over
-    hints: Hints | None = None  # problems that nobody solved are asked again with the beginning of a solution
-    overlong: Overlong | None = None  # penalty of solutions close to the longest length; those cut are left out
-    brevity: Brevity | None = None  # right solutions of well-solved problems earn more when they are short
-    _record: Record = field(init=False, repr=False, compare=False)  # what the curriculum knows of the problems
 
     def __post_init__(self) -> None:
         check_arguments(self, groups=["group_size"], positive=["updates"], templates=["template"])
-        if self.brevity is not None and self.dynamic_sampling is not None:
-            raise ConfigError(
-                "recipe.args: dynamic_sampling leaves out problems that are always solved, which brevity is for; "
-                "take one of the two"
-            )
-        if self.dynamic_sampling is not None and self.group_size == 1:
-            raise ConfigError(
-                "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
-            )
-        object.__setattr__(self, "_record", Record(self.curriculum))
 
     def roles(self) -> Mapping[str, Part]:
-        drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
-        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn})}
+        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: self.group_size})}
 
     def schedule(self) -> Schedule:
         return [[(GENERATOR,)]] * self.updates
@@ -58,33 +31,10 @@ class Grpo(Recipe):
         return question_text(self.template, payload)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        draw = partial(self._draw, turn, table)
-        groups, figures = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
-        table.note(GENERATOR, figures | self._record.figures())
-        rollouts, weights = self._price(groups, table)
-        credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
-        return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
+        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
+        solved, figures = solve(table, GENERATOR, source.take(), sampling)
+        table.note(GENERATOR, figures)
+        return {GENERATOR: assign_advantages([s.rollout for s in solved], reward="outcome", estimator=self.estimator)}
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         return accuracies(table, GENERATOR, prompts)[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._record.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._record.load_state_dict(state)
-
-    def _draw(self, turn: Turn, table: Table, number: int, prompts: Sequence[Prompt]) -> tuple[list[Group], Figures]:
-        """Draws the groups of one round. Success without hints says how hard a problem is."""
-        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
-        if number > 0:
-            sampling = replace(sampling, seed=table.seed_for(turn.number, GENERATOR, "round", number))
-        groups, figures = solve_groups(table, GENERATOR, prompts, sampling)
-        self._record.learn(groups)
-        if self.hints is None:
-            return groups, figures
-        return self.hints.retry(table, GENERATOR, groups, figures, sampling=sampling, text=self.prompt)
-
-    def _price(self, groups: Sequence[Group], table: Table) -> tuple[list[Rollout], dict[str, float]]:
-        """Returns the rollouts with all their rewards, and the weights of those that count."""
-        return priced(groups, table.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)

@@ -7,7 +7,7 @@ from megatron_rl.algorithms.advantages import EstimatorName
 from megatron_rl.algorithms.estimators import ESTIMATORS, word_of
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR
-from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.sampling import Figures, Group, solve_groups
 from megatron_rl.training.rollouts import greedy
 from megatron_rl.training.turns import Part, Table, Turn
@@ -17,10 +17,10 @@ BASELINE = "greedy"  # the reward of the likeliest answer, which stands with eve
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remax(Grpo):
+class Remax(Dapo):
     """A run that trains `generator` on the outcome minus that of greedy decoding. One sample of a problem is enough.
 
-    A problem whose likeliest answer could not be graded is left out. Grpo's other options hold here too.
+    A problem whose likeliest answer could not be graded is left out. Dapo's other options hold here too.
     """
 
     group_size: int = 1

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import GENERATOR
-from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.training.turns import Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tandem(Grpo):
+class Tandem(Dapo):
     """A run that trains `generator`, the senior, on the reward of the whole text. `roles.generator.tandem` names the
     junior and says who writes when.
 

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.data.problems import DataError, Problem, PromptReader
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes.curriculum import Curriculum, Record
-from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.hints import INTRODUCTION, Hints
 from megatron_rl.recipes.lengths import Brevity, Overlong
 from megatron_rl.recipes.remax import Remax
@@ -95,7 +95,7 @@ def lucky(text, j, sampling):
 def test_grpo_without_options_is_what_it_was(template):
     """Samples of prompts_per_step problems, in order, each compared with its group."""
     rates = [0, 1, 4, 2]
-    recipe = Grpo(updates=1, group_size=GROUP, template=template)
+    recipe = Dapo(updates=1, group_size=GROUP, template=template)
     table = table_of(by_row(rates))
     rollouts, m = play(recipe, reader_of(4), table, per_step=4)
     assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(4) for _ in range(GROUP)]
@@ -120,7 +120,7 @@ def test_dynamic_sampling_takes_problems_until_enough_groups_have_signal(templat
         kept += [row for row in own if 0 < rates[row] < GROUP]
         place, used = place + wanted * oversampling, used + 1
     dynamic = DynamicSampling(rounds=rounds, oversampling=oversampling)
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
     reader = reader_of(count)
     rollouts, m = play(recipe, reader, table_of(by_row(rates)), per_step=wanted)
     assert rows_of(rollouts) == kept[:wanted] and len(rollouts) == GROUP * len(kept[:wanted])
@@ -132,7 +132,7 @@ def test_dynamic_sampling_takes_problems_until_enough_groups_have_signal(templat
 
 
 def test_a_later_round_draws_with_a_seed_of_its_own(template):
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=DynamicSampling(rounds=3))
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=DynamicSampling(rounds=3))
     table = table_of(by_row([0] * 9))
     rollouts, m = play(recipe, reader_of(9), table)
     seeds = [sampling.seed for _, sampling in table.engines["generator"].asked]
@@ -144,7 +144,7 @@ def test_samples_that_could_not_be_graded_give_a_group_no_signal(template):
         return Outcome.TIMEOUT if payload["question"] == "1" and response == "no" else response == "yes"
 
     dynamic = DynamicSampling(rounds=1)
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, dynamic_sampling=dynamic)
     rollouts, m = play(recipe, reader_of(3), table_of(by_row([1, 1, 2]), grade=graded(rule)))
     assert rows_of(rollouts) == [0, 2] and m["graded/timeout"] == 3
 
@@ -159,7 +159,7 @@ def test_figures_of_rounds_are_those_of_one_draw(template):
     def rule(response, payload):
         return Outcome.ERROR if response == "no" and payload["question"] in ("0", "3") else response.startswith("yes")
 
-    recipe = Grpo(updates=1, group_size=2, template=template, dynamic_sampling=DynamicSampling(rounds=2))
+    recipe = Dapo(updates=1, group_size=2, template=template, dynamic_sampling=DynamicSampling(rounds=2))
     _, m = play(recipe, reader_of(4), table_of(script, grade=graded(rule)), per_step=2)
     assert m["graded/error"] == 3 and m["graded/timeout"] == 0 and m["steps_per_solution"] == 2 / 8
 
@@ -178,7 +178,7 @@ RECIPES = {
 
 def run(template, options, directory, *, staleness, turns, state=None):
     """Plays turns through the player. -> [(turn, its rollouts, its figures, the state after it)]"""
-    recipe = Grpo(updates=8, group_size=GROUP, template=template, **RECIPES[options])
+    recipe = Dapo(updates=8, group_size=GROUP, template=template, **RECIPES[options])
     reader = reader_of(13, shuffle=True, solution="because")
     progress = dict(START)
     maker = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table_of(lucky), prompts_per_step=3)
@@ -296,7 +296,7 @@ def hinted(needed):
 def test_a_group_without_success_is_asked_again_with_more_and_more_of_the_solution(template):
     """Lengths of the hints are round(22 share) = 6 (5.5 to even), 11, 16: each group stops at its first success."""
     needed, expected = [0, 1, 7, 12, 99], [None, 0.25, 0.5, 0.75, 0.75]
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
     table = table_of(hinted(needed))
     rollouts, m = play(recipe, reader_of(5, solution=SOLUTION), table, per_step=5)
     assert [r.group for r in rollouts] == [f"{i}:0/{i}" for i in range(5) for _ in range(GROUP)]
@@ -314,14 +314,14 @@ def test_a_group_without_success_is_asked_again_with_more_and_more_of_the_soluti
 
 def test_a_hint_that_makes_the_prompt_too_long_is_not_given(template):
     limit = len(ids(f"Q0{INTRODUCTION}{SOLUTION[:12]}:"))
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
     rollouts, m = play(recipe, reader_of(1, solution=SOLUTION), table_of(hinted([16]), limit=limit), per_step=1)
     assert {r.payload["hint_share"] for r in rollouts} == {0.5} and (m["hinted"], m["hints_too_long"]) == (1, 1)
 
 
 def test_hints_do_not_make_a_problem_count_as_solved(template):
     curriculum = Curriculum(retire_at=0.25, rest_at=0.0)
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints(), curriculum=curriculum)
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints(), curriculum=curriculum)
     play(recipe, reader_of(2, solution=SOLUTION), table_of(hinted([0, 1])), per_step=2)
     assert recipe.state_dict() == {"retired": [0], "resting": [(1, 2)]}
 
@@ -331,13 +331,13 @@ def test_two_failed_gradings_of_a_few_hinted_answers_do_not_end_the_run(template
         return Outcome.TIMEOUT if payload.get("hint_share") == 0.25 else response == "yes"
 
     table = table_of(hinted([0, 0, 7]), grade=graded(rule), max_failure_share=0.05)
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints())
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints())
     rollouts, m = play(recipe, reader_of(3, solution=SOLUTION), table)
     assert m["graded/timeout"] == GROUP and {r.payload.get("hint_share") for r in rollouts[8:]} == {0.5}
 
 
 def test_a_problem_without_a_solution_is_found_out_in_the_first_turn(template):
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, hints=Hints(field="proof"))
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints(field="proof"))
     with pytest.raises(ConfigError, match=r"hints.field = 'proof'.*data.fields"):
         play(recipe, reader_of(3, solution=SOLUTION), table_of(by_row([4, 4, 4])))
 
@@ -366,7 +366,7 @@ def test_the_penalty_joins_the_outcome_and_signal_is_that_of_outcomes_alone(temp
         return right.ljust(lengths[j] - 1, ".")
 
     dynamic = DynamicSampling(rounds=1)
-    recipe = Grpo(
+    recipe = Dapo(
         updates=1, group_size=GROUP, template=template, estimator="dr_grpo", overlong=Overlong(cache=20),
         dynamic_sampling=dynamic,
     )  # fmt: skip
@@ -394,7 +394,7 @@ def test_solutions_that_were_cut_are_compared_with_and_leave_no_gradient(templat
     texts = ["yes", "yes and on and on", "no", "no and on and on"]
     table = table_of(lambda *_: "")
     table.engines["generator"] = Cut(lambda text, j, sampling: texts[j], 8)
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, overlong=Overlong(leave_out_cut=True))
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, overlong=Overlong(leave_out_cut=True))
     rollouts, _ = play(recipe, reader_of(1), table, per_step=1)
     assert [TOKENIZER.decode(r.response[:3]) for r in rollouts] == ["yes", "no<eos>"]
     own = np.array([1.0, 1.0, 0.0, 0.0])
@@ -410,7 +410,7 @@ def test_brevity_prices_right_solutions_of_the_best_groups(template):
         row = int(text[1:-1])
         return ("yes" if j < rates[row] else "no").ljust(5 + 3 * j * (row + 1), ".")
 
-    recipe = Grpo(
+    recipe = Dapo(
         updates=1, group_size=GROUP, template=template, estimator="dr_grpo",
         brevity=Brevity(share=share, penalty=penalty),
     )  # fmt: skip
@@ -451,19 +451,19 @@ def test_brevity_prices_right_solutions_of_the_best_groups(template):
 )
 def test_options_that_cannot_be_are_refused_where_the_recipe_is_built(args, message):
     with pytest.raises(ConfigError, match=message):
-        build(Use(target="megatron_rl.recipes.grpo:Grpo", args={"updates": 1, **args}))
+        build(Use(target="megatron_rl.recipes.dapo:Dapo", args={"updates": 1, **args}))
 
 
 def test_options_are_read_from_a_config_and_change_what_a_turn_draws():
     args = {"updates": 1, "group_size": 16, "dynamic_sampling": {"oversampling": 3}, "curriculum": {}}
-    recipe = build(Use(target="megatron_rl.recipes.grpo:Grpo", args=args))
+    recipe = build(Use(target="megatron_rl.recipes.dapo:Dapo", args=args))
     assert recipe.dynamic_sampling == DynamicSampling(rounds=10, oversampling=3) and recipe.curriculum == Curriculum()
     [part] = recipe.roles().values()
     assert (part.samples, part.drawn) == (16, {"generator": 48})
 
 
 def test_a_cache_longer_than_any_solution_is_refused(template):
-    recipe = Grpo(updates=1, group_size=GROUP, template=template, overlong=Overlong(cache=51))
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, overlong=Overlong(cache=51))
     with pytest.raises(ConfigError, match="cache = 51 is above sampling.max_tokens = 50"):
         play(recipe, reader_of(3), table_of(by_row([1, 1, 1])))
 
@@ -472,7 +472,7 @@ def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path
     """Through the loop, on a table of logits that really learns."""
     (tmp_path / "q.txt").write_text("?{question}")
     options = {"dynamic_sampling": DynamicSampling(rounds=4), "overlong": Overlong(leave_out_cut=True, cache=1)}
-    recipe = Grpo(updates=8, group_size=6, template=str(tmp_path / "q.txt"), estimator="rloo", **options)
+    recipe = Dapo(updates=8, group_size=6, template=str(tmp_path / "q.txt"), estimator="rloo", **options)
     logs, tables = [], []
     for cut in (None, 4):
         log, state, policy = Log(), None, None

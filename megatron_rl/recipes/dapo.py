@@ -1,0 +1,76 @@
+"""GRPO with options: DAPO (arXiv 2503.14476), ScaleRL (2510.13786), GHPO (2507.10628) and GRPO-lambda (2505.18086)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.recipes.base import GENERATOR, sampling_for
+from megatron_rl.recipes.curriculum import Curriculum, Record
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.hints import Hints
+from megatron_rl.recipes.lengths import Brevity, Overlong, priced
+from megatron_rl.recipes.sampling import DynamicSampling, Figures, Group, draw_groups, solve_groups
+from megatron_rl.training.turns import Part, Source, Table, Turn
+from megatron_rl.types import Prompt, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dapo(Grpo):
+    """A run that trains `generator` on the graded outcome, and chooses, prices or repeats problems as its options say.
+    Without any of them it is Grpo."""
+
+    dynamic_sampling: DynamicSampling | None = None  # groups without signal are left out, and more problems are taken
+    curriculum: Curriculum | None = None  # problems that are solved, or too hard, are passed over
+    hints: Hints | None = None  # problems that nobody solved are asked again with the beginning of a solution
+    overlong: Overlong | None = None  # penalty of solutions close to the longest length; those cut are left out
+    brevity: Brevity | None = None  # right solutions of well-solved problems earn more when they are short
+    _record: Record = field(init=False, repr=False, compare=False)  # what the curriculum knows of the problems
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.brevity is not None and self.dynamic_sampling is not None:
+            raise ConfigError(
+                "recipe.args: dynamic_sampling leaves out problems that are always solved, which brevity is for; "
+                "take one of the two"
+            )
+        if self.dynamic_sampling is not None and self.group_size == 1:
+            raise ConfigError(
+                "recipe.args.group_size = 1: dynamic_sampling leaves every group of one out; give 2 or more"
+            )
+        object.__setattr__(self, "_record", Record(self.curriculum))
+
+    def roles(self) -> Mapping[str, Part]:
+        drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
+        return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn})}
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        draw = partial(self._draw, turn, table)
+        groups, figures = draw_groups(self._record.over(source), draw, self.dynamic_sampling)
+        table.note(GENERATOR, figures | self._record.figures())
+        rollouts, weights = self._price(groups, table)
+        credited = assign_advantages(rollouts, reward=weights, estimator=self.estimator)
+        return {GENERATOR: self.overlong.trained(credited) if self.overlong else credited}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._record.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._record.load_state_dict(state)
+
+    def _draw(self, turn: Turn, table: Table, number: int, prompts: Sequence[Prompt]) -> tuple[list[Group], Figures]:
+        """Draws the groups of one round. Success without hints says how hard a problem is."""
+        sampling = sampling_for(table, turn, GENERATOR, self.group_size)
+        if number > 0:
+            sampling = replace(sampling, seed=table.seed_for(turn.number, GENERATOR, "round", number))
+        groups, figures = solve_groups(table, GENERATOR, prompts, sampling)
+        self._record.learn(groups)
+        if self.hints is None:
+            return groups, figures
+        return self.hints.retry(table, GENERATOR, groups, figures, sampling=sampling, text=self.prompt)
+
+    def _price(self, groups: Sequence[Group], table: Table) -> tuple[list[Rollout], dict[str, float]]:
+        """Returns the rollouts with all their rewards, and the weights of those that count."""
+        return priced(groups, table.samplings[GENERATOR].max_tokens, self.overlong, self.brevity)
