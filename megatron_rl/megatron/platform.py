@@ -276,11 +276,16 @@ def _without_compiler() -> Iterator[None]:
     start, which takes two seconds, and then call a C++ compiler.
     """
     original = torch.compile
-    torch.compile = lambda model=None, **unused: model if model is not None else lambda function: function  # type: ignore[assignment]
+    torch.compile = _uncompiled  # type: ignore[assignment]
     try:
         yield
     finally:
         torch.compile = original  # type: ignore[assignment]
+
+
+def _uncompiled(model: Any = None, **unused: Any) -> Any:
+    """Stands in for torch.compile, also as a decorator with arguments."""
+    return model if model is not None else lambda function: function
 
 
 def _uneven_gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -113,7 +113,7 @@ class Pairwise(Recipe):
             margins = {j: compared.margin(i * n + j) for j in _others(n, reference)}
             own = [_credited(groups[i][j], margin) for j, margin in margins.items() if margin is not None]
             ungraded += len(margins) - len(own)
-            differ = len({rollout.advantages for rollout in own}) > 1
+            differ = any(rollout.advantages != own[0].advantages for rollout in own)
             alike += not differ
             learned += own if differ else []
         table.note(GENERATOR, figures | {"ungraded": float(ungraded), "groups_alike": float(alike)})
