@@ -110,9 +110,7 @@ class Rubric(Recipe):
         and all answers of the judge, both in order; and figures."""
         rubrics = [read_rubric(prompt.payload) for prompt in prompts]
         first = [0, *accumulate(own.n * len(rubric) for rubric in rubrics)]  # keys are places, whatever comes when
-        question = Question[Claim, float | None](
-            prompt=lambda claim: self._ask(table, claim), read=lambda claim, text: claim.read(text)
-        )
+        question = Question[Claim, float | None](prompt=lambda claim: self._ask(table, claim), read=Claim.read)
         judging = Judging(table.engines[JUDGE], table.tokenizers[JUDGE], asked, question)
         draws, claims = Draws(table, GENERATOR, own), dict[int, Claim]()
         for i, prompt in enumerate(prompts):
