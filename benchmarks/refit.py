@@ -21,7 +21,6 @@ import argparse
 import functools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import ParameterPart, Tensors
 from megatron_rl.refit.topology import Topology
@@ -77,10 +77,8 @@ def main() -> None:
         if args.rank == 0:
             args.json.write_text(json.dumps(figures))
         return
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port("127.0.0.1")
         common_args = [
             sys.executable,
             __file__,

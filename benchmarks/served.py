@@ -16,10 +16,11 @@ from typing import Any
 
 import common
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.launch import ServerProcess, free_port, make_token, tail
+from megatron_rl.engines.launch import ServerProcess, make_token, tail
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.engines.vllm import Boundaries, VllmServer, command, with_tandem

@@ -1,15 +1,20 @@
-"""Finds the address at which the other hosts of a job reach this one."""
+"""Finds the address at which the other hosts of a job reach this one, and a port to listen on."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import random
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
 from megatron_rl.config.schema import ConfigError
 
 AUTO = "auto"
+PORTS, TRIES = (10_000, 20_000), 100  # of `free_port`
 _NOWHERE = ("192.0.2.1", 9)  # a documentation address: no packet is sent, only the route is asked for
 
 
@@ -57,3 +62,30 @@ def _address_of_default_route() -> str | None:
         except OSError:
             return None
         return probe.getsockname()[0]
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on now, for a process that is started next.
+
+    It lies below the ports that the system gives to outgoing connections: one of those could be taken in the seconds
+    until the process listens. Raises ConfigError for a host that is not this machine's.
+    """
+    candidates = range(*PORTS) if _first_outgoing_port() >= PORTS[1] else ()
+    for port in [*random.SystemRandom().sample(candidates, k=min(TRIES, len(candidates))), 0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if port and error.errno == errno.EADDRINUSE:
+                    continue
+                raise ConfigError(
+                    f"engine.host = {host}: this machine cannot listen there ({error}); give an address of its own"
+                ) from error
+            return probe.getsockname()[1]
+    raise AssertionError("the system chooses the port at the last try")
+
+
+def _first_outgoing_port() -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    return 0

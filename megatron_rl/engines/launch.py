@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -151,18 +150,6 @@ def tail(log: Path) -> str:
         file.seek(max(0, log.stat().st_size - TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return "\n".join("  " + line for line in lines[-TAIL_LINES:]) or "  (it is empty)"
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now. Raises ConfigError for a host that is not this machine's."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError as error:
-            raise ConfigError(
-                f"engine.host = {host}: this machine cannot listen there ({error}); give an address of its own"
-            ) from error
-        return probe.getsockname()[1]
 
 
 def make_token(path: Path) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.config.schema import ConfigError, EvalConfig, Model, Servers
-from megatron_rl.engines.launch import ServerProcess, free_port, interpreter, make_token
+from megatron_rl.engines.launch import ServerProcess, interpreter, make_token
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_rl.cluster.address import address_among_ranks
+from megatron_rl.cluster.address import address_among_ranks, free_port
 from megatron_rl.cluster.job import SlurmJob, job_from
 
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
@@ -79,7 +78,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, 
     base = {
         "WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port("127.0.0.1")),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "megatron_rl.main", *arguments]
@@ -134,9 +133,3 @@ def _forwarded(children: list[subprocess.Popen[bytes]]):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

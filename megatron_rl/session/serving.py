@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_rl.cluster.address import own_address
+from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
-from megatron_rl.engines.launch import Command, ServerProcess, StartError, free_port, interpreter, make_token
+from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.launch import run_directory
 from megatron_rl.session.servers import ENGINES, TOKEN, command, connect

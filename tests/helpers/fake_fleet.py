@@ -18,11 +18,11 @@ from typing import Any
 from fake_vllm import FakeVllm, token_at
 from ranks import ROOT
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion, Sampling, complete
 from megatron_rl.engines.guard import TOKEN_FILE
-from megatron_rl.engines.launch import free_port
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.servers import connect

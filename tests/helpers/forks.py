@@ -17,7 +17,8 @@ from typing import Any
 from unittest import mock
 
 from conftest import environment
-from ranks import free_port
+
+from megatron_rl.cluster.address import free_port
 
 IMPORTED = ["refit_worker", "actor_worker"]
 
@@ -38,7 +39,7 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
 
 def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments: Any) -> list[BaseProcess]:
     """Runs `function(OUT/rank{r}.json, *arguments)` on `world` ranks; see `answers`."""
-    port, processes = str(free_port()), []
+    port, processes = str(free_port("127.0.0.1")), []
     for rank in range(world):
         variables = {
             "RANK": str(rank),

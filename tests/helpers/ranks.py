@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.address import free_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 900) -> list[Any]:
@@ -27,7 +22,7 @@ def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: f
     Returns what each wrote; fails with the failed ranks' output.
     """
     out.mkdir(parents=True, exist_ok=True)
-    port, children = str(free_port()), []
+    port, children = str(free_port("127.0.0.1")), []
     path = os.pathsep.join(
         [
             str(ROOT),

@@ -14,13 +14,14 @@ import open_centre
 import pytest
 import torch
 from fake_endpoint import FakeEndpoint
-from ranks import free_port, run_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from toys import characters
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.store import TurnStore, turn_files, turn_number
@@ -151,7 +152,7 @@ def runs(tmp_path_factory, judge):
     files = []
     for i, one_config in enumerate(configs):
         (base / f"{i}.yaml").write_text(json.dumps(one_config))
-        files.append([str(base / f"{i}.yaml"), free_port()])
+        files.append([str(base / f"{i}.yaml"), free_port("127.0.0.1")])
     statuses = run_ranks(WORKER, 2, base / "ranks", json.dumps(files), timeout_s=1500)
     assert statuses == [[0] * len(files)] * 2
     return base / "runs"

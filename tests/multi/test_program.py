@@ -9,11 +9,11 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 from conftest import ROOT, environment, program, tango_settings
-from ranks import free_port
 from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.session.launch import Place, place_from
 
 
@@ -141,7 +141,7 @@ def test_tango_under_torchrun_with_two_layouts_and_a_replay(last_letter, tmp_pat
         "roles.generator.samples_per_optimizer_step=20",
         "roles.verifier.sleep=true", "recipe.args.generator_updates=3", "evaluation.prompts=null",
     ]  # fmt: skip
-    port = str(free_port())
+    port = str(free_port("127.0.0.1"))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port,
          "-m", "megatron_rl.main", "train", *arguments],

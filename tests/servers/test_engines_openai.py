@@ -14,9 +14,10 @@ from ranks import ROOT
 from tiny_models import make_model
 from toys import characters
 
+from megatron_rl.cluster.address import free_port
 from megatron_rl.config.schema import ConfigError, EndpointConfig, Vllm
 from megatron_rl.engines.base import Sampling, complete
-from megatron_rl.engines.launch import Command, ServerProcess, free_port
+from megatron_rl.engines.launch import Command, ServerProcess
 from megatron_rl.engines.openai import OpenAiServer, open_endpoint
 from megatron_rl.engines.vllm import command
 from megatron_rl.types import Stop
