@@ -23,6 +23,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.types import STEP, Rollout
 
 Refinement = Literal["none", "clip", "delta"]  # of step rewards, see step_rewards
+TRAINED = "trained"  # name of the reward that advantages compare
 RLOO_STEP_SCALE = 10.0  # hard-coded factor of the released Tango code on its RLOO step advantages
 
 
@@ -37,12 +38,13 @@ def assign_advantages(
     """Fills `advantages` of [B] rollouts, compared within role and group: one number each, or [T] float32 where tokens
     differ, exactly 0 where a token is not in the loss.
 
-    The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}. `estimator`:
-    see algorithms.estimators. With `alpha`, Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha
-    steps; when no rollout has scores on its reasoning steps, the outcome alone. `weights` [B] multiply a rollout's
-    advantages (the verifier's class weights, eq. 9). Raises ValueError for a missing or non-finite reward, an alpha
-    outside [0, 1], and another number of weights than rollouts; ConfigError for an estimator that cannot be, or that
-    knows no step rewards where `alpha` asks for them.
+    The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}; it is kept
+    as the reward TRAINED, whose mean is logged as reward/trained. `estimator`: see algorithms.estimators. With `alpha`,
+    Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps; when no rollout has scores on its
+    reasoning steps, the outcome alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights,
+    eq. 9). Raises ValueError for a missing or non-finite reward, an alpha outside [0, 1], and another number of weights
+    than rollouts; ConfigError for an estimator that cannot be, or that knows no step rewards where `alpha` asks for
+    them.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
@@ -58,10 +60,10 @@ def assign_advantages(
     outcomes = _estimated(estimate, word_of(estimator), rewards, _groups(rollouts), tokens)
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
     if alpha is None or all(r.marks_of(STEP).scores is None for r in rollouts):
-        return [replace(r, advantages=a) for r, a in zip(rollouts, (outcomes * factors).tolist(), strict=True)]
+        return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
     steps = _step_advantages(rollouts, estimator=estimator, rloo_scale=RLOO_STEP_SCALE)
     mixed = (w * ((1 - alpha) * o + alpha * s) for o, s, w in zip(outcomes, steps, factors, strict=True))
-    return [replace(r, advantages=_in_loss(r, a)) for r, a in zip(rollouts, mixed, strict=True)]
+    return [*map(_credited, rollouts, rewards.tolist(), map(_in_loss, rollouts, mixed))]
 
 
 def step_rewards(
@@ -183,6 +185,10 @@ def _whitened(values: Sequence[np.ndarray | float], rollouts: Sequence[Rollout])
         mean = math.fsum(float(own.sum()) for own in trained) / count
         std = math.sqrt(math.fsum(float(((own - mean) ** 2).sum()) for own in trained) / (count - 1))
     return [(v - mean) / (std + EPSILON) for v in values]
+
+
+def _credited(rollout: Rollout, reward: float, advantages: np.ndarray | float) -> Rollout:
+    return replace(rollout, rewards={**rollout.rewards, TRAINED: reward}, advantages=advantages)
 
 
 def _in_loss(rollout: Rollout, advantages: np.ndarray | float) -> np.ndarray | float:

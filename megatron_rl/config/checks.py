@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_rl.config.schema import (
     Servers,
     SftConfig,
     Sglang,
+    Sinks,
     TrainConfig,
 )
 
@@ -37,8 +39,23 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
     if isinstance(config, SftConfig):
         problems += _sft_problems(config, ranks, to_come)
+    if isinstance(config, TrainConfig | SftConfig):
+        problems += _sink_problems(config.sinks)
     if problems:
         raise ConfigError("\n  ".join(problems))
+
+
+def _sink_problems(sinks: Sinks) -> list[str]:
+    """Returns a line for each place of metrics whose package is not installed: a run would go on without it."""
+    wanted = {
+        "wandb": (sinks.wandb_project is not None, f"wandb_project = {sinks.wandb_project!r}", "wandb_project to null"),
+        "tensorboard": (sinks.tensorboard, "tensorboard = true", "tensorboard to false"),
+    }
+    return [
+        f"sinks.{setting}: the package {package} is not installed; run `pip install {package}`, or set sinks.{off}"
+        for package, (asked, setting, off) in wanted.items()
+        if asked and importlib.util.find_spec(package) is None
+    ]
 
 
 def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]:

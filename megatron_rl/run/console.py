@@ -21,7 +21,7 @@ from megatron_rl.run.metrics import MetricsRow
 
 # The metrics that a column shows: the first of these names that a role logs.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward", "reward/total", "reward/outcome", "reward/*"),
+    "reward": ("reward/trained", "reward", "reward/total", "reward/outcome", "reward/*"),
     "loss": ("loss", "train_loss"),
     "val": ("validation_loss",),
     "kl": ("kl_ref", "kl"),

@@ -90,7 +90,10 @@ def _runs(points: Sequence[Point]) -> str:
 
 
 def _means(points: Sequence[Point]) -> str:
-    """Returns a table of means over runs that differ in their seed alone; nothing when no run changes the seed."""
+    """Returns a table of means over runs that differ in their seed alone; nothing when no run changes the seed.
+
+    A mean is over the runs that have the figure; where these are not all of the group's it says how many they are.
+    """
     if not any(SEED in point.changes for point in points):
         return ""
     groups: dict[str, list[Point]] = {}
@@ -99,13 +102,19 @@ def _means(points: Sequence[Point]) -> str:
         groups.setdefault(Point(point.run, rest, (), False).label if rest else "all", []).append(point)
     names, lines = _names(points), []
     for label, group in groups.items():
-        cells = [label, str(len(group))]
-        for name in names:
-            values = [ends[name] for ends in (point.ends() for point in group) if name in ends]
-            spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-            cells.append(f"{fmean(values):.4g}{spread}" if values else "")
+        begun = [ends for ends in (point.ends() for point in group) if ends]
+        cells = [label, str(len(begun)) if len(begun) == len(group) else f"{len(begun)} of {len(group)}"]
+        cells += [_mean([ends[name] for ends in begun if name in ends], len(begun)) for name in names]
         lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     return table(("settings", "seeds", *names), "".join(lines)) + "<p>± is the standard deviation over seeds.</p>"
+
+
+def _mean(values: Sequence[float], runs: int) -> str:
+    """Returns mean and standard deviation as text, with the number of values where not all `runs` have one."""
+    if not values:
+        return ""
+    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{fmean(values):.4g}{spread}" + (f" ({len(values)} runs)" if len(values) < runs else "")
 
 
 def _charts(points: Sequence[Point]) -> list[figures.Chart]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from megatron_rl.config.schema import Gate
 from megatron_rl.engines.base import Sampling
+from megatron_rl.rewards.pool import Graded
 from megatron_rl.text import fill
 from megatron_rl.training.rollouts import sample, tokenize
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.training.update import Policy, Trainee, policy_logprobs
-from megatron_rl.types import Prompt, Rollout
+from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
@@ -46,7 +48,8 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
     Returns the mean scores; called on the driver.
 
     Raises GateFailure when less than RIGHT_SHARE of the right ones or more than WRONG_SHARE of the wrong ones is
-    accepted, and for a problem without an answer.
+    accepted, when the reward raises or returns something that is no score, and for a problem without an answer. A
+    grading that times out counts neither way, unless all do.
     """
     payloads = [p.payload for p in prompts]
     without = [p for p in payloads if "answer" not in p]
@@ -58,19 +61,31 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
     scores = {}
     for name, answers in (("right", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
         responses = [fill(answer_format, answer=a) for a in answers]
-        graded = grade(responses, payloads)
-        scores[name] = fmean(g.score for g in graded)
-        failures = [g.detail for g in graded if g.detail]
+        scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
         if name == "right" and scores[name] < RIGHT_SHARE or name == "wrong" and scores[name] > WRONG_SHARE:
             raise GateFailure(
                 f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the "
                 f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least "
-                f"{RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}"
-                f"{'; failures: ' + failures[0] if failures else ''}): look at data.fields, data.answer_pattern and "
+                f"{RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}): look at data.fields, data.answer_pattern and "
                 "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
                 "off by gate.reward=false"
             )
     return {"gate/reward_right": scores["right"], "gate/reward_wrong": scores["wrong"]}
+
+
+def _mean_score(
+    name: str, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]], graded: Sequence[Graded]
+) -> float:
+    """Returns the mean over the gradings that gave a score. Raises GateFailure for one that raised or gave something
+    else, and when all timed out."""
+    for place, one in enumerate(graded):
+        if one.outcome is Outcome.ERROR or all(g.outcome is Outcome.TIMEOUT for g in graded):
+            raise GateFailure(
+                f"the reward gives no score to the known {name} answer {responses[place]!r} for the gold answer "
+                f"{payloads[place]['answer']!r}: {one.detail}. Mend the function of reward.target, or switch this "
+                "check off by gate.reward=false"
+            )
+    return fmean(g.score for g in graded if g.outcome is Outcome.SCORE)
 
 
 def check_logprobs(

@@ -15,6 +15,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import Gate, LossConfig
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import gate, loop
+from megatron_rl.types import Outcome
 
 
 @pytest.fixture
@@ -261,6 +262,28 @@ def test_the_gate_refuses_a_reward_that_cannot_tell_right_from_wrong(template, t
     run = gated(template, Log(), tmp_path / "turns", grade=graded(lambda response, payload: score))
     with pytest.raises(gate.GateFailure, match=said):
         loop.train(*run)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.TIMEOUT])
+def test_the_gate_takes_no_failed_grading_for_a_score(template, tmp_path, outcome):
+    """A reward that returns 2.0 for right answers or raises for wrong ones must not pass as 0.0."""
+    tried = []
+
+    def rule(response, payload):
+        tried.append(response)
+        return outcome if payload["answer"] not in response else 1.0
+
+    run = gated(template, Log(), tmp_path / "turns", grade=graded(rule))
+    with pytest.raises(gate.GateFailure, match=r"no score to the known wrong answer .*: made to fail\. Mend"):
+        loop.train(*run)
+
+
+def test_a_grading_that_times_out_at_the_gate_counts_neither_way(template, tmp_path):
+    late = Questions().take(1)[0].payload["answer"]
+    rule = lambda response, payload: Outcome.TIMEOUT if payload["answer"] == late else payload["answer"] in response  # noqa: E731
+    log = Log()
+    loop.train(*gated(template, log, tmp_path / "turns", grade=graded(rule)))
+    assert log.series("gate/reward_right", "gate") == [1.0]
 
 
 class Drifted(TablePolicy):

@@ -13,6 +13,7 @@ from megatron_rl.algorithms.advantages import assign_advantages, step_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.estimators import find_estimator
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.training.rollouts import measure
 from megatron_rl.types import NO_VERSION, STEP, Author, Marks, Rollout, spans_of
 
 PROMPT, SIZE, TAIL = 3, 2, 2  # tokens of the prompt, of a reasoning step, and after the last one
@@ -468,3 +469,16 @@ def test_a_decay_that_never_or_wrongly_moves_is_refused(decay):
 def test_weights_before_any_count_are_refused():
     with pytest.raises(ValueError, match="updated"):
         ClassCounts().weights([True])
+
+
+def test_the_compared_reward_is_kept_by_the_name_that_metrics_and_console_show():
+    rollouts = [
+        dataclasses.replace(solution("+", 0.0), rewards={"outcome": o, "length": b}) for o, b in ((1, 4), (0, 2))
+    ]
+    credited = assign_advantages(rollouts, reward={"outcome": 1.0, "length": 0.25}, estimator="dr_grpo")
+    assert [r.rewards for r in credited] == [
+        {"outcome": 1, "length": 4, "trained": 2.0},
+        {"outcome": 0, "length": 2, "trained": 0.5},
+    ]
+    assert [r.advantages for r in credited] == [0.75, -0.75]
+    assert measure(credited)["reward/trained"] == 1.25

@@ -1,6 +1,7 @@
 """Reading configs: merging, strictness, messages that name place, value and cure; and the checks between settings."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -391,6 +392,18 @@ def test_shipped_configs_are_valid(file, capsys, monkeypatch):
 
     monkeypatch.chdir(Path(__file__).parents[2])
     assert main(["check", str(file), "--ranks", "64"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "package, setting", [("wandb", "sinks.wandb_project=mine"), ("tensorboard", "sinks.tensorboard=true")]
+)
+def test_a_sink_whose_package_is_missing_is_refused_before_the_run(base, monkeypatch, package, setting):
+    read = load(TrainConfig, [base], [setting])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(ConfigError, match=rf"{setting.partition('=')[0]} = .*: the package {package} is not installed"):
+        config_checks.check(read, 2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    config_checks.check(read, 2)
 
 
 def test_reading_and_checking_leaves_torch_out(base):

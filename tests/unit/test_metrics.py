@@ -232,5 +232,6 @@ def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch
 def test_the_headline_takes_the_best_known_name():
     assert headline({"reward/a": 1.0, "reward/outcome": 2.0}) == {"reward": 2.0}
     assert headline({"reward/b": 1.0, "reward/a": 2.0}) == {"reward": 2.0}
+    assert headline({"reward/outcome": 1.0, "reward/trained": 2.0}) == {"reward": 2.0}
     assert headline({"generator/accuracy": 1.0}) == {"generator/accuracy": 1.0}
     assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12  generator  kl 1.0e-05"

@@ -14,6 +14,7 @@ from megatron_rl.run import report_figures as figures
 from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
 from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
+from megatron_rl.run.report_sweep import write_sweep_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
@@ -312,3 +313,26 @@ def test_turns_of_several_roles_and_turns_that_are_not_kept(tmp_path, caplog):
     for shown in ("early proposer", "late proposer", "early solver", "late solver"):
         assert shown in text, shown
     assert "judge" not in text and "turn_000003.parquet cannot be read" in caplog.text
+
+
+def sweep(tmp_path, ends):
+    """Writes a sweep of one run for each item of `ends`: its last evaluated figures, or None where it has not begun."""
+    changes = [{"run": f"run{i}", "changes": {"run.seed": i}} for i in range(len(ends))]
+    (tmp_path / "sweep.json").write_text(json.dumps(changes))
+    for i, figures_of_run in enumerate(ends):
+        (tmp_path / f"run{i}").mkdir()
+        if figures_of_run is not None:
+            Tracker(tmp_path / f"run{i}" / "metrics.jsonl").log(4, "eval", figures_of_run, turn=9)
+    text = Page(write_sweep_report(tmp_path).read_text()).text
+    return text[text.index("Means over seeds") : text.index("standard deviation over seeds")]
+
+
+def test_a_mean_over_seeds_counts_only_runs_that_have_the_figure(tmp_path):
+    """Of five runs two have not begun, and one has not measured `b`."""
+    found = sweep(tmp_path, [{"a": 0.25, "b": 1.0}, None, {"a": 0.75}, {"a": 0.5, "b": 2.0}, None])
+    cells = re.findall(r"<td>([^<]*)</td>", found)
+    assert cells == ["all", "3 of 5", "0.5 ± 0.25", "1.5 ± 0.71 (2 runs)"]
+
+
+def test_a_sweep_without_a_begun_run_has_no_means(tmp_path):
+    assert re.findall(r"<td>([^<]*)</td>", sweep(tmp_path, [None, None])) == ["all", "0 of 2"]

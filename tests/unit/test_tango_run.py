@@ -10,6 +10,7 @@ from toys import streaming
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.recipes.tango import Tango
+from megatron_rl.run.console import headline
 from megatron_rl.training import loop
 from megatron_rl.training.player import Player, TurnPlayer, upcoming
 from megatron_rl.training.store import TurnStore
@@ -66,3 +67,5 @@ def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path
     )
     wanted = {"reward/outcome", "length", "groups_without_signal", "graded/error", "reviews_dropped", "verdicts_match"}
     assert all(wanted <= set(m) for _, _, scope, m in lines if scope != "eval")
+    shown = [(scope, headline(m)["reward"], m) for _, _, scope, m in lines if scope != "eval"]
+    assert all(reward == m["reward/outcome" if scope == g else "reward/verifier"] for scope, reward, m in shown)
