@@ -16,7 +16,8 @@ def run(args: argparse.Namespace) -> int:
     command, config = load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks)
-    lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *config_checks.absent_files(config)]
+    absent = [f"note: {one}" for one in config_checks.absent_files(config)]
+    lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *absent]
     if args.show:
         print(config_files.dump(config), end="")
     for line in lines:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,8 +163,22 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     return problems
 
 
-def absent_files(config: Any) -> list[str]:
-    """Returns a line for each file or directory that the config names and that does not exist yet.
+@dataclass(frozen=True)
+class Absent:
+    """A file or directory that the config names and that does not exist here."""
+
+    name: str  # of the setting
+    path: str
+    on_hub: bool  # it is taken for a name at the Hugging Face hub, and fetched from there
+
+    def __str__(self) -> str:
+        if self.on_hub:
+            return f"{self.name} = {self.path} is no directory here, so it is taken for a hub name"
+        return f"{self.name} = {self.path} is not there yet"
+
+
+def absent_files(config: Any) -> list[Absent]:
+    """Returns each file or directory that the config names and that does not exist yet.
 
     An earlier stage may still make it.
     """
@@ -174,17 +189,15 @@ def absent_files(config: Any) -> list[str]:
         places["debug.replay"] = config.debug.replay or ""
     models = {f"roles.{name}.model.path": role.model.path for name, role in getattr(config, "roles", {}).items()}
     models |= {"model.path": cast(Any, config).model.path} if hasattr(config, "model") else {}
-    notes = [
-        f"note: {name} = {path} is no directory here, so it is taken for a hub name"
-        for name, path in models.items()
-        if not Path(path).is_dir()
-    ]
+    absent = [Absent(name, path, _is_hub_name(path)) for name, path in models.items() if not Path(path).is_dir()]
     local = {
         name: path for name, path in places.items() if path and path.count("/") != 1 or Path(path).suffix in _DATA_FILES
     }
-    return notes + [
-        f"note: {name} = {path} is not there yet" for name, path in local.items() if not Path(path).exists()
-    ]
+    return absent + [Absent(name, path, False) for name, path in local.items() if not Path(path).exists()]
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
 def _prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:

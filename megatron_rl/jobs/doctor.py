@@ -209,10 +209,11 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 
 def _inputs(config: Any, quick: bool) -> Iterator[Check]:
-    for line in config_checks.absent_files(config):
-        yield Check(
-            "input", line.removeprefix("note: "), "note", "put it there first, or let the run fetch it from the hub"
-        )
+    for absent in config_checks.absent_files(config):
+        if absent.on_hub:
+            yield Check(absent.name, str(absent), "note", "the run fetches it, or put it there first")
+        else:
+            yield Check(absent.name, str(absent), "wrong", f"put it there, or mend {absent.name}")
     if quick:
         return
     for name, role in _roles(config):

@@ -445,10 +445,10 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
 def test_files_that_are_not_there_yet_are_named():
     files = [Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"]
     notes = config_checks.absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
-    assert notes[0].startswith("note: roles.generator.model.path = ") and notes[0].endswith("taken for a hub name")
-    assert notes[2:] == [
-        "note: data = nofile.jsonl is not there yet",
-        "note: debug.replay = no/such/dir is not there yet",
+    assert str(notes[0]).startswith("roles.generator.model.path = ") and notes[0].on_hub
+    assert [*map(str, notes[2:])] == [
+        "data = nofile.jsonl is not there yet",
+        "debug.replay = no/such/dir is not there yet",
     ]
 
 

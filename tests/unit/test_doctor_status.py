@@ -80,6 +80,16 @@ def test_a_healthy_host_has_nothing_wrong(tmp_path):
     assert not [*tmp_path.iterdir()], "it leaves nothing behind"
 
 
+def test_a_local_path_that_is_not_there_is_wrong_and_a_hub_name_is_a_note(tmp_path):
+    model = f"{tmp_path}/no_such_model"
+    found = examine(tango(tmp_path, f"data.path={tmp_path}/no.jsonl", f"roles.verifier.model.path={model}"), quick=True)
+    lost = found["roles.verifier.model.path"]
+    assert lost == Check(
+        lost.what, f"{lost.what} = {model} is not there yet", "wrong", f"put it there, or mend {lost.what}"
+    )
+    assert found["data"].verdict == "wrong" and found["roles.generator.model.path"].verdict == "note"
+
+
 def test_gpus_are_counted_against_what_the_job_was_given(gpus):
     site = profile.read("a100")
     gpus(8)
