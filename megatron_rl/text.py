@@ -42,6 +42,11 @@ class Decoded:
     raw: bytes  # the text in UTF-8; of a byte-level vocabulary the tokens' own bytes, also where the text has U+FFFD
     ends: np.ndarray  # [T] int64: bytes of `raw` that are there once token i is; it never falls, and ends at len(raw)
 
+    def text_of(self, first: int, end: int) -> str:
+        """The text that tokens [first, end) add; bytes that spell no character are U+FFFD."""
+        start = int(self.ends[first - 1]) if first else 0
+        return self.raw[start : int(self.ends[end - 1]) if end else 0].decode("utf-8", "replace")
+
     def tokens_of(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         """Turns spans [start, end) of `raw` into ranges of the tokens that hold them. [K, 2] -> [K, 2] int32, [first,
         last + 1)."""

@@ -30,7 +30,7 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import decode_all, load_tokenizer
+from megatron_rl.text import decode, load_tokenizer
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
@@ -163,7 +163,7 @@ def _player(
     """
     store = TurnStore(
         driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
-        decode=lambda role, sequences: decode_all(models.tokenizers[role], sequences),
+        decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
     )  # fmt: skip
     if waiting := store.clean(progress.number):
         driver.say(

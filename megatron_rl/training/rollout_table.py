@@ -65,7 +65,8 @@ REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload"] 
 
 
 def to_table(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]] | None) -> pa.Table:
-    """Returns one row per rollout. `texts`: those of `text_parts` of each; None leaves the readable texts out.
+    """Returns one row per rollout. `texts`: of each those of its prompt, of all that follows it,
+    and of each reasoning step; None leaves the readable texts out.
 
     Raises TypeError for a payload that is not JSON, and for values and experts of another type than their column's.
     """
@@ -101,13 +102,6 @@ def from_table(table: pa.Table) -> list[Rollout]:
         )
         for i in range(table.num_rows)
     ]
-
-
-def text_parts(rollout: Rollout) -> list[np.ndarray]:
-    """Returns the tokens of the prompt, of all that follows it, and of each reasoning step."""
-    tokens, start = rollout.tokens, rollout.start
-    steps = (tokens[first:end] for first, end in rollout.marks_of(STEP).ranges)
-    return [tokens[:start], tokens[start:], *steps]
 
 
 def num_bytes(rollout: Rollout) -> int:

@@ -9,25 +9,34 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.training.rollout_table import READABLE, REPEATED, SCHEMA, from_table, num_bytes, text_parts, to_table
+from megatron_rl.training.rollout_table import READABLE, REPEATED, SCHEMA, from_table, num_bytes, to_table
 from megatron_rl.training.turns import Played, Turn
-from megatron_rl.types import Rollout
+from megatron_rl.types import STEP, Rollout
 
 FORMAT = 1  # of a file; a file of another format is not read
 ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
-Decode = Callable[[str, Sequence[np.ndarray]], Sequence[str]]  # (role, token sequences) -> their texts
+Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> their text
 _HEAD = b"megatron_rl"  # key of the file's metadata
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, pa.ArrowException)
 _log = logging.getLogger(__name__)
+
+
+class TokenText(Protocol):
+    """The text of some tokens: a text.Decoded."""
+
+    @property
+    def text(self) -> str: ...
+
+    def text_of(self, first: int, end: int) -> str: ...
 
 
 class StoreError(RuntimeError):
@@ -227,7 +236,7 @@ def _tables(number: int, played: Played, decode: Decode | None) -> Iterator[pa.T
     """Yields the rows role by role, in pieces of about CHUNK_BYTES, so that writing takes little memory."""
     for role, rollouts in played.rollouts.items():
         for chunk in _chunks(rollouts):
-            texts = None if decode is None else _decoded(role, chunk, decode)
+            texts = None if decode is None else _texts(role, chunk, decode)
             yield to_table(number, chunk, texts)
 
 
@@ -240,10 +249,22 @@ def _chunks(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
             first, size = place + 1, 0
 
 
-def _decoded(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[list[str]]:
-    parts = [text_parts(rollout) for rollout in rollouts]
-    texts = iter(decode(role, [tokens for of_one in parts for tokens in of_one]))
-    return [[next(texts) for _ in of_one] for of_one in parts]
+def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[list[str]]:
+    """Returns of each rollout the text of its prompt, of all that follows it, and of each reasoning step."""
+    prompts: dict[bytes, str] = {}  # a group has one prompt
+    out = []
+    for rollout in rollouts:
+        start = rollout.start
+        prompt = rollout.tokens[:start]
+        if (key := prompt.tobytes()) not in prompts:
+            prompts[key] = decode(role, prompt).text
+        rest = decode(role, rollout.tokens[start:])
+        steps = [
+            rest.text_of(first - start, end - start) if first >= start else decode(role, rollout.tokens[first:end]).text
+            for first, end in rollout.marks_of(STEP).ranges.tolist()
+        ]
+        out.append([prompts[key], rest.text, *steps])
+    return out
 
 
 def _plain_numbers(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:

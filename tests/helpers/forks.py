@@ -38,7 +38,8 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
 
 
 def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments: Any) -> list[BaseProcess]:
-    """Runs `function(OUT/rank{r}.json, *arguments)` on `world` ranks; see `answers`."""
+    """Runs `function(OUT/rank{r}.json, *arguments)` on `world` ranks; see `answers`. What it returns is its answer,
+    unless it wrote one itself and returns None."""
     port, processes = str(free_port("127.0.0.1")), []
     for rank in range(world):
         variables = {
@@ -72,7 +73,9 @@ def answers(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> list[A
 
 
 def _answer(function: Callable[..., Any], file: Path, *arguments: Any) -> None:
-    file.write_text(json.dumps(function(file, *arguments)))
+    answer = function(file, *arguments)
+    if answer is not None or not file.exists():
+        file.write_text(json.dumps(answer))
 
 
 def _run(log: Path, variables: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:

@@ -267,11 +267,9 @@ def test_the_gate_refuses_a_reward_that_cannot_tell_right_from_wrong(template, t
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.TIMEOUT])
 def test_the_gate_takes_no_failed_grading_for_a_score(template, tmp_path, outcome):
     """A reward that returns 2.0 for right answers or raises for wrong ones must not pass as 0.0."""
-    tried = []
 
     def rule(response, payload):
-        tried.append(response)
-        return outcome if payload["answer"] not in response else 1.0
+        return 1.0 if f"{{{payload['answer']}}}" in response else outcome
 
     run = gated(template, Log(), tmp_path / "turns", grade=graded(rule))
     with pytest.raises(gate.GateFailure, match=r"no score to the known wrong answer .*: made to fail\. Mend"):
@@ -280,7 +278,14 @@ def test_the_gate_takes_no_failed_grading_for_a_score(template, tmp_path, outcom
 
 def test_a_grading_that_times_out_at_the_gate_counts_neither_way(template, tmp_path):
     late = Questions().take(1)[0].payload["answer"]
-    rule = lambda response, payload: Outcome.TIMEOUT if payload["answer"] == late else payload["answer"] in response  # noqa: E731
+
+    def rule(response, payload):
+        return (
+            Outcome.TIMEOUT
+            if payload["answer"] == late
+            else response.removeprefix("<answer>\\boxed{")[:1] == payload["answer"]
+        )
+
     log = Log()
     loop.train(*gated(template, log, tmp_path / "turns", grade=graded(rule)))
     assert log.series("gate/reward_right", "gate") == [1.0]

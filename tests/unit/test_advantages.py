@@ -310,12 +310,12 @@ def test_a_partners_tokens_have_an_advantage_when_they_weigh_something():
             assert t.advantages[PROMPT : PROMPT + 4].all() == (weight > 0)
 
 
-def test_only_advantages_change():
+def test_only_advantages_change_and_the_reward_that_they_compare_is_noted():
     before = paper_group()
     after = assign_advantages(before, reward="outcome", alpha=0.1)
-    kept = [field.name for field in dataclasses.fields(Rollout) if field.name != "advantages"]
+    kept = [field.name for field in dataclasses.fields(Rollout) if field.name not in ("advantages", "rewards")]
     for old, new in zip(before, after, strict=True):
-        assert old.advantages is None
+        assert old.advantages is None and new.rewards == {**old.rewards, "trained": old.rewards["outcome"]}
         assert all(np.array_equal(getattr(old, name), getattr(new, name)) for name in kept)
 
 

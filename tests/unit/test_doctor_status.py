@@ -31,6 +31,7 @@ from megatron_rl.session.servers import ENGINES
 
 TANGO = ROOT / "examples/tango_qwen2.5_7b.yaml"
 JOB = SlurmJob(id="17_0", restart=0, node="n1", step=None, end=None, warning_s=None)
+ROLES = ("generator", "verifier")
 IN_JOB = {"SLURM_JOB_ID": "17"}
 QWEN = {
     "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
@@ -66,7 +67,7 @@ def gpus(tmp_path, monkeypatch):
 
 
 def test_a_healthy_host_has_nothing_wrong(tmp_path):
-    found = examine(tango(tmp_path), profile.read("cpu"))
+    found = examine(tango(tmp_path, *(f"roles.{name}.model.path=org/a" for name in ROLES)), profile.read("cpu"))
     assert {
         "Python",
         "torch",
@@ -82,7 +83,15 @@ def test_a_healthy_host_has_nothing_wrong(tmp_path):
 
 def test_a_local_path_that_is_not_there_is_wrong_and_a_hub_name_is_a_note(tmp_path):
     model = f"{tmp_path}/no_such_model"
-    found = examine(tango(tmp_path, f"data.path={tmp_path}/no.jsonl", f"roles.verifier.model.path={model}"), quick=True)
+    found = examine(
+        tango(
+            tmp_path,
+            f"data.path={tmp_path}/no.jsonl",
+            f"roles.verifier.model.path={model}",
+            "roles.generator.model.path=org/a",
+        ),
+        quick=True,
+    )
     lost = found["roles.verifier.model.path"]
     assert lost == Check(
         lost.what, f"{lost.what} = {model} is not there yet", "wrong", f"put it there, or mend {lost.what}"

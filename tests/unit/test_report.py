@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 from megatron_rl.config.schema import Run
@@ -15,6 +16,7 @@ from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
 from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
 from megatron_rl.run.report_sweep import write_sweep_report
+from megatron_rl.text import Decoded
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Author, Marks, Rollout, Stop, spans_of
@@ -64,8 +66,9 @@ class Page(HTMLParser):
         ]
 
 
-def decode(role, sequences):
-    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
+def decode(role, tokens):
+    words = [WORDS[token].encode() for token in tokens]
+    return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
 
 
 def keep(directory, turn, **rollouts):
@@ -323,8 +326,8 @@ def sweep(tmp_path, ends):
         (tmp_path / f"run{i}").mkdir()
         if figures_of_run is not None:
             Tracker(tmp_path / f"run{i}" / "metrics.jsonl").log(4, "eval", figures_of_run, turn=9)
-    text = Page(write_sweep_report(tmp_path).read_text()).text
-    return text[text.index("Means over seeds") : text.index("standard deviation over seeds")]
+    text = write_sweep_report(tmp_path).read_text()
+    return text[text.rindex("Means over seeds") : text.index("standard deviation over seeds")]
 
 
 def test_a_mean_over_seeds_counts_only_runs_that_have_the_figure(tmp_path):

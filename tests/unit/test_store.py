@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.text import Decoded
 from megatron_rl.training import store as store_module
 from megatron_rl.training.store import (
     ROLLOUTS,
@@ -35,8 +36,9 @@ WORDS = ["<pad>", "Q", "?", "<step>a</step>", "<step>b", "</step>", "!", "é<>&"
 TURN = Turn(step=3, index=1, roles=("generator",), number=12, updates={"generator": 9})
 
 
-def decode(role, sequences):
-    return ["".join(WORDS[token] for token in tokens) for tokens in sequences]
+def decode(role, tokens):
+    words = [WORDS[token].encode() for token in tokens]
+    return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
 
 
 def rollout(**changes) -> Rollout:
@@ -113,8 +115,8 @@ def odd_rollouts() -> list[Rollout]:
 @pytest.mark.parametrize("every", [0, 1])
 def test_every_field_comes_back_to_the_last_bit(tmp_path, every):
     rollouts = [*odd_rollouts(), bare(), rollout()]
-    texts = ["x" * 4] * 1000
-    store = TurnStore(tmp_path, keep_every=every, decode=lambda role, sequences: texts[: len(sequences)])
+    text = Decoded("x" * 4, b"x" * 4, np.full(100, 4))
+    store = TurnStore(tmp_path, keep_every=every, decode=lambda role, tokens: text)
     found = put_and_get(store, played(*rollouts))
     for place, (before, after) in enumerate(zip(rollouts, found.rollouts["generator"], strict=True)):
         assert bits(after) == bits(before), place
@@ -215,7 +217,7 @@ def test_a_payload_that_is_not_json_is_named_and_nothing_is_left(tmp_path):
 def test_a_turn_whose_writing_fails_leaves_the_one_before_as_it_was(tmp_path):
     TurnStore(tmp_path).put(TURN, played(rollout()), {"before": 1})
 
-    def fail(role, sequences):
+    def fail(role, tokens):
         raise RuntimeError("no tokenizer")
 
     with pytest.raises(RuntimeError, match="no tokenizer"):
@@ -331,13 +333,13 @@ def test_what_was_kept_stays_when_the_run_goes_on_keeping_fewer(tmp_path):
 def test_texts_are_decoded_for_kept_turns_alone(tmp_path):
     asked = []
 
-    def count(role, sequences):
-        asked.append(role)
-        return decode(role, sequences)
+    def count(role, tokens):
+        asked.append(tokens.tolist())
+        return decode(role, tokens)
 
     store = TurnStore(tmp_path, keep_every=2, decode=count)
     put_turns(store, 3)
-    assert len(asked) == 2
+    assert asked == [[1, 2], [3, 4, 5, 6]] * 2, "prompt and answer of the two kept turns"
     with_text, without = (read_rows(store.path(number))[0] for number in (0, 1))
     assert with_text["text"] == "<step>a</step><step>b</step>!" and with_text["question"] == "Q?"
     hidden = ("prompt", "text", "steps", "question", "answer", "review")
