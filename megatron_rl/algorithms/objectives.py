@@ -197,7 +197,7 @@ def vespo(
 
 def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answer:
     """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean it is OPMD (Kimi k1.5, arXiv
-    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE and W-REINFORCE are it with estimators of their own."""
+    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE is it with an estimator of its own."""
     return -batch.advantages * live.logprobs / (1 + tau)
 
 
