@@ -51,3 +51,20 @@ def correction_weights(
             return at(~outside, ratio), {"correction_masked": outside}
         case "drop":
             return torch.where(outside, 0.0, torch.ones_like(ratio)), {"correction_masked": outside}
+
+
+def off_policy_mask(threshold: float | None, logprobs: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Masks rollouts that the policy has moved away from and that are worse than others: the off-policy sequence mask
+    of DeepSeek-V3.2 (arXiv 2512.02556; TRL's off_policy_mask_threshold).
+
+    A rollout's distance is the mean of log p_engine - log p over its trained labels, with the live p; it estimates KL.
+    The weights, [N] without gradient, are 0 at trained labels whose advantage is negative where that is above
+    `threshold`, and 1 elsewhere; the figure `off_policy_masked` counts the zeros. No threshold gives (None, {}).
+    """
+    if threshold is None:
+        return None, {}
+    moved = at(batch.mask, batch.engine_logprobs - logprobs.detach())
+    counts = batch.sequence_sums(batch.mask.to(moved.dtype)).clamp(min=1)
+    far = batch.spread(batch.sequence_sums(moved) / counts) > threshold
+    masked = batch.mask & far & (batch.advantages < 0)
+    return torch.where(masked, 0.0, torch.ones_like(moved)), {"off_policy_masked": masked}

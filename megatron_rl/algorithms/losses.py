@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
-from megatron_rl.algorithms.corrections import correction_weights
+from megatron_rl.algorithms.corrections import correction_weights, off_policy_mask
 from megatron_rl.batches.batch import Batch, Statistics, at
-from megatron_rl.config.schema import LossConfig
+from megatron_rl.config.schema import ConfigError, LossConfig
 
 
 class PolicyLoss:
@@ -29,6 +29,11 @@ class PolicyLoss:
         if config.objective == "clipped":
             self._args = {"clip_low": config.clip_low, "clip_high": config.clip_high} | self._args
         self._objective = objectives.find(config.objective, self._args)
+        if self._objective.reads_correction and config.correction is not None and config.correction.level != "token":
+            raise ConfigError(
+                f"loss.correction.level = {config.correction.level!r} with loss.objective = {config.objective!r}: it "
+                "multiplies the tokens' weights itself; set the level to token"
+            )
         self.uses_advantages = self._objective.uses_advantages
         self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
 
@@ -44,19 +49,16 @@ class PolicyLoss:
         stands at a place without weight, nan included, reaches neither value nor gradient. The sums, over trained
         tokens and unweighted: ratio, entropy, engine_gap |old - engine|, engine_kl (k3 of KL(engine || old)), the
         objective's own (clip_frac: the clip decides the token's loss), and with kl_coef > 0 kl_ref (k3 of KL(policy ||
-        reference), whatever `kl` and `kl_clamp` are) and those of the correction (corrections.py). Tokens with a weight
-        that are not trained (a junior's) are in the loss alone, without correction. KL and entropy are not corrected
-        either. Raises ValueError when the reference is needed and a batch with a trained token has none.
+        reference), whatever the other settings of kl are) and those of the correction and the mask (corrections.py).
+        Tokens with a weight that are not trained (a junior's) are in the loss alone, without correction. KL and entropy
+        are not corrected either. Raises ValueError when the reference is needed and a batch with a trained token has
+        none.
         """
         config = self.config
         live, batch = live.at(batch.counted), self._complete(live, batch).cleaned()
         assert live.entropy is not None
-        answer = self._objective(live, batch, **self._args)
-        per_token, figures = answer if isinstance(answer, tuple) else (answer, {})
         gap = at(batch.mask, batch.old - batch.engine_logprobs)  # no gradient: neither side is live
-        weights, corrected = correction_weights(config.correction, gap, batch)
-        if weights is not None:
-            per_token = per_token * weights
+        per_token, figures = self._corrected(live, batch, gap)
         if config.entropy_coef:
             per_token = per_token - config.entropy_coef * live.entropy
         sums = {
@@ -67,22 +69,39 @@ class PolicyLoss:
         }
         if config.kl_coef > 0:
             assert batch.reference_logprobs is not None
-            penalty = self._kl(live.logprobs, batch.reference_logprobs)
-            per_token = per_token + config.kl_coef * penalty
+            per_token = per_token + config.kl_coef * self._kl(live.logprobs, batch)
             sums["kl_ref"] = k3(live.logprobs.detach(), batch.reference_logprobs)
         total = (at(batch.counted, per_token) * batch.weights.to(per_token.dtype)).sum()
-        sums |= {name: values.detach().to(per_token.dtype) for name, values in (figures | corrected).items()}
+        sums |= {name: values.detach().to(per_token.dtype) for name, values in figures.items()}
         return total, {name: at(batch.mask, values).sum() for name, values in sums.items()}
 
-    def _kl(self, logprobs: Tensor, reference: Tensor) -> Tensor:
-        """Estimates KL(policy || reference) at every token, [N], with gradient."""
+    def _corrected(self, live: Statistics, batch: Batch, gap: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Computes the objective, weighed against the difference to the engine; [N] losses and [N] figures by name."""
+        weights, corrected = correction_weights(self.config.correction, gap, batch)
+        if weights is not None and self._objective.reads_correction:
+            batch, weights = replace(batch, values={**batch.values, "correction": weights}), None
+        answer = self._objective(live, batch, **self._args)
+        per_token, figures = answer if isinstance(answer, tuple) else (answer, {})
+        kept, masked = off_policy_mask(self.config.off_policy_mask, live.logprobs, batch)
+        for factor in (weights, kept):
+            per_token = per_token if factor is None else per_token * factor
+        return per_token, figures | corrected | masked
+
+    def _kl(self, logprobs: Tensor, batch: Batch) -> Tensor:
+        """Estimates KL(policy || reference) at every token, [N], with gradient.
+
+        With `kl_bias_correction` the estimate is multiplied by the live ratio, so that its mean over the old policy's
+        tokens has the gradient of the KL (arXiv 2512.02556; TRL's use_bias_correction_kl).
+        """
+        assert batch.reference_logprobs is not None
         match self.config.kl:
             case "k1":
-                return k1(logprobs, reference)
+                estimate = k1(logprobs, batch.reference_logprobs)
             case "k2":
-                return k2(logprobs, reference)
+                estimate = k2(logprobs, batch.reference_logprobs)
             case "k3":
-                return k3(logprobs, reference, clamp=self.config.kl_clamp)
+                estimate = k3(logprobs, batch.reference_logprobs, clamp=self.config.kl_clamp)
+        return estimate * (logprobs - batch.old).exp() if self.config.kl_bias_correction else estimate
 
     def _complete(self, live: Statistics, batch: Batch) -> Batch:
         """The batch with its old log-probs, and with a reference if one is needed: a rank without sequences may have

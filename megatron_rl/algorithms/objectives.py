@@ -18,6 +18,7 @@ import pydantic
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.corrections import LOG_LIMIT
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
@@ -26,6 +27,7 @@ Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
+LEAST_WEIGHT = 1e-8  # the least product of ratios and the least weight of a correction that VESPO takes a log of
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,20 @@ class Objective:
     function: Callable[..., Answer]
     needs: frozenset[str] = frozenset()  # entropy, vocab_mean, old, reference, or names of Rollout.values
     uses_advantages: bool = True
+    reads_correction: bool = (
+        False  # the correction's weights by token are its values["correction"]; they do not weigh it
+    )
 
     def __call__(self, live: Statistics, batch: Batch, **args: Any) -> Answer:
         return self.function(live, batch, **args)
 
 
 def objective(
-    *, needs: Sequence[str] = (), uses_advantages: bool = True
+    *, needs: Sequence[str] = (), uses_advantages: bool = True, reads_correction: bool = False
 ) -> Callable[[Callable[..., Answer]], Objective]:
-    """Decorates a function that asks for more than log-probs, or that does without advantages."""
-    return lambda function: Objective(function, frozenset(needs), uses_advantages)
+    """Decorates a function that asks for more than log-probs, that does without advantages, or that has a place of its
+    own for the correction's weights."""
+    return lambda function: Objective(function, frozenset(needs), uses_advantages, reads_correction)
 
 
 def find(name: str, args: Mapping[str, Any]) -> Objective:
@@ -151,9 +157,47 @@ def cispo(live: Statistics, batch: Batch, *, cap: Positive = 5.0) -> Answer:
     return -ratio.clamp(max=cap) * batch.advantages * live.logprobs, {"clip_frac": ratio > cap}
 
 
+def sapo(live: Statistics, batch: Batch, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> Answer:
+    """Lets a sigmoid of the ratio r take the clip's place: -A (4 / tau) sigmoid(tau (r - 1)), with `tau_pos` where the
+    advantage A is above 0 and `tau_neg` elsewhere (SAPO, arXiv 2511.20347; verl, compute_policy_loss_sapo).
+
+    The gradient has the weight 1 at r = 1 and fades on both sides, the faster the larger tau. The paper's mean is the
+    aggregation sequence_mean.
+    """
+    ratio = (live.logprobs - batch.old).clamp(max=LOG_LIMIT).exp()
+    tau = _by_sign(batch.advantages > 0, tau_pos, tau_neg, ratio)
+    return -batch.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
+
+
+@objective(reads_correction=True)
+def vespo(
+    live: Statistics,
+    batch: Batch,
+    *,
+    k_pos: NotNegative = 2.0,
+    lambda_pos: Positive = 3.0,
+    k_neg: NotNegative = 3.0,
+    lambda_neg: Positive = 2.0,
+) -> Answer:
+    """REINFORCE with the weight w^k exp(lambda (1 - w)), without gradient, where w is the product of a rollout's
+    ratios, not their mean (VESPO, arXiv 2602.10693; FloyedShen/VESPO, recipe/vespo/code).
+
+    k and lambda are those of the sign of the advantage; 0 counts as positive. A correction by token multiplies w, so
+    that w compares with the engine that sampled; it does not weigh the loss besides, as in TRL.
+    """
+    log_ratio = (live.logprobs.detach() - batch.old).clamp(-LOG_LIMIT, LOG_LIMIT)
+    if "correction" in batch.values:
+        log_ratio = log_ratio + batch.values["correction"].clamp(min=LEAST_WEIGHT).log()
+    log_w = batch.spread(batch.sequence_sums(log_ratio).clamp(math.log(LEAST_WEIGHT), LOG_LIMIT))
+    positive = batch.advantages >= 0
+    k, fall = _by_sign(positive, k_pos, k_neg, log_w), _by_sign(positive, lambda_pos, lambda_neg, log_w)
+    weight = (k * log_w + fall * (1 - log_w.exp())).exp()
+    return -weight * batch.advantages * live.logprobs, {"rollout_weight": weight}
+
+
 def reinforce(live: Statistics, batch: Batch, *, tau: NotNegative = 0.0) -> Answer:
     """REINFORCE without ratio or clip: -A log p / (1 + tau). With tau 1 and A = r - mean it is OPMD (Kimi k1.5, arXiv
-    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE and W-REINFORCE are it with estimators of their own."""
+    2501.12599; Trinity-RFT, opmd_policy_loss.py); AsymRE is it with an estimator of its own."""
     return -batch.advantages * live.logprobs / (1 + tau)
 
 
@@ -208,6 +252,11 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[T
     return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
 
 
+def _by_sign(positive: Tensor, upper: float, lower: float, like: Tensor) -> Tensor:
+    """Returns `upper` where `positive` [N] holds and `lower` elsewhere, [N] in the dtype of `like`."""
+    return torch.where(positive, like.new_full((), upper), like.new_full((), lower))
+
+
 def _label_counts(batch: Batch, dtype: torch.dtype) -> Tensor:
     """Counts the labels of each rollout that are in the loss, [S], at least 1."""
     return batch.sequence_sums(batch.counted.to(dtype)).clamp(min=1)
@@ -218,6 +267,8 @@ WORDS: Mapping[str, Any] = {
     "gspo": gspo,
     "gmpo": gmpo,
     "cispo": cispo,
+    "sapo": sapo,
+    "vespo": vespo,
     "reinforce": reinforce,
     "rover": rover,
     "distilled": distilled,

@@ -169,8 +169,8 @@ CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
-    # Loss of each token: clipped, gspo, gmpo, cispo, reinforce, rover, distilled, rl_plus, or module:name (see
-    # algorithms/objectives.py).
+    # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, rl_plus, or module:name
+    # (see algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # arguments of the objective, by name
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
@@ -180,6 +180,9 @@ class LossConfig:
     # negative.
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_clamp: PositiveFloat | None = None  # largest k3 of a token, beyond which it has no gradient; null: none
+    # Multiply a token's KL by the ratio p / p_old, through which the gradient flows too. The gradient is then that of
+    # the KL, also where an older policy wrote the rollouts (DeepSeek-V3.2).
+    kl_bias_correction: bool = False
     entropy_coef: float = 0.0  # weight of the entropy bonus
     # token_mean: every trained token counts the same. sequence_mean: every sequence counts the same. prompt_mean: every
     # prompt counts the same, and within it every token. constant: the sum over tokens is divided by the number of
@@ -189,6 +192,9 @@ class LossConfig:
     # Weights against the difference between trainer and engine. null: none, or {kind: truncate, high: 2.0} where
     # rollouts.max_staleness is above 0.
     correction: CorrectionConfig | None = None
+    # Leave tokens of negative advantage out of the objective where the mean of log p_engine - log p over their rollout
+    # is above this (DeepSeek-V3.2's mask of off-policy sequences); null: no mask.
+    off_policy_mask: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
         if self.kl_clamp is not None and self.kl != "k3":

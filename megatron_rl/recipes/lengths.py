@@ -45,7 +45,8 @@ class Overlong:
 @config
 class Brevity:
     """Right solutions earn less the longer they are, among the problems that are solved best; those of the others earn
-    the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv 2505.18086).
+    the plain outcome, so that accuracy does not collapse (GRPO-lambda, arXiv 2505.18086; its code is not released, and
+    the size of its penalty was not confirmed).
     """
 
     share: float = 0.2  # lambda: share of an update's groups, those with the highest success rates

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.algorithms.estimators import word_of
+from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config import schema as config
-from megatron_rl.config.schema import EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
+from megatron_rl.config.schema import CorrectionConfig, EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.recipes.evolve import Evolve
 from megatron_rl.recipes.tango import Tango
@@ -25,6 +27,8 @@ TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
     *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
     *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
+    *(f"methods/{name}" for name in ("grpo", "dr_grpo", "lite_ppo", "gmpo", "w_reinforce", "rover", "ghpo")),
+    *(f"methods/{name}" for name in ("opmd", "asymre", "gspo", "sapo", "vespo")),
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
@@ -137,6 +141,8 @@ def test_the_tandem_has_the_papers_numbers():
 
 
 def test_dapo_has_the_papers_numbers():
+    """Section 4.1 of the paper; dual clip and weight decay of verl's script. verl's outcomes are 1 and -1: a penalty of
+    1 there is one of 0.5 here."""
     config = load(TrainConfig, "dapo_qwen2.5_32b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (role.loss.clip_low, role.loss.clip_high, role.loss.kl_coef, role.loss.aggregation) == (
@@ -149,11 +155,13 @@ def test_dapo_has_the_papers_numbers():
     assert (config.run.prompts_per_step, recipe.group_size, recipe.estimator) == (512, 16, "grpo")
     assert config.run.prompts_per_step * recipe.dynamic_sampling.oversampling == 1536
     assert recipe.dynamic_sampling.rounds == 10
-    assert (role.sampling.max_tokens, recipe.overlong.cache, recipe.overlong.penalty) == (20480, 4096, 1.0)
-    assert recipe.overlong.reward(20480 - 4096, 20480) == 0.0 and recipe.overlong.reward(20480, 20480) == -1.0
+    assert (role.loss.objective_args, role.optimizer.weight_decay) == ({"dual_clip": 10.0}, 0.1)
+    assert (role.sampling.max_tokens, recipe.overlong.cache, recipe.overlong.penalty) == (20480, 4096, 0.5)
+    assert recipe.overlong.reward(20480 - 4096, 20480) == 0.0 and recipe.overlong.reward(20480, 20480) == -0.5
 
 
 def test_scalerl_has_the_papers_choices():
+    """Sections 3 and 4 and appendix A.3 of the paper."""
     config = load(TrainConfig, "scalerl_qwen3_8b")
     role, recipe = config.roles["generator"], plugins.build(config.recipe)
     assert (role.loss.objective, role.loss.objective_args, role.loss.aggregation) == (
@@ -164,6 +172,49 @@ def test_scalerl_has_the_papers_choices():
     assert (recipe.group_size, recipe.estimator, recipe.curriculum.retire_at) == (16, "batch", 0.9)
     assert recipe.dynamic_sampling.rounds == 1 and recipe.dynamic_sampling.oversampling == 1
     assert config.rollouts.max_staleness == 8 and role.loss.kl_coef == 0
+    assert role.loss.correction == CorrectionConfig(kind="truncate", high=5.0)
+    optimizer = role.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.weight_decay, optimizer.warmup_steps) == (5e-7, 1e-15, 0.01, 100)
+    assert (config.run.prompts_per_step, role.sampling.max_tokens) == (48, 14336)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "samples", "per_step", "tokens", "estimator", "objective", "aggregation"),
+    [
+        ("dr_grpo", 128, 8, None, 3000, "dr_grpo", "clipped", "constant"),
+        ("lite_ppo", 1024, 8, 2048, 3072, "batch", "clipped", "token_mean"),
+        ("gmpo", 1024, 5, 256 * 5, 1024, "grpo", "gmpo", "sequence_mean"),
+        ("w_reinforce", 1024, 8, 256 * 8, 3072, "w_reinforce", "clipped", "token_mean"),
+        ("rover", 128, 8, 32 * 8, 8192, "grpo", "rover", "token_mean"),
+        ("ghpo", 112, 8, None, 2048, "grpo", "clipped", "token_mean"),
+        ("opmd", 960, 8, 96 * 8, 1024, "opmd", "reinforce", "token_mean"),
+        ("asymre", 1920, 8, 96 * 8, 1024, "asymre", "reinforce", "token_mean"),
+        ("gspo", 256, 16, 32 * 16, 8192, "grpo", "gspo", "sequence_mean"),
+        ("sapo", 256, 16, 32 * 16, 8192, "grpo", "sapo", "sequence_mean"),
+        ("vespo", 2048, 8, 256 * 8, 15360, "grpo", "vespo", "token_mean"),
+    ],
+)
+def test_examples_of_methods_have_the_released_numbers(
+    name, prompts, samples, per_step, tokens, estimator, objective, aggregation
+):
+    """The scripts that each file names: problems, samples of each, samples in an optimizer step, longest answer."""
+    config = load(TrainConfig, f"methods/{name}")
+    role, recipe = config.roles["generator"], plugins.build(config.recipe)
+    assert (config.run.prompts_per_step, recipe.group_size, role.sampling.max_tokens) == (prompts, samples, tokens)
+    assert (role.samples_per_optimizer_step, word_of(recipe.estimator)) == (per_step, estimator)
+    assert (role.loss.objective, role.loss.aggregation) == (objective, aggregation)
+    assert (role.optimizer.lr, role.loss.kl_coef) == {"opmd": (2e-6, 0.001), "asymre": (2e-6, 0.0)}.get(name, (1e-6, 0))
+    assert PolicyLoss(role.loss).uses_advantages  # its arguments are those that the objective takes
+
+
+def test_examples_of_methods_have_the_released_arguments():
+    loss = {name: load(TrainConfig, f"methods/{name}").roles["generator"].loss for name in ("gmpo", "opmd", "asymre")}
+    assert loss["gmpo"].objective_args == {"clip_low": 0.4, "clip_high": 0.4}
+    assert (loss["opmd"].objective_args["tau"], loss["asymre"].objective_args["tau"]) == (4.0, 0.0)
+    recipe = {name: load(TrainConfig, f"methods/{name}").recipe.args for name in ("w_reinforce", "asymre", "ghpo")}
+    assert recipe["w_reinforce"]["estimator"]["args"] == {"positive_weight": 0.1}
+    assert recipe["asymre"]["estimator"]["args"] == {"baseline_shift": -0.1}
+    assert recipe["ghpo"]["hints"]["shares"] == [0.25, 0.5, 0.75]
 
 
 def test_ssrl_has_the_released_scripts_numbers():

@@ -306,6 +306,39 @@ def test_math_answers(response, answer, score):
     assert grade_math(response, {"answer": answer}) == score
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{100 dollars}", "100", 0.0),  # read as 100 a d o l^2 r s
+        (r"\boxed{100 \text{ dollars}}", "100", 1.0),
+        (r"\boxed{\$100}", "100", 1.0),
+        (r"\boxed{100 cm}", "100", 1.0),
+        (r"\boxed{100 apples}", "100", 1.0),
+        (r"\boxed{-2 \le x \le 7}", r"x \in [-2,7]", 0.0),  # an inequality counts for no interval
+        (r"\boxed{-2 \le x \le 7}", "[-2,7]", 0.0),
+        (r"\boxed{x>2}", r"(2,\infty)", 0.0),
+        (r"\boxed{x<1 \text{ or } x>2}", r"(-\infty,1)\cup(2,\infty)", 0.0),
+        (r"\boxed{[-2,7]}", r"-2 \le x \le 7", 1.0),  # but an interval counts for an inequality
+        (r"\boxed{x \in [-2,7]}", r"-2 \le x \le 7", 1.0),
+        (r"\boxed{(2,\infty)}", "x>2", 1.0),
+        (r"\boxed{(-2,7)}", r"-2 \le x \le 7", 0.0),
+        (r"\boxed{(-\infty,1)\cup(2,\infty)}", r"x<1 \text{ or } x>2", 0.0),
+        (r"\boxed{[-2,7]}", r"x \in [-2,7]", 1.0),
+        (r"\boxed{x \in [-2,7]}", "[-2,7]", 1.0),
+        (r"\boxed{-2 < x < 7}", "[-2,7]", 0.0),
+        (r"\boxed{\{1,2\}}", "1,2", 1.0),
+        (r"\boxed{x=1 \text{ or } x=2}", "1,2", 1.0),
+        (r"\boxed{1 \text{ and } 2}", "1,2", 1.0),
+        (r"\boxed{\{1,2\}}", "(1,2)", 1.0),  # math-verify takes a pair and a set for each other
+        (r"\boxed{16,3,1}", "16,3,1,1", 1.0),
+    ],
+)
+def test_units_intervals_and_sets_are_graded_as_the_release_of_rl_tango_grades_them(response, answer, score):
+    """What compute_score of kaiwenzha/RL-Tango 411ed83, verl/utils/reward_score/math_verify.py, gives with the
+    math-verify that is installed here. Its math_metric leaves allow_set_relation_comp off."""
+    assert grade_math(response, {"answer": answer}) == score
+
+
 def test_a_known_answer_that_cannot_be_read_is_an_error_not_a_wrong_answer():
     with pytest.raises(ValueError, match="known answer '' cannot be read"):
         grade_math(r"\boxed{5}", {"answer": ""})

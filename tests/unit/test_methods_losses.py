@@ -174,6 +174,32 @@ def cispo(t):
 
 
 @each
+def sapo(t):
+    """-(4 / tau) sigmoid(tau (u - 1)) A; tau is 1 where A > 0, else 1.05 (arXiv 2511.20347; volcengine/verl b178a3c,
+    core_algos.py, compute_policy_loss_sapo)."""
+    tau, u = 1.0 if t.advantage > 0 else 1.05, math.exp(t.new - t.old)
+    gate = 1 / (1 + math.exp(-tau * (u - 1)))
+    return -4 / tau * gate * t.advantage, -4 * gate * (1 - gate) * u * t.advantage
+
+
+def vespo(corrected):
+    """-sg(w^k exp(lambda (1 - w))) A log pi, w the product of all u and of the correction's weights (arXiv 2602.10693;
+    FloyedShen/VESPO aa1f304, recipe/vespo/code/core_algos.py, compute_policy_loss_vespo)."""
+
+    def of(tokens, weights):
+        product = math.prod(math.exp(t.new - t.old) for t in tokens)
+        w = max(product * math.prod(max(c, 1e-8) for c in corrected), 1e-8)
+        slopes = []
+        for t in tokens:
+            k, fall = (2, 3) if t.advantage >= 0 else (3, 2)
+            slopes.append(-(w**k) * math.exp(fall * (1 - w)) * t.advantage)
+        losses = [slope * t.new for t, slope in zip(tokens, slopes, strict=True)]
+        return losses, [share * slope for share, slope in zip(weights, slopes, strict=True)]
+
+    return of
+
+
+@each
 def opmd(t):
     """-A log pi / (1 + tau), tau 1 (Trinity-RFT, trinity/algorithm/policy_loss_fn/opmd_policy_loss.py)."""
     return -t.advantage * t.new / 2, -t.advantage / 2
@@ -225,6 +251,8 @@ METHODS = {
         gmpo(low=0.1, high=0.3),
     ),
     "cispo": (dict(objective="cispo", objective_args={"cap": 1.3}), cispo),
+    "sapo": (dict(objective="sapo"), sapo),
+    "vespo": (dict(objective="vespo"), vespo),
     "opmd": (dict(objective="reinforce", objective_args={"tau": 1.0}), opmd),
     "rover": (dict(objective="rover", objective_args={"temperature": 2.0}), rover),
     "distilled": (dict(objective="distilled", objective_args={"max_fall": 0.2}), distilled),
@@ -242,6 +270,11 @@ CORRECTIONS = {
     "drop": CorrectionConfig(kind="drop", low=0.7),
     "drop by mean": CorrectionConfig(kind="drop", level="geometric", low=0.85, high=1.2),
 }
+
+
+def correction_of(method, name):
+    """Finds a correction by its name; vespo takes that by token in place of any other."""
+    return CORRECTIONS[name.split(" by ")[0] if method == "vespo" else name]
 
 
 def weight_by_hand(correction, tokens):
@@ -293,8 +326,9 @@ def compare(method, correction, aggregation, *, seed, by_token):
     value, slopes, outside = 0.0, torch.zeros(len(gradient), dtype=torch.float64), 0
     for tokens, share in zip(rollouts, shares_by_hand(aggregation, rollouts), strict=True):
         corrected, out = weight_by_hand(correction, tokens)
-        weights = [share * t.weight * c for t, c in zip(tokens, corrected, strict=True)]
-        losses, by = formula(tokens, weights)
+        inside = method == "vespo"  # the correction is part of its formula and does not weigh the loss
+        weights = [share * t.weight * (1.0 if inside else c) for t, c in zip(tokens, corrected, strict=True)]
+        losses, by = (formula(corrected) if inside else formula)(tokens, weights)
         value += sum(w * loss for w, loss in zip(weights, losses, strict=True))
         slopes[[t.place for t in tokens]] = torch.tensor(by, dtype=torch.float64)
         outside += sum(out)
@@ -310,7 +344,7 @@ def compare(method, correction, aggregation, *, seed, by_token):
 @pytest.mark.parametrize("method", METHODS)
 def test_value_and_gradient_of_a_method_are_its_formulas(method, correction, aggregation, by_token):
     for seed in range(3):
-        compare(method, CORRECTIONS[correction], aggregation, seed=seed, by_token=by_token)
+        compare(method, correction_of(method, correction), aggregation, seed=seed, by_token=by_token)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -357,7 +391,8 @@ def test_figures_count_the_tokens_that_a_clip_decides():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("correction", ["truncate by sequence", "mask by mean"])
 def test_sums_and_gradients_do_not_depend_on_how_rollouts_are_packed(method, correction):
-    settings = {"kl_coef": 0.1, "correction": CORRECTIONS[correction]} | METHODS[method][0]
+    settings = {"kl_coef": 0.1, "correction": correction_of(method, correction), "kl_bias_correction": True}
+    settings |= {"off_policy_mask": 0.1} | METHODS[method][0]
     loss = PolicyLoss(LossConfig(**settings))
     batch, live, _ = draw(11, by_token=True)
     whole, sums = loss(live, batch)
@@ -380,7 +415,8 @@ def test_sums_and_gradients_do_not_depend_on_how_rollouts_are_packed(method, cor
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_rank_with_nothing_to_train_gives_the_same_figures_and_zeros(method):
-    settings = {"kl_coef": 0.1, "correction": CORRECTIONS["mask by sequence"]} | METHODS[method][0]
+    settings = {"kl_coef": 0.1, "correction": correction_of(method, "mask by sequence"), "kl_bias_correction": True}
+    settings |= {"off_policy_mask": 0.1} | METHODS[method][0]
     loss = PolicyLoss(LossConfig(**settings))
     batch, live, _ = draw(1)
     dummy, logprobs = batch.dummy(4), torch.zeros(4, requires_grad=True)
@@ -442,6 +478,83 @@ def test_the_kl_clamp_is_in_the_loss_and_not_in_the_logged_kl():
     assert max(each) > 10
 
 
+def test_the_bias_corrected_kl_is_k3_times_the_live_ratio():
+    """DeepSeek-V3.2 (arXiv 2512.02556); TRL's use_bias_correction_kl."""
+    batch, live, rollouts = draw(5)
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    total, sums = PolicyLoss(LossConfig(kl_coef=0.3, kl_bias_correction=True))(live, batch)
+    value, slopes = 0.0, torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for t in [t for own in rollouts for t in own]:
+        u, d = math.exp(t.new - t.old), t.reference - t.new
+        value += 0.3 * t.weight * u * (math.exp(d) - d - 1)
+        slopes[t.place] = 0.3 * t.weight * u * ((math.exp(d) - d - 1) + (1 - math.exp(d)))
+    close(total.detach(), value)
+    close(torch.autograd.grad(total, live.logprobs)[0], slopes)
+    plain = PolicyLoss(LossConfig(kl_coef=0.3))(live, batch)
+    close(sums["kl_ref"], plain[1]["kl_ref"].item())
+    assert abs(total.item() - plain[0].item()) > 1e-3
+
+
+@pytest.mark.parametrize(("corrected", "unbiased"), [(True, True), (False, False)])
+def test_the_bias_corrected_kl_has_the_gradient_of_the_kl_over_an_older_policys_tokens(corrected, unbiased):
+    """Every word of a small vocabulary is a rollout of one token, weighed by its probability under the old policy."""
+    old, reference = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]))
+    logits = torch.tensor([0.1, 0.9, -0.4], dtype=torch.float64, requires_grad=True)
+    exact = torch.autograd.grad((logits.softmax(0) * (logits.log_softmax(0) - reference)).sum(), logits)[0]
+    loss, labels = PolicyLoss(LossConfig(kl_coef=1.0, kl_bias_correction=corrected)), [0, 2, 4]
+    batch = pack([rollout("EP", i, 0.0) for i in range(3)])
+
+    def placed(values):
+        return torch.zeros(6, dtype=torch.float64).index_put((torch.tensor(labels),), values)
+
+    batch = replace(
+        batch,
+        weights=placed(old.exp()),
+        old_logprobs=placed(old),
+        engine_logprobs=placed(old),
+        reference_logprobs=placed(reference),
+    )
+    total, _ = loss(Statistics(placed(logits.log_softmax(0)), torch.zeros(6)), batch)
+    found = torch.autograd.grad(total, logits)[0]
+    assert torch.allclose(found, exact, rtol=1e-10) == unbiased
+
+
+def test_the_off_policy_mask_leaves_out_rollouts_that_are_worse_and_far_from_their_sampler():
+    """DeepSeek-V3.2 (arXiv 2512.02556); huggingface/trl f2cd577, grpo_trainer.py, get_off_policy_mask. KL stays."""
+    seen = [0, 0]
+    for seed in range(6):
+        batch, live, rollouts = draw(seed, by_token=seed % 2 == 1)
+        config = LossConfig(kl_coef=0.2, off_policy_mask=0.1)
+        total, sums = PolicyLoss(config)(live, batch)
+        value, masked = 0.0, 0
+        for tokens in rollouts:
+            moved = [t.engine - t.new for t in tokens if t.own]
+            far = sum(moved) / max(1, len(moved)) > 0.1
+            losses, _ = ppo()(tokens, [1.0] * len(tokens))
+            for t, loss in zip(tokens, losses, strict=True):
+                out = t.own and far and t.advantage < 0
+                d = t.reference - t.new
+                value += t.weight * ((0.0 if out else loss) + 0.2 * (math.exp(d) - d - 1))
+                masked += out
+        close(total.detach(), value)
+        assert sums["off_policy_masked"].item() == masked
+        seen = [seen[0] + masked, seen[1] + int(batch.mask.sum())]
+    assert 0 < seen[0] < seen[1], "the draw reaches both sides of the bound"
+
+
+@pytest.mark.parametrize("objective", ["sapo", "vespo"])
+def test_ratios_beyond_any_exp_leave_no_nan_in_soft_objectives(objective):
+    batch = replace(
+        pack([rollout("EP", i, 0.0) for i in range(4)]),
+        advantages=torch.tensor([1.0, 0.0, -1.0, 0.0, 0.0, 0.0, 1.0, 0.0]),
+        old_logprobs=torch.tensor([-300.0, 0.0, -300.0, 0.0, -300.0, 0.0, -0.1, 0.0]),
+    )
+    live = torch.tensor([-0.1, 0.0, -0.1, 0.0, -0.1, 0.0, -300.0, 0.0], requires_grad=True)
+    total, _ = PolicyLoss(LossConfig(objective=objective, kl_coef=0.0))(Statistics(live, torch.zeros(8)), batch)
+    total.backward()
+    assert torch.isfinite(total) and torch.isfinite(live.grad).all() and live.grad.abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", ["truncate", "mask", "drop"])
 def test_log_ratios_beyond_any_exp_leave_no_nan(kind, level):
@@ -461,8 +574,9 @@ def test_float32_stays_float32():
         values={name: value.float() for name, value in batch.values.items()},
     )
     loose = Statistics(live.logprobs.float(), live.entropy.float(), live.vocab_mean.float())
-    for settings, _ in METHODS.values():
-        config = LossConfig(**{"kl_coef": 0.0, "correction": CORRECTIONS["mask by sequence"]} | settings)
+    for method, (settings, _) in METHODS.items():
+        corrected = {"correction": correction_of(method, "mask by sequence"), "off_policy_mask": 0.1}
+        config = LossConfig(**{"kl_coef": 0.0} | corrected | settings)
         total, sums = PolicyLoss(config)(loose, single)
         assert total.dtype == torch.float32 and {s.dtype for s in sums.values()} == {torch.float32}
         assert total.item() == pytest.approx(PolicyLoss(config)(live, batch)[0].item(), rel=1e-4)
@@ -476,6 +590,12 @@ def test_float32_stays_float32():
         ({"objective_args": {"ratio_bound": 1.0}}, "loss.objective_args.ratio_bound = 1.0"),
         ({"objective": "gmpo", "objective_args": {"clip_low": -0.1}}, "loss.objective_args.clip_low = -0.1"),
         ({"objective": "cispo", "objective_args": {"cap": 0.0}}, "loss.objective_args.cap = 0.0"),
+        ({"objective": "sapo", "objective_args": {"tau_neg": 0.0}}, "loss.objective_args.tau_neg = 0.0"),
+        ({"objective": "vespo", "objective_args": {"lambda_pos": 0.0}}, "loss.objective_args.lambda_pos = 0.0"),
+        (
+            {"objective": "vespo", "correction": CORRECTIONS["mask by sequence"]},
+            "loss.correction.level = 'sequence' with loss.objective = 'vespo'",
+        ),
         ({"objective": "cispo", "objective_args": {"cap": math.inf}}, "loss.objective_args.cap = inf"),
         ({"objective": "cispo", "objective_args": {"cap": True}}, "loss.objective_args.cap = True"),
         ({"objective": "distilled", "objective_args": {"max_fall": 0.0}}, "loss.objective_args.max_fall = 0.0"),
@@ -512,6 +632,7 @@ def base(tmp_path):
         ("correction={kind: drop, low: 1.2, high: 3.0}", "must lie within the bounds"),
         ("correction={kind: clip, high: 3.0}", "choose 'none', 'truncate', 'mask' or 'drop'"),
         ("correction={kind: mask, level: word, high: 3.0}", "choose 'token', 'sequence' or 'geometric'"),
+        ("off_policy_mask=0.0", "off_policy_mask = 0.0: give a value greater than 0"),
         ("tis_cap=2.0", "unknown key"),
     ],
 )

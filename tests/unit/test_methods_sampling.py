@@ -403,7 +403,9 @@ def test_solutions_that_were_cut_are_compared_with_and_leave_no_gradient(templat
 
 
 def test_brevity_prices_right_solutions_of_the_best_groups(template):
-    """Re-derived by loops: sigmoid of the standardised length among the right ones of a group (arXiv 2502.04463)."""
+    """Re-derived by loops: 1 - alpha sigmoid of the standardised length among the right ones of a group (arXiv
+    2502.04463), in the best-solved fifth of the groups alone (GRPO-lambda, arXiv 2505.18086). The formula was read in a
+    published summary of that paper, whose code is not released; its alpha was not confirmed."""
     rates, share, penalty = [4, 1, 3, 4, 0], 0.5, 0.4
 
     def script(text, j, sampling):

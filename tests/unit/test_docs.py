@@ -1,0 +1,54 @@
+"""What the pages about methods show is what the code takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.algorithms.estimators import ESTIMATORS
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.algorithms.objectives import WORDS
+from megatron_rl.config.files import load, read_keys
+from megatron_rl.config.schema import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/writing_a_recipe.md").read_text()
+BASE = (
+    "roles: {generator: {model: {path: org/model}}}\ndata: {path: problems.jsonl}\n"
+    "recipe: {target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 3}}\n"
+)
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_recipe_that_the_page_shows_whole_is_the_packaged_one():
+    [shown] = [block for block in blocks("python") if "class Grpo(" in block]
+    assert shown == (ROOT / "megatron_rl/recipes/grpo.py").read_text()
+
+
+@pytest.mark.parametrize("number", range(len(blocks("yaml"))))
+def test_every_snippet_of_a_config_can_be_read(tmp_path, number):
+    base, snippet = tmp_path / "base.yaml", tmp_path / "snippet.yaml"
+    base.write_text(BASE)
+    snippet.write_text(blocks("yaml")[number])
+    whole = {"roles", "recipe", "data"} <= read_keys([snippet])
+    load(TrainConfig, [snippet] if whole else [base, snippet])
+
+
+def test_every_correction_of_the_table_can_be_used(tmp_path):
+    (tmp_path / "base.yaml").write_text(BASE)
+    found = re.findall(r"\| (?:`clipped` with )?`(\{kind: [^`]*\})` \|", PAGE)
+    assert len(found) == 7
+    for text in found:
+        config = load(TrainConfig, [tmp_path / "base.yaml"], [f"roles.generator.loss.correction={text}"])
+        PolicyLoss(config.roles["generator"].loss)
+
+
+@pytest.mark.parametrize("page", ["docs/concepts.md", "docs/writing_a_recipe.md"])
+def test_every_objective_and_estimator_is_named(page):
+    text = (ROOT / page).read_text()
+    assert not [word for word in (*WORDS, *ESTIMATORS) if f"`{word}`" not in text], f"name them in {page}"
