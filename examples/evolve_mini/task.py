@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("question", "answer", "score", "think") for slash in ("", "/")]
 WORDS = ["<propose>", "<reference>", "<solve>", "<mark>", "<check>", "yes", "no", "1", "10"]
+KNOWN = [*TAGS, *WORDS, *(f"#{i}" for i in range(1, MOST + 1)), *LETTERS]
 MISTAKE = 0.35  # probability that the solver's late teacher leaves a letter as it is
 MALFORMED = 0.15  # of the proposals of SFT
 UNTIDY = 0.15  # of the judgements of the late teacher
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token a word."""
-    words = [*SPECIAL, *TAGS, *WORDS, *(f"#{i}" for i in range(1, MOST + 1)), *LETTERS]
+def write_model(directory: Path, seed: int, known: Sequence[str] = KNOWN) -> None:
+    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token for each known word."""
+    words = [*SPECIAL, *known]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(

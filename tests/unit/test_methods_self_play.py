@@ -335,3 +335,18 @@ def test_evaluation_measures_the_solver(texts):
 def test_wrong_arguments_are_refused_with_their_name(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         build(Use(target="megatron_rl.recipes.self_play:SelfPlay", args={"updates": 1, **args}))
+
+
+def test_a_vote_counts_gradings_that_fail_and_leaves_them_out(texts):
+    def rule(response, payload):
+        return Outcome.TIMEOUT if response.endswith("{3}") else payload["answer"] in response
+
+    def answer(prompt, i, j):
+        return rf"\boxed{{{2 if j < 2 else j}}}"
+
+    table = table_of(grade=graded(rule), solver=answer)
+    found = play(recipe_of(texts, key="majority"), table)
+    assert table.notes[SOLVER]["graded/timeout"] == 7 and len(found[SOLVER]) == 7 * 3
+    assert {r.rewards["outcome"] for r in found[SOLVER]} == {1.0} and earned(found)[:3] == [0.0] * 3
+    with pytest.raises(RewardFailure, match="7 of 28 gradings failed"):
+        play(recipe_of(texts, key="majority"), table_of(grade=graded(rule), solver=answer, max_failure_share=0.2))
