@@ -10,6 +10,7 @@ drives them out. The judge is a server that knows the criteria by the rules of t
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ def main() -> None:
         data = f"data.path={BASE}/{name}.jsonl"
         command = [sys.executable, "-m", "megatron_rl.main", "train", f"{HERE}/rubric.yaml", f"run.name={name}"]
         judge.digits.clear()
-        subprocess.run([*command, url, data, "run.resume=never"], check=True)
+        shutil.rmtree(BASE / name, ignore_errors=True)  # of an earlier call
+        subprocess.run([*command, url, data], check=True)
         table(name, judge.digits)
 
 

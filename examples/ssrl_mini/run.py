@@ -41,7 +41,6 @@ def main() -> None:
     prepare(seed=1)
     command(
         "train", str(HERE / "ssrl.yaml"), f"run.seed={options.seed}", f"recipe.args.updates={options.updates}",
-        "run.resume=never",
     )  # fmt: skip
     table = Table(title="SSRL: searches in the model's own memory")
     for column in ("figure", "start", "middle", "end"):
