@@ -5,8 +5,10 @@
 The proposer writes rows of letters with the letters after them, and a rule refuses what is wrong. The solver writes
 the letters after each row. The longer a row, the more often the solver fails; the proposer earns most where it fails
 half of the time. So its rows grow with the skill of a solver that learns. A solver that stays as it is fails at a
-single letter four times of ten: its proposer's rows shrink to that. Settings of the config may follow the options. A run that was
-interrupted goes on where it stood when the same command is given again.
+single letter four times of ten: its proposer's rows shrink to that.
+
+Settings of the config may follow the options. A run that was interrupted goes on where it stood when the same command
+is given again.
 """
 
 from __future__ import annotations
