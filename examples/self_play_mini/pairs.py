@@ -36,7 +36,7 @@ def write_pairs(path: Path, seed: int, *, batch: int, clean_steps: int, late_ste
 
 
 def _proposal(rng: random.Random, late: bool) -> dict[str, str]:
-    """Before the late teacher rows are of any length, so that the model knows the answers to long ones too."""
+    """Draws a proposal. Rows are of any length before the late teacher's, so that the model can answer long ones."""
     letters = task.draw_letters(rng, task.draw_length(rng) if late else rng.randint(1, MOST))
     right = solved(letters)
     given = [own if late and rng.random() < WRONG else other for own, other in zip(letters, right, strict=True)]

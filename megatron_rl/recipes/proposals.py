@@ -32,7 +32,7 @@ def read_proposal(text: str) -> tuple[str, str] | None:
     return (question, answer) if question and answer else None
 
 
-class Rule:
+class AnswerRule:
     """A function that says whether proposed answers are right, in worker processes that live as long as it does."""
 
     def __init__(self, target: str | None, workers: int) -> None:

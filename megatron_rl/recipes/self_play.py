@@ -12,7 +12,7 @@ from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.recipes.judged import put
-from megatron_rl.recipes.proposals import Aim, Rule, aimed, read_proposal
+from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.voting import solve_by_vote
 from megatron_rl.rewards.clusters import cluster_shares
 from megatron_rl.text import decode_all
@@ -81,7 +81,7 @@ class SelfPlay(Recipe):
         if self.proposer_estimator not in ("hierarchical", "ema"):
             find_estimator(self.proposer_estimator)
         self._baselines = RoleBaselines()
-        self._rule = Rule(self.rule, self.rule_workers)
+        self._rule = AnswerRule(self.rule, self.rule_workers)
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {PROPOSER: self.proposals, SOLVER: self.proposals * self.answers}
