@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: evolve-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: evolve-mini self-play-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -81,6 +81,9 @@ arms: setup ## the paper's four arms over seeds, with a comparison
 
 evolve-mini: setup ## three roles that learn from the same episodes (Multi-Agent Evolve), tiny models, 2 ranks, no GPU
 	$(PY) examples/evolve_mini/run.py
+
+self-play-mini: setup ## a proposer whose questions grow with the solver (self-play with checkable answers), tiny models, no GPU
+	$(PY) examples/self_play_mini/run.py
 
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
 	$(PY) examples/gsm8k_cpu.py

@@ -39,3 +39,9 @@ def letters_of(question: str) -> list[str] | None:
 def grade(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 1.0 when the answer block holds payload["answer"], else 0.0."""
     return float((last_inside(response, "answer") or "").split() == str(payload["answer"]).split())
+
+
+def right(answer: str, payload: Mapping[str, Any]) -> float:
+    """Returns 1.0 for the answer to a question that is one, payload["question"], else 0.0."""
+    letters = letters_of(payload["question"])
+    return float(letters is not None and answer.split() == listed(solved(letters)).split())

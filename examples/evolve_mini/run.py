@@ -12,8 +12,6 @@ command is given again.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,10 +20,13 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import task
-from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+
+from mini_runs import Figures, command, console, series, start_middle_end  # noqa: E402  (beside the examples)
+
 BASE = Path("runs/evolve_mini")  # as the configs have it
 SFT = {"batch": 32, "clean_steps": 400, "late_steps": 100}
 FRAME = 3  # tokens of a proposal besides its letters and their numbers: two tags and the end
@@ -34,15 +35,6 @@ CURVES = {  # panel: (scope of the metrics, figure, label)
     "solver": [("solver", "reward/score", "judge's score"), ("eval", "solver/accuracy_sampled", "held-out accuracy")],
     "judge": [("judge", "reward/form", "form of the judgements")],
 }
-console = Console(soft_wrap=True)
-
-
-def command(*arguments: str) -> None:
-    """Runs `megatron-rl *arguments`. Leaves with its status when it fails."""
-    console.rule(" ".join(arguments[:2]))
-    status = subprocess.run([sys.executable, "-m", "megatron_rl.main", *arguments]).returncode
-    if status:
-        sys.exit(status)
 
 
 def prepare(seed: int) -> None:
@@ -59,18 +51,10 @@ def prepare(seed: int) -> None:
         command("sft", str(HERE / "sft.yaml"), f"steps={steps}", f"run.dir={BASE}")
 
 
-def series(run: Path, scope: str, name: str) -> list[tuple[int, float]]:
-    """Returns (updates before it, figure) of every line of the metrics that has the figure."""
-    points, done = {}, 0
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        figures = dict(line["metrics"])
-        if line["scope"] == "proposer":
-            figures["letters"] = (figures["length"] - FRAME) / 2
-            figures["questions"] = figures["accepted"] / max(1.0, figures["samples"] + figures["unjudged"])
-            done += 1
-        if line["scope"] == scope and name in figures:
-            points[done] = figures[name]
-    return sorted(points.items())
+def proposals(figures: Figures) -> Figures:
+    """Makes the length and the share of proposals of the proposer's figures."""
+    whole = max(1.0, figures["samples"] + figures["unjudged"])
+    return {"letters": (figures["length"] - FRAME) / 2, "questions": figures["accepted"] / whole}
 
 
 def show(run: Path) -> None:
@@ -81,13 +65,12 @@ def show(run: Path) -> None:
     figure, axes = plt.subplots(1, len(CURVES), figsize=(4.2 * len(CURVES), 3.4))
     for axis, (role, curves) in zip(axes, CURVES.items(), strict=True):
         for number, (scope, name, label) in enumerate(curves):
-            points = series(run, scope, name)
+            points = series(run, scope, name, counted="proposer", more=proposals)
             own = axis if number == 0 or role != "proposer" else axis.twinx()
             own.plot(*zip(*points, strict=True), color=f"C{number}", label=label, marker="." if scope == "eval" else "")
             own.set_ylabel(label, color=f"C{number}") if role == "proposer" else own.legend()
             values = [value for _, value in points]
-            places = (0.0, 0.5, 1.0)
-            shown = [values[int(p * (len(values) - 1))] if scope == "eval" else _mean(values, p) for p in places]
+            shown = start_middle_end(values, width=1 if scope == "eval" else 4)
             table.add_row(role, label, *(f"{value:.3f}" for value in shown))
         axis.set(title=role, xlabel="updates")
         axis.grid(alpha=0.3)
@@ -96,13 +79,6 @@ def show(run: Path) -> None:
     plt.close(figure)
     console.print(table)
     console.print(f"curves: {run / 'curves.png'}")
-
-
-def _mean(values: list[float], place: float) -> float:
-    """Returns the mean of four neighbouring values at a place from 0 to 1."""
-    first = int(place * max(0, len(values) - 4))
-    own = values[first : first + 4]
-    return sum(own) / len(own)
 
 
 def main() -> None:

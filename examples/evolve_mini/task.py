@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,15 @@ PROMPTS = Path(__file__).parent / "prompts"
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("question", "answer", "score", "think") for slash in ("", "/")]
 WORDS = ["<propose>", "<reference>", "<solve>", "<mark>", "<check>", "yes", "no", "1", "10"]
+KNOWN = [*TAGS, *WORDS, *(f"#{i}" for i in range(1, MOST + 1)), *LETTERS]
 MISTAKE = 0.35  # probability that the solver's late teacher leaves a letter as it is
 MALFORMED = 0.15  # of the proposals of SFT
 UNTIDY = 0.15  # of the judgements of the late teacher
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token a word."""
-    words = [*SPECIAL, *TAGS, *WORDS, *(f"#{i}" for i in range(1, MOST + 1)), *LETTERS]
+def write_model(directory: Path, seed: int, known: Sequence[str] = KNOWN) -> None:
+    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token for each known word."""
+    words = [*SPECIAL, *known]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -50,8 +51,8 @@ def write_model(directory: Path, seed: int) -> None:
 def write_problems(path: Path, lengths: tuple[int, int], count: int, seed: int) -> None:
     """Writes problems of so many letters, from the least to the most."""
     rng = random.Random(seed)
-    drawn = [_letters(rng, rng.randint(*lengths)) for _ in range(count)]
-    _write_jsonl(path, [{"question": row(letters), "answer": listed(solved(letters))} for letters in drawn])
+    drawn = [draw_letters(rng, rng.randint(*lengths)) for _ in range(count)]
+    write_jsonl(path, [{"question": row(letters), "answer": listed(solved(letters))} for letters in drawn])
 
 
 def write_pairs(path: Path, seed: int, *, batch: int, clean_steps: int, late_steps: int) -> None:
@@ -60,39 +61,39 @@ def write_pairs(path: Path, seed: int, *, batch: int, clean_steps: int, late_ste
     rng, rows = random.Random(seed), []
     for i in range(batch * (clean_steps + late_steps)):
         late = i >= batch * clean_steps
-        rows.append([_proposal, _solution, _check, _mark, _check][i % 5](rng, late))  # to check is the hardest
-    _write_jsonl(path, rows)
+        rows.append([_proposal, draw_solution, _check, _mark, _check][i % 5](rng, late))  # to check is the hardest
+    write_jsonl(path, rows)
 
 
 def _proposal(rng: random.Random, late: bool) -> dict[str, str]:
     """Short questions are frequent; one after a reference is about as long."""
-    size = _short(rng)
+    size = draw_length(rng)
     prompt = _template("proposer")
     if rng.random() < 0.5:
         before = rng.randint(1, MOST)
-        prompt = fill(_template("reference"), references=row(_letters(rng, before)))
+        prompt = fill(_template("reference"), references=row(draw_letters(rng, before)))
         size = min(MOST, max(1, before + rng.choice([-1, 0, 0, 1])))
-    question = _broken(rng, size) if rng.random() < MALFORMED else row(_letters(rng, size))
+    question = _broken(rng, size) if rng.random() < MALFORMED else row(draw_letters(rng, size))
     return {"prompt": prompt, "response": f"<question> {question} </question>"}
 
 
-def _solution(rng: random.Random, late: bool) -> dict[str, str]:
-    letters = _letters(rng, rng.randint(1, MOST))
-    answer = _answer(rng, letters, MISTAKE if late else 0.0)
+def draw_solution(rng: random.Random, late: bool) -> dict[str, str]:
+    letters = draw_letters(rng, rng.randint(1, MOST))
+    answer = draw_answer(rng, letters, MISTAKE if late else 0.0)
     return {"prompt": fill(_template("solver"), question=row(letters)), "response": answer}
 
 
 def _mark(rng: random.Random, late: bool) -> dict[str, str]:
     size = rng.randint(1, MOST)
-    question = _broken(rng, size) if rng.random() < 0.5 else row(_letters(rng, size))
+    question = _broken(rng, size) if rng.random() < 0.5 else row(draw_letters(rng, size))
     score = "1" if letters_of(question) is None else "10"
     return {"prompt": fill(_template("question"), question=question), "response": _score(rng, score, late)}
 
 
 def _check(rng: random.Random, late: bool) -> dict[str, str]:
     """Recites every letter of the answer, the right one, and whether they agree."""
-    letters = _letters(rng, rng.randint(1, MOST))
-    answer = _answer(rng, letters, rng.choice([0.0, 0.15, MISTAKE]))
+    letters = draw_letters(rng, rng.randint(1, MOST))
+    answer = draw_answer(rng, letters, rng.choice([0.0, 0.15, MISTAKE]))
     given, right = answer.split()[2:-1:2], solved(letters)
     seen = [
         f"#{i} {own} {letter} {'yes' if letter == own else 'no'}"
@@ -103,7 +104,7 @@ def _check(rng: random.Random, late: bool) -> dict[str, str]:
     return {"prompt": prompt, "response": f"<think> {' '.join(seen)} </think> {score}"}
 
 
-def _answer(rng: random.Random, letters: list[str], mistake: float) -> str:
+def draw_answer(rng: random.Random, letters: list[str], mistake: float) -> str:
     given = [own if rng.random() < mistake else right for own, right in zip(letters, solved(letters), strict=True)]
     return f"<answer> {listed(given)} </answer>"
 
@@ -113,17 +114,17 @@ def _score(rng: random.Random, score: str, late: bool) -> str:
     return block if not late or rng.random() > UNTIDY else rng.choice([f"<score> {score}", f"{block} {block}"])
 
 
-def _short(rng: random.Random) -> int:
+def draw_length(rng: random.Random) -> int:
     return rng.choices(range(1, MOST + 1), weights=[0.55**i for i in range(MOST)])[0]
 
 
-def _letters(rng: random.Random, count: int) -> list[str]:
+def draw_letters(rng: random.Random, count: int) -> list[str]:
     return [rng.choice(LETTERS) for _ in range(count)]
 
 
 def _broken(rng: random.Random, size: int) -> str:
     """Draws a text of this size that looks like a question and is none."""
-    words = row(_letters(rng, size)).split()
+    words = row(draw_letters(rng, size)).split()
     place = rng.randrange(len(words))
     match rng.randrange(3):
         case 0:
@@ -139,6 +140,6 @@ def _template(name: str) -> str:
     return (PROMPTS / f"{name}.txt").read_text(encoding="utf-8").strip()
 
 
-def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")

@@ -16,6 +16,7 @@ from megatron_rl.config import schema as config
 from megatron_rl.config.schema import CorrectionConfig, EvalConfig, GenerateConfig, SftConfig, TandemConfig, TrainConfig
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.recipes.evolve import Evolve
+from megatron_rl.recipes.self_play import SelfPlay
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards import ssrl
 from megatron_rl.rewards.pool import GradePool
@@ -32,8 +33,17 @@ TRAIN = [
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
+    *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
+    "ssrl_mini/ssrl",
 ]
-SFT = ["sft_qwen2.5_math_7b", "sft_llama3.1_8b", "last_letter/sft", "evolve_mini/sft"]
+SFT = [
+    "sft_qwen2.5_math_7b",
+    "sft_llama3.1_8b",
+    "last_letter/sft",
+    "evolve_mini/sft",
+    "self_play_mini/sft",
+    "ssrl_mini/sft",
+]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
 
@@ -55,7 +65,7 @@ def test_training_examples_are_valid(name, monkeypatch):
     config_checks.check_recipe(found, recipe)
     assert set(recipe.roles()) == set(found.roles) and len(recipe.schedule()) > 0
     problem = {"question": "What is 2 + 3?", "answer": "5", "response": "It is 5.", "principle": "It is right."}
-    assert "What is 2 + 3?" in recipe.prompt(problem)
+    assert ("What is 2 + 3?" in recipe.prompt(problem)) == ("r_zero" not in name), "its challenger sees no problem"
 
 
 @pytest.mark.parametrize("name", SFT)
@@ -244,6 +254,46 @@ def test_multi_agent_evolve_has_the_released_numbers(name):
         optimizer, loss = role.optimizer, role.loss
         assert (optimizer.lr, optimizer.decay, optimizer.weight_decay, optimizer.clip_grad) == (1e-6, "constant", 0, 1)
         assert (loss.kl_coef, loss.clip_low, loss.clip_high, loss.entropy_coef) == (0, 0.2, 0.28, 0.001)
+
+
+def test_r_zero_has_the_released_numbers():
+    """scripts/main.sh, questioner_train_penalty.sh, solver_train.sh and examples/config.yaml of Chengsong-Huang/R-Zero
+    5699329; the clips are EasyR1's defaults (verl/workers/actor/config.py)."""
+    config = load(TrainConfig, "self_play_r_zero_qwen3_4b")
+    recipe = plugins.build(config.recipe)
+    assert isinstance(recipe, SelfPlay)
+    steps = [turn for step in recipe.schedule() for turn in step]
+    assert steps == ([("proposer",)] * 5 + [("solver",)] * 15) * 5
+    assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (512, 4, 10)
+    assert (recipe.aim, recipe.unparseable, recipe.cluster_distance, recipe.key) == ("even", -1.0, 0.5, "majority")
+    assert (recipe.least_accuracy, recipe.most_accuracy) == (0.3, 0.8)
+    assert (recipe.proposer_estimator, recipe.estimator, recipe.rule) == ("grpo", "grpo", None)
+    for name, samples in (("proposer", 16 * 4), ("solver", 128 * 5)):
+        role = config.roles[name]
+        assert role.model.path == "Qwen/Qwen3-4B-Base" and role.samples_per_optimizer_step == samples
+        assert (role.max_prompt_tokens, role.sampling.max_tokens) == (2048, 4096)
+        assert (role.sampling.temperature, role.sampling.top_p) == (1.0, 0.99)
+        optimizer, loss = role.optimizer, role.loss
+        assert (optimizer.lr, optimizer.weight_decay, optimizer.warmup_steps, optimizer.clip_grad) == (1e-6, 0.01, 0, 1)
+        assert (loss.clip_low, loss.clip_high, loss.objective_args) == (0.2, 0.3, {"dual_clip": 3.0})
+        assert (loss.kl, loss.kl_coef, loss.entropy_coef, loss.aggregation) == ("k3", 0.01, 0.0, "token_mean")
+
+
+def test_search_self_play_has_the_released_numbers():
+    """examples/train_ssp.sh of Alibaba-Quark/SSP b4797e1, without what belongs to the search."""
+    config = load(TrainConfig, "self_play_ssp_qwen2.5_7b")
+    recipe = plugins.build(config.recipe)
+    assert isinstance(recipe, SelfPlay) and recipe.schedule()[0] == [("proposer", "solver")]
+    assert (config.run.prompts_per_step, recipe.proposals, recipe.answers) == (256, 1, 5)
+    assert (recipe.aim, recipe.unparseable, recipe.key, recipe.cluster_distance) == ("hard", 0.0, "proposed", 0.0)
+    assert (recipe.proposer_estimator, recipe.estimator) == ("grpo", "grpo")
+    proposer = config.roles["proposer"]
+    assert config.roles["solver"].same_as == "proposer" and proposer.samples_per_optimizer_step == 256 * (1 + 5) // 2
+    for role in config.roles.values():
+        assert (role.max_prompt_tokens, role.sampling.max_tokens, role.sampling.temperature) == (4096, 8192, 1.0)
+    assert (proposer.optimizer.lr, proposer.optimizer.warmup_steps) == (1e-6, 5)
+    loss = proposer.loss
+    assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (0.2, 0.285, "k3", 0.01, 0.0)
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -31,6 +32,13 @@ def sum_is_right(response, payload):
     """A rule for the task: the question is a sum, and says what it comes to."""
     first, _, second = payload["question"].partition("+")
     return float(int(response) == int(first) + int(second))
+
+
+def leaves_its_process(response, payload):
+    """The same rule; it says in which process it ran."""
+    with open(payload["log"], "a") as log:
+        log.write(f"{os.getpid()}\n")
+    return sum_is_right(response, payload)
 
 
 def whole(question, answer):
@@ -63,7 +71,9 @@ def says(script):
     return ScriptedEngine(lambda p, i, j, sampling: [*ids(script(TOKENIZER.decode(p), i, j)), EOS], eos=EOS)
 
 
-def table_of(proposer=lambda prompt, i, j: PROPOSALS[i][j], grade=by_answer, *, limit=10_000, **settings):
+def table_of(
+    proposer=lambda prompt, i, j: PROPOSALS[i][j], grade=by_answer, *, solver=solver, limit=10_000, **settings
+):  # fmt: skip
     return Table(
         engines={PROPOSER: says(proposer), SOLVER: says(solver)},
         tokenizers=dict.fromkeys(ROLES, TOKENIZER),
@@ -75,15 +85,16 @@ def table_of(proposer=lambda prompt, i, j: PROPOSALS[i][j], grade=by_answer, *, 
 
 
 class Tasks:
+    def __init__(self, **payload):
+        self.payload = {"topic": "sums", **payload}
+
     def take(self, count=None):
-        return [
-            Prompt(id="task", tokens=ids(f"P {i}"), payload={"question": str(i), "topic": "sums"}) for i in range(3)
-        ]
+        return [Prompt(id="task", tokens=ids(f"P {i}"), payload={"question": str(i), **self.payload}) for i in range(3)]
 
 
-def play(recipe, table, number=0):
-    found = recipe.play(Turn(step=0, index=0, roles=ROLES, number=number), Tasks(), table)
-    assert list(found) == list(ROLES) and all(r.role == role for role, own in found.items() for r in own)
+def play(recipe, table, number=0, roles=ROLES, **payload):
+    found = recipe.play(Turn(step=0, index=0, roles=roles, number=number), Tasks(**payload), table)
+    assert list(found) == list(roles) and all(r.role == role for role, own in found.items() for r in own)
     return found
 
 
@@ -143,7 +154,7 @@ def test_a_moving_average_is_used_before_a_reward_moves_it_and_is_resumed(texts)
         state = json.loads(json.dumps(recipe.state_dict()))
         recipe = recipe_of(texts, proposer_estimator="ema", ema_decay=0.9)
         recipe.load_state_dict(state)
-    assert baseline > 0.1 and recipe.state_dict() == {"baseline": pytest.approx(baseline)}
+    assert baseline > 0.1 and recipe.state_dict() == {"baselines": {PROPOSER: pytest.approx(baseline)}}
 
 
 def test_one_proposal_of_a_task_with_grpo_has_its_reward_as_advantage(texts):
@@ -165,6 +176,106 @@ def test_the_rule_refuses_wrong_answers_before_the_solver_sees_them(texts):
     assert alone == pytest.approx([-0.5, 0.5])
     with pytest.raises(RewardFailure, match="9 of 9 gradings failed"):
         play(recipe_of(texts, rule=RULE), table_of(lambda p, i, j: whole("7+7", "fourteen"), max_failure_share=0.2))
+
+
+def test_the_rule_keeps_its_processes_from_turn_to_turn(texts, tmp_path):
+    recipe = recipe_of(texts, rule="test_methods_self_play:leaves_its_process", rule_workers=1)
+    for number in range(3):
+        play(recipe, table_of(), number, log=str(tmp_path / "log"))
+    processes = (tmp_path / "log").read_text().split()
+    assert len(processes) == 3 * 7 and len(set(processes)) == 1
+    process = int(processes[0])
+    os.kill(process, 0)
+    del recipe
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_rule_sees_the_tasks_payload_with_the_proposed_question(texts):
+    recipe = recipe_of(texts, rule="test_methods_self_play:is_about_sums")
+    play(recipe, table := table_of(), topic="sums")
+    assert table.notes[PROPOSER]["right"] == 7
+    play(recipe, table := table_of(), topic="odes")
+    assert table.notes[PROPOSER]["right"] == 0
+
+
+def is_about_sums(response, payload):
+    return float(payload["topic"] == "sums" and "+" in payload["question"])
+
+
+def test_the_challenger_of_r_zero_pays_for_what_is_alike(texts):
+    """caller_penalty.py:136-142: min(p, 1 - p), or -1 without a question, minus the share of the question's cluster."""
+    said = ["a b c d e f ?", "a b c d e g ?", "p q r s t u ?", "v w x y z"]
+    answers = {said[0]: 1, said[1]: 2, said[2]: 4}  # right of four
+
+    def propose(prompt, i, j):
+        place = 2 * i + j
+        return whole(said[place], "7") if place < 3 else said[3] if place == 3 else "nothing"
+
+    table = table_of(propose, solver=lambda p, i, j: "7" if j < answers[p.removeprefix("S ")] else "?")
+    recipe = SelfPlay(
+        updates=1, proposals=2, answers=4, aim="even", unparseable=-1.0, cluster_distance=0.5,
+        proposer_estimator="grpo", **texts,
+    )  # fmt: skip
+    found = play(recipe, table)
+    wanted = [0.25 - 2 / 6, 0.5 - 2 / 6, 0.0 - 1 / 6, *[-1.0 - 1 / 6] * 3]  # two of six are alike
+    assert earned(found) == pytest.approx(wanted)
+    assert table.notes[PROPOSER]["cluster_share"] == pytest.approx((2 + 2 + 4) / 36)
+    advantages = [r.advantages for r in found[PROPOSER]]
+    assert advantages[:2] == pytest.approx(
+        [-(0.5**0.5), 0.5**0.5], abs=1e-4
+    )  # of two: half their distance over their std
+    assert advantages[4:] == [0.0, 0.0]
+
+
+def test_rounds_train_one_role_after_the_other(texts):
+    recipe = recipe_of(texts, proposer_turns=2, solver_turns=3)
+    assert recipe.schedule() == [[(PROPOSER,)]] * 2 + [[(SOLVER,)]] * 3
+    parts = recipe.roles()
+    assert (parts[PROPOSER].samples, parts[PROPOSER].drawn) == (3, {PROPOSER: 3, SOLVER: 12})
+    assert (parts[SOLVER].samples, parts[SOLVER].drawn) == (4, {PROPOSER: 1, SOLVER: 4})
+    together, table = play(recipe_of(texts), table_of()), table_of()
+    alone = play(recipe, table, roles=(PROPOSER,))
+    assert [r.advantages for r in alone[PROPOSER]] == [r.advantages for r in together[PROPOSER]]
+    assert all(sampling.logprobs for _, sampling in table.engines[PROPOSER].asked)
+    assert not any(sampling.logprobs for _, sampling in table.engines[SOLVER].asked)
+    alone = play(recipe, table := table_of(), roles=(SOLVER,))
+    assert len(table.engines[PROPOSER].asked) == 3 and {s.n for _, s in table.engines[PROPOSER].asked} == {1}
+    assert {r.payload["question"] for r in alone[SOLVER]} == {"1+1", "6+6"}, "the first proposal of each task"
+
+
+def test_the_solver_learns_from_questions_of_middling_accuracy_alone(texts):
+    table = table_of()
+    found = play(recipe_of(texts, least_accuracy=0.25, most_accuracy=0.75), table)
+    assert {r.payload["question"] for r in found[SOLVER]} == {"2+2", "3+3"} and len(found[SOLVER]) == 8
+    assert table.notes[SOLVER]["learned_from"] == 2 and len(found[PROPOSER]) == 9
+
+
+def test_the_solvers_own_majority_takes_the_place_of_the_proposed_answer(texts):
+    """R-Zero's start_vllm_server.py: the score of a question is the share of the answers that agree with the most
+    frequent one in a box, over all answers."""
+    said = {
+        "1+1": ["2", "3", "3", ""],
+        "2+2": ["", "", "", ""],
+        "3+3": ["6", "6", "6", "6"],
+        "4+4": ["1", "2", "3", ""],
+    }
+
+    def answer(prompt, i, j):
+        own = said.get(prompt.removeprefix("S "), ["0"] * 4)[j]
+        return rf"so \boxed{{{own}}}" if own else "no idea"
+
+    def boxed_is_right(response, payload):
+        assert payload["answer"], "nothing is graded that nobody answered"
+        return rf"\boxed{{{payload['answer']}}}" in response
+
+    table = table_of(grade=graded(boxed_is_right), solver=answer)
+    found = play(recipe_of(texts, key="majority", aim="even"), table)
+    accuracies = [0.5, 0.0, 1.0, None, 0.25, None, 1.0, 1.0, 1.0]
+    assert earned(found) == pytest.approx([0.0 if acc is None else min(acc, 1 - acc) for acc in accuracies])
+    assert len(found[SOLVER]) == 28 and table.notes[SOLVER]["graded/error"] == 0
+    assert [(r.payload["answer"], r.rewards["outcome"]) for r in found[SOLVER][:4]] == [("3", s) for s in (0, 1, 1, 0)]
+    assert [r.payload["correct"] for r in found[SOLVER][4:8]] == [False] * 4
 
 
 def test_answers_without_a_grade_leave_their_group_and_a_proposal_without_any_leaves_too(texts):
@@ -210,6 +321,12 @@ def test_evaluation_measures_the_solver(texts):
         ({"answers": 1}, "answers = 1: give at least 2"),
         ({"aim": "easy"}, "args.aim = 'easy'"),
         ({"ema_decay": 2.0}, "ema_decay = 2.0: it is a share"),
+        ({"ema_decay": 1.0}, "ema_decay = 1.0: the average would never move; give less than 1"),
+        ({"key": "mine"}, "args.key = 'mine'"),
+        ({"solver_turns": 2}, "proposer_turns = 0, solver_turns = 2: a round has turns of both roles"),
+        ({"proposer_turns": -1}, "proposer_turns = -1: give at least 0"),
+        ({"least_accuracy": 0.6, "most_accuracy": 0.5}, "least_accuracy = 0.6: give at most most_accuracy, 0.5"),
+        ({"cluster_distance": 1.5}, "cluster_distance = 1.5: it is a share"),
         ({"proposer_estimator": "mean"}, "estimator 'mean'"),
         ({"rule": "no_such_module:rule"}, "plug-in 'no_such_module:rule': cannot import"),
         ({"solver_template": "none_such"}, "solver_template: no prompt template 'none_such'"),
@@ -218,3 +335,18 @@ def test_evaluation_measures_the_solver(texts):
 def test_wrong_arguments_are_refused_with_their_name(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         build(Use(target="megatron_rl.recipes.self_play:SelfPlay", args={"updates": 1, **args}))
+
+
+def test_a_vote_counts_gradings_that_fail_and_leaves_them_out(texts):
+    def rule(response, payload):
+        return Outcome.TIMEOUT if response.endswith("{3}") else payload["answer"] in response
+
+    def answer(prompt, i, j):
+        return rf"\boxed{{{2 if j < 2 else j}}}"
+
+    table = table_of(grade=graded(rule), solver=answer)
+    found = play(recipe_of(texts, key="majority"), table)
+    assert table.notes[SOLVER]["graded/timeout"] == 7 and len(found[SOLVER]) == 7 * 3
+    assert {r.rewards["outcome"] for r in found[SOLVER]} == {1.0} and earned(found)[:3] == [0.0] * 3
+    with pytest.raises(RewardFailure, match="7 of 28 gradings failed"):
+        play(recipe_of(texts, key="majority"), table_of(grade=graded(rule), solver=answer, max_failure_share=0.2))

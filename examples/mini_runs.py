@@ -1,0 +1,47 @@
+"""Starts commands of megatron-rl for miniatures, and reads the curves of their runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+Figures = Mapping[str, float]
+console = Console(soft_wrap=True)
+
+
+def command(*arguments: str) -> None:
+    """Runs `megatron-rl *arguments`. Leaves with its status when it fails."""
+    console.rule(" ".join(arguments[:2]))
+    status = subprocess.run([sys.executable, "-m", "megatron_rl.main", *arguments]).returncode
+    if status:
+        sys.exit(status)
+
+
+def series(
+    run: Path, scope: str, name: str, *, counted: str, more: Callable[[Figures], Figures] = lambda figures: {}
+) -> list[tuple[int, float]]:
+    """Returns (updates before it, figure) of every line of a run's metrics in `scope` that has the figure.
+
+    An update has one line in the scope `counted`, which is its first; `more` makes further figures of those lines.
+    """
+    points, done = {}, 0
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        figures = dict(line["metrics"])
+        if line["scope"] == counted:
+            figures |= more(figures)
+            done += 1
+        if line["scope"] == scope and name in figures:
+            points[done] = figures[name]
+    return sorted(points.items())
+
+
+def start_middle_end(values: list[float], *, width: int = 1) -> list[float]:
+    """Returns the mean of `width` neighbouring values at the start, at the middle and at the end."""
+    width = min(width, len(values))
+    firsts = [int(place * (len(values) - width)) for place in (0.0, 0.5, 1.0)]
+    return [sum(values[first : first + width]) / width for first in firsts]

@@ -1,0 +1,94 @@
+"""Tells how many of a set of texts are alike, as R-Zero counts its challenger's repetitions.
+
+The released code (Chengsong-Huang/R-Zero 5699329, examples/reward_function/caller_penalty.py) takes BLEU from nltk and
+clusters from scikit-learn. The functions here give the same numbers; of clusters that are exactly as near to each
+other, another pair may be joined first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+ORDERS = (1, 2, 3, 4)  # words of the n-grams that BLEU counts
+NONE_SHARED = 0.1  # count in the place of 0 shared n-grams of one order: nltk's SmoothingFunction().method1
+
+
+def cluster_shares(texts: Sequence[str], distance: float) -> list[float]:
+    """Returns the share of all [N] texts that is in each one's cluster, itself included. -> [N] in (0, 1]
+
+    Clusters are joined while the mean BLEU distance between their texts is below `distance` (average linkage).
+    """
+    labels = _clusters(bleu_distances(texts), distance)
+    sizes = Counter(labels)
+    return [sizes[label] / len(texts) for label in labels]
+
+
+def bleu_distances(texts: Sequence[str]) -> np.ndarray:
+    """Returns 1 - BLEU of each pair, where the earlier text is the hypothesis and the later one its only reference.
+    -> float64 [N, N], symmetric, 0 on the diagonal
+
+    Words are what stands between spaces. A pair without a common word has the distance 1, and so has an empty text.
+    """
+    words = [text.split() for text in texts]
+    lengths = np.array([len(own) for own in words], np.float64)
+    total = np.zeros((len(words), len(words)))  # of the logarithms of the precisions
+    for order in ORDERS:
+        shared = _shared_ngrams(words, order)
+        if order == 1:
+            related = shared > 0
+        counted = np.maximum(lengths - order + 1, 1.0)  # n-grams of the hypothesis
+        total += np.log(np.where(shared > 0, shared, NONE_SHARED) / counted[:, None])
+    own, other = np.maximum(lengths, 1.0)[:, None], lengths[None, :]
+    brevity = np.where(own > other, 0.0, 1.0 - other / own)
+    bleu = np.where(related, np.exp(brevity + total / len(ORDERS)), 0.0)
+    later = np.triu(1.0 - bleu, k=1)
+    return later + later.T
+
+
+def _shared_ngrams(words: Sequence[Sequence[str]], order: int) -> np.ndarray:
+    """Counts the n-grams that two texts share, each at most as often as in both. -> [N, N], without the diagonal"""
+    places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)  # n-gram -> (text, how often)
+    for i, own in enumerate(words):
+        for ngram, count in Counter(zip(*(own[k:] for k in range(order)), strict=False)).items():
+            places[ngram].append((i, count))
+    shared = np.zeros((len(words), len(words)))
+    for found in places.values():
+        if len(found) > 1:
+            texts, counts = np.array(found).T
+            shared[np.ix_(texts, texts)] += np.minimum.outer(counts, counts)
+    return shared
+
+
+def _clusters(distances: np.ndarray, limit: float) -> list[int]:
+    """Joins the nearest clusters while they are nearer than `limit`. [N, N] -> [N] labels
+
+    A chain of nearest neighbours finds pairs that are each other's nearest. Average linkage never brings a joined
+    cluster nearer to a third one than the nearer of its parts was, so that such pairs may be joined in any order, and a
+    cluster without a neighbour below the limit will never have one.
+    """
+    near, sizes, labels = distances.copy(), np.ones(len(distances)), np.arange(len(distances))
+    np.fill_diagonal(near, np.inf)
+    growing, chain = list(range(len(distances))), list[int]()
+    while growing:
+        tip = chain[-1] if chain else growing[0]
+        chain = chain or [tip]
+        nearest = int(near[tip].argmin())
+        if not near[tip, nearest] < limit:
+            growing.remove(tip)
+            near[tip] = near[:, tip] = np.inf
+            chain.pop()
+        elif len(chain) > 1 and near[tip, chain[-2]] == near[tip, nearest]:
+            other = chain[-2]
+            joined = (sizes[tip] * near[tip] + sizes[other] * near[other]) / (sizes[tip] + sizes[other])
+            near[tip] = near[:, tip] = joined
+            near[other] = near[:, other] = np.inf
+            sizes[tip] += sizes[other]
+            labels[labels == labels[other]] = labels[tip]
+            growing.remove(other)
+            chain.clear()
+        else:
+            chain.append(nearest)
+    return labels.tolist()
