@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from statistics import fmean
 
 import numpy as np
@@ -82,7 +83,7 @@ def by_row(rates):
     """A script that answers the first `rates[row]` of GROUP samples right."""
 
     def script(text, j, sampling):
-        return "yes" if j < rates[int(text[1:].split(":")[0])] else "no"
+        return "yes" if j < rates[int(re.match(r"Q(\d+)", text)[1])] else "no"
 
     return script
 
