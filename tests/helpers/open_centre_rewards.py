@@ -15,8 +15,8 @@ def has_capital(response: str, payload: Mapping[str, Any]) -> float:
 
 
 def begins_well(response: str, payload: Mapping[str, Any]) -> float:
-    """Whether one of the first three words is an a or a b."""
-    return float(bool({"a", "b"} & set(response.split()[:3])))
+    """Whether one of the first two words is an a or a b."""
+    return float(bool({"a", "b"} & set(response.split()[:2])))
 
 
 def gold(response: str, payload: Mapping[str, Any]) -> list[float | None]:

@@ -110,8 +110,6 @@ def runs(tmp_path_factory, judge, servers):
     pupils = {"student": role(base, lr=0.01, loss=toward), "teacher": role(base, model="b", policy="none")}
     configs = [
         grpo(base, "dynamic", **dynamic),
-        grpo(base, "cut", **dynamic, steps=2),
-        grpo(base, "cut", **dynamic, steps=4, resume="must"),
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
         grpo(base, "word", loss={"objective": "gspo"}, batch=8, steps=2),
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
@@ -169,13 +167,7 @@ def test_dynamic_sampling_trains_groups_with_signal_alone_and_counts_every_promp
     assert set(series(runs / "dynamic", "generator", "groups_without_signal")) == {0.0}
     state = Checkpoints(runs / "dynamic/checkpoints").newest().read_state()["data"]["generator"]
     assert state["epoch"] * 16 + state["position"] == sum(taken)
-
-
-def test_a_run_with_dynamic_sampling_that_was_cut_goes_on_exactly(runs):
     assert sum(series(runs / "dynamic", "generator", "graded/error")) == 0
-    assert same(weights(runs / "cut", "generator"), weights(runs / "dynamic", "generator"))
-    for name in ("prompts_taken", "reward/outcome", "loss"):
-        assert series(runs / "cut", "generator", name) == series(runs / "dynamic", "generator", name)
 
 
 def test_a_loss_of_ones_own_trains_what_the_same_loss_of_ours_does(runs):
