@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: evolve-mini self-play-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: evolve-mini self-play-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -110,6 +110,9 @@ test-unit: setup ## the quick loop: no extra ranks, no whole runs
 
 test-layouts: setup ## every axis and every pair of axes on four ranks, packed and padded, dense and with experts, against transformers
 	$(PY) -m pytest tests/multi/test_layouts.py -m "matrix or not matrix"
+
+test-resume: setup ## every method, with and without turns played ahead: cut in the middle and resumed, against the whole run
+	$(PY) -m pytest tests/multi/test_resume_methods.py -m matrix
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from megatron_rl.config.plugins import build, find
+from megatron_rl.config.plugins import build, find_function
 from megatron_rl.config.schema import ConfigError, Use
 
 # (rewards [B] float64, group numbers [B] int64, trained tokens [B] int64) -> advantages [B] float64
@@ -126,7 +126,7 @@ def find_estimator(named: EstimatorName) -> Estimator:
     arguments are bound. Raises ConfigError."""
     use = Use(target=named) if isinstance(named, str) else named
     if ":" in use.target:
-        return build(use) if use.args else find(use.target)
+        return build(use) if use.args else find_function(use.target)
     if use.target not in ESTIMATORS:
         raise ConfigError(
             f"estimator {use.target!r}: use {', '.join(ESTIMATORS)}, or module:name of a function of your own"

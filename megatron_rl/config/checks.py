@@ -223,8 +223,8 @@ def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:
-    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, or run.steps is
-    beyond the recipe's plan.
+    """Raises ConfigError when recipe and config name different roles, a trained role has no policy, run.steps is beyond
+    the recipe's plan, or the recipe itself refuses the config.
     """
     roles, steps = recipe.roles(), len(recipe.schedule())
     problems = [f"roles.{n} is missing" for n in roles if n not in config.roles]
@@ -243,6 +243,7 @@ def check_recipe(config: TrainConfig, recipe: Any) -> None:
             f"run.steps = {config.run.steps}, but the recipe plans {steps} steps: raise its updates "
             "(recipe.args), or set run.steps to null"
         )
+    recipe.check(config)
 
 
 def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:

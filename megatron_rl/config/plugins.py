@@ -46,6 +46,15 @@ def find(target: str) -> Any:
     return vars(module)[name]
 
 
+def find_function(target: str) -> Any:
+    """Returns the function named by `package.module:name`. Raises ConfigError as `find` does, and for what cannot be
+    called."""
+    found = find(target)
+    if not callable(found):
+        raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function")
+    return found
+
+
 def sources(tree: Any) -> Iterator[bytes]:
     """Yields the contents of the files that the strings in a config's JSON tree name: modules of plug-ins, and prompts
     (.txt). Modules that these import are not looked at, nor is anything imported but the packages that they lie in."""

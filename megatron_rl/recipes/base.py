@@ -12,7 +12,8 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.data_settings import resolve
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import step_spans
@@ -135,6 +136,23 @@ def check_arguments(
             read_template(getattr(recipe, name))
         except FileNotFoundError as error:
             raise ConfigError(f"recipe.args.{name}: {error}") from None
+
+
+def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
+    """Raises ConfigError where the problems of the turns that begin with `role` lack a field, and with `held_out` where
+    those of evaluations do. `fields`: {name of the field: what reads it}."""
+    own = config.roles[role].data
+    sets = {"data" if own is None else f"roles.{role}.data": own or config.data}
+    if held_out:
+        sets["evaluation.prompts"] = config.evaluation.prompts
+    for place, source in sets.items():
+        known = None if source is None else resolve(source).fields
+        for name, reader in fields.items():
+            if known is not None and name not in known:
+                raise ConfigError(
+                    f"{place}.fields has {', '.join(known)}; {reader} reads the field {name!r} of every problem: name "
+                    f"its column by {place}.fields.{name}"
+                )
 
 
 def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:

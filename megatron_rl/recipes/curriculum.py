@@ -62,6 +62,8 @@ class Record:
             self.resting.pop(row, None)
             if self.curriculum.retire_at is not None and rate >= self.curriculum.retire_at:
                 self.retired.add(row)
+            elif row in self.retired:  # an update that is larger than the data has a problem more than once
+                continue
             elif self.curriculum.rest_at is not None and rate <= self.curriculum.rest_at:
                 self.resting[row] = epoch + 1 + self.curriculum.rest_epochs
 

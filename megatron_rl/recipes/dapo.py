@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import GENERATOR, sampling_for
+from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.recipes.base import GENERATOR, check_fields, sampling_for
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.hints import Hints
@@ -45,6 +45,12 @@ class Dapo(Grpo):
     def roles(self) -> Mapping[str, Part]:
         drawn = self.group_size * (self.dynamic_sampling.oversampling if self.dynamic_sampling else 1)
         return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: drawn})}
+
+    def check(self, config: TrainConfig) -> None:
+        if self.overlong is not None:
+            self.overlong.check(config, GENERATOR)
+        if self.hints is not None:
+            check_fields(config, GENERATOR, {self.hints.field: "recipe.args.hints"}, held_out=False)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         draw = partial(self._draw, turn, table)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.recipes.base import GENERATOR, check_fields
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.text import fill, read_template
 
@@ -18,6 +20,10 @@ class Entailment(Grpo):
 
     group_size: int = 8
     template: str = "entailment_verifier"  # with {question}, {response}, {criterion}
+
+    def check(self, config: TrainConfig) -> None:
+        reader = "the template"
+        check_fields(config, GENERATOR, {"response": reader, "principle": reader}, held_out=True)
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         values = {"question": payload["question"], "response": payload["response"], "criterion": payload["principle"]}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
-from megatron_rl.config.schema import ConfigError, config
+from megatron_rl.config.schema import ConfigError, TrainConfig, config
 from megatron_rl.recipes.sampling import Group
 from megatron_rl.types import Rollout, Stop
 
@@ -28,11 +28,18 @@ class Overlong:
         if not (self.cache or self.leave_out_cut):
             raise ConfigError("recipe.args.overlong does nothing: give cache, or set leave_out_cut to true")
 
+    def check(self, config: TrainConfig, role: str) -> None:
+        """Raises ConfigError where the penalty would begin before a solution's first token."""
+        limit = config.roles[role].sampling.max_tokens
+        if self.cache > limit:
+            raise ConfigError(
+                f"recipe.args.overlong.cache = {self.cache} is above roles.{role}.sampling.max_tokens = {limit}: give "
+                "at most that, as it is the last part of it, or raise max_tokens"
+            )
+
     def reward(self, length: int, limit: int) -> float:
         """Returns penalty * min(0, -(length - (limit - cache)) / cache) for a solution of `length` tokens where `limit`
-        are allowed (eq. 13). Raises ConfigError for a cache longer than the limit."""
-        if self.cache > limit:
-            raise ConfigError(f"recipe.args.overlong.cache = {self.cache} is above sampling.max_tokens = {limit}")
+        are allowed (eq. 13)."""
         if self.cache == 0:
             return 0.0
         return self.penalty * min(0.0, -(length - (limit - self.cache)) / self.cache)

@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.plugins import find
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.plugins import find_function
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
-from megatron_rl.recipes.base import GENERATOR, check_arguments, question_text, sampling_for
+from megatron_rl.recipes.base import GENERATOR, check_arguments, check_fields, question_text, sampling_for
 from megatron_rl.recipes.judge_role import JUDGE, judge_prompt, judge_rollout
 from megatron_rl.rewards.rubric import PASS, Criterion, read_rubric, rubric_reward, vetoed
 from megatron_rl.text import decode
@@ -64,7 +64,7 @@ class Rubric(Recipe):
         templates = ["generator_template", "judge_template"]
         check_arguments(self, groups=groups, positive=["updates", "judgements", "criteria"], templates=templates)
         if self.labels is not None:
-            find(self.labels)
+            find_function(self.labels)
         if self.format_weight < 0 or (self.train_judge and self.labels is None and self.format_weight == 0):
             raise ConfigError(
                 f"recipe.args.format_weight = {self.format_weight}: give a number above 0, or 0 with labels"
@@ -81,6 +81,9 @@ class Rubric(Recipe):
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return question_text(self.generator_template, payload)
+
+    def check(self, config: TrainConfig) -> None:
+        check_fields(config, GENERATOR, {"rubric": "the judge"}, held_out=True)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         own = sampling_for(table, turn, GENERATOR, self.group_size)
@@ -139,7 +142,7 @@ class Rubric(Recipe):
         claims: list[Claim] = []
         for j, rollout in enumerate(group):
             text = decode(table.tokenizers[GENERATOR], rollout.response).text
-            gold = [None] * len(rubric) if self.labels is None else find(self.labels)(text, rollout.payload)
+            gold = [None] * len(rubric) if self.labels is None else find_function(self.labels)(text, rollout.payload)
             claims += [Claim(place + j, rollout, text, one, known) for one, known in zip(rubric, gold, strict=True)]
         return claims
 

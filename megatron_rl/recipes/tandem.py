@@ -1,13 +1,10 @@
 """Tandem RL (arXiv 2606.28166): GRPO on texts that a frozen junior writes along; the senior learns from its part."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import GENERATOR
 from megatron_rl.recipes.dapo import Dapo
-from megatron_rl.training.turns import Source, Table, Turn
-from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +19,9 @@ class Tandem(Dapo):
 
     group_size: int = 8
 
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        """Plays as Grpo does. Raises EngineError without an author for every token, and for a senior's share of the
-        tokens that is not what the strategy gives."""
-        _check(table)
-        return super().play(turn, source, table)
-
-    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
-        _check(table)
-        return super().evaluate(prompts, table)
-
-
-def _check(table: Table) -> None:
-    """Raises ConfigError without a junior."""
-    if table.samplings[GENERATOR].tandem is None:
-        raise ConfigError(
-            f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem; {{}} takes a frozen copy"
-        )
+    def check(self, config: TrainConfig) -> None:
+        super().check(config)
+        if config.roles[GENERATOR].tandem is None:
+            raise ConfigError(
+                f"the recipe is a tandem and has no junior: set roles.{GENERATOR}.tandem; {{}} takes a frozen copy"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_rl.algorithms.advantages import EstimatorName, Refinement, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
-from megatron_rl.config.plugins import find
+from megatron_rl.config.plugins import find_function
 from megatron_rl.recipes import base
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, sampling_for, solve
 from megatron_rl.recipes.held_out import BalancedSet
@@ -54,7 +54,7 @@ class Tango(Recipe):
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         self._counts = ClassCounts().updated([], self.class_weight_decay)
-        self._labels = None if self.step_labels is None else find(self.step_labels)
+        self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(GENERATOR, self.balanced_per_class, self.balanced_rounds)
 

@@ -141,7 +141,7 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     if not sum(progress.updates.values()):
         raise NothingTrained(
             f"{progress.number} turns and no update: every group of samples had equal rewards; look at reward/* and "
-            "groups_without_signal in metrics.jsonl"
+            "groups_without_signal in metrics.jsonl, or at outcome_of_all where the recipe leaves such groups out"
         )
     _save(setup, progress)
     _settle(setup, wait=True)

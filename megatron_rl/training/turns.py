@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_rl.config.schema import TrainConfig
 from megatron_rl.engines.base import Engine, Sampling, Session
 from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.metrics import Stopwatch
@@ -130,6 +131,11 @@ class Recipe(ABC):
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         """Rolls out, rewards and assigns advantages. -> rollouts to train on by role, in the order of training."""
         ...
+
+    def check(self, config: TrainConfig) -> None:
+        """Raises ConfigError for settings of the run beside the recipe's own arguments that the method cannot play
+        with. The config has the recipe's roles."""
+        return None
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Returns figures on held-out problems, named `role/figure`; none by default. What later evaluations of the run

@@ -30,8 +30,8 @@ from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
 JOIN, PAUSE, UPDATE = "/init_weight_transfer_engine", "/pause", "/update_weights"
 
 
-def token_at(prompt: Sequence[int], seed: int, place: int) -> int:
-    return 1 + zlib.crc32(repr((list(prompt), seed, place)).encode()) % 96
+def token_at(prompt: Sequence[int], seed: int, place: int, vocab: int = 97) -> int:
+    return 1 + zlib.crc32(repr((list(prompt), seed, place)).encode()) % (vocab - 1)
 
 
 def logprob_of(token: int) -> float:
@@ -45,10 +45,13 @@ def experts_of(tokens: Sequence[int]) -> np.ndarray:
 
 class FakeVllm:
     """Listens from its making to `close`. `stall_after`: generation waits behind so many tokens until it is set to
-    None.
+    None. `vocab`: it writes the tokens from 1 up to below that.
     """
 
-    def __init__(self, token: str, *, host: str = "127.0.0.1", port: int = 0, stall_after: int | None = None) -> None:
+    def __init__(
+        self, token: str, *, host: str = "127.0.0.1", port: int = 0, stall_after: int | None = None, vocab: int = 97
+    ) -> None:
+        self.vocab = vocab
         self.token, self.version, self.context, self.stall_after = token, "default", 200, stall_after
         self.passing: list[list[int]] = []  # prompts that do not stall
         self.joined: dict[str, Any] | None = None
@@ -185,7 +188,7 @@ class FakeVllm:
             if not spans or spans[-1][1] != self.version:
                 spans.append((place, self.version))
             for j, text in enumerate(texts):
-                text.append(token_at(prompt, params["seed"] + j, place))
+                text.append(token_at(prompt, params["seed"] + j, place, self.vocab))
         return texts, spans, "length"
 
     def _stalls(self, prompt: list[int], place: int) -> bool:

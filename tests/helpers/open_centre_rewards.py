@@ -12,3 +12,13 @@ def share_of_vowels(response: str, payload: Mapping[str, Any]) -> float:
 
 def has_capital(response: str, payload: Mapping[str, Any]) -> float:
     return float(any(c.isupper() for c in response[:1]))
+
+
+def begins_well(response: str, payload: Mapping[str, Any]) -> float:
+    """Whether one of the first two words is an a or a b."""
+    return float(bool({"a", "b"} & set(response.split()[:2])))
+
+
+def gold(response: str, payload: Mapping[str, Any]) -> list[float | None]:
+    """Known scores of the three criteria of a rubric."""
+    return [1.0, None, 0.0]

@@ -1,26 +1,53 @@
 """One rank of several runs, one after the other.
 
-Arguments: OUT, where the statuses go, and RUNS, a JSON list of [config file, port].
+Arguments: OUT, where the statuses go, and RUNS, a JSON list of [config file, port, turns after which the run is asked
+to leave, or null].
 """
 
+import functools
 import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+from megatron_rl.cluster.job import STOP
 from megatron_rl.config import checks, files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.session.launch import place_from
-from megatron_rl.session.train import run
+from megatron_rl.session import train
+from megatron_rl.session.launch import place_from, run_directory
+from megatron_rl.training.player import Player
+
+
+class Farthest(Player):
+    """Gives a turn to the loop only when all that may be played ahead of it was played, so that a run does the same
+    every time: a turn is written by the oldest weights that are allowed. With the turn `leave_after` (counted from 1)
+    it asks the run to leave, as a user does by a file.
+    """
+
+    def __init__(self, *arguments, leave_after, **settings):
+        super().__init__(*arguments, **settings)
+        self._leave_after = leave_after
+
+    def take(self, turn):
+        played, exchange = super().take(turn), self._exchange
+        with exchange.change:
+            while self._max and len(exchange.ready) < self._max and exchange.failure is None:
+                exchange.change.wait(0.5)
+        if turn.number + 1 == self._leave_after:
+            (self._store.directory.parent / STOP).touch()
+        return played
 
 
 def main(out, runs):
     place, statuses = place_from(os.environ), []
-    for file, port in json.loads(runs):
+    for file, port, leave_after in json.loads(runs):
         config = files.load(TrainConfig, [Path(file)], [])
         checks.check(config, place.world_size)
-        statuses.append(run(config, replace(place, port=port)))
+        (run_directory(config) / STOP).unlink(missing_ok=True)
+        with mock.patch.object(train, "Player", functools.partial(Farthest, leave_after=leave_after)):
+            statuses.append(train.run(config, replace(place, port=port)))
     Path(out).write_text(json.dumps(statuses))
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import cut_runs
 import numpy as np
 import open_centre
 import pytest
 import torch
+from cut_runs import SMALL, config, role, write_speakers
 from fake_endpoint import FakeEndpoint
-from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny_models import make_model
-from tokenizers import Tokenizer, models, pre_tokenizers
 from toys import characters
-from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.cluster.address import free_port
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.store import TurnStore, turn_files, turn_number
@@ -29,9 +27,7 @@ from megatron_rl.training.turns import Turn
 from megatron_rl.types import Author
 
 pytestmark = pytest.mark.multi
-WORKER = Path(__file__).parents[1] / "helpers" / "open_centre_worker.py"
 TOKENIZER = characters()
-SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
 TAGS = [f"<{slash}{tag}>" for tag in ("question", "answer", "score") for slash in ("", "/")]  # one token each
 ROOT = Path(__file__).parents[2]
 RUBRIC = [
@@ -64,42 +60,12 @@ def judge():
     fake.close()
 
 
-def role(base, *, model="a", lr=0.02, **settings):
-    path = {"model": {"path": f"{base}/{model}"}} if model else {}
-    own = {"optimizer": {"lr": lr}, "loss": {"kl_coef": 0.0} | settings.pop("loss", {})} if model else {}
-    return {
-        **path, **own, "sampling": {"max_tokens": 6}, "max_prompt_tokens": 64, "micro_batch_tokens": 128, **settings,
-    }  # fmt: skip
-
-
-def write_speakers(base, names):
-    """Writes models of ten words, among them all tags, so that random ones write a question or a score now and then."""
-    words = {word: i for i, word in enumerate(["<eos>", "a", "9", "10", *TAGS])}
-    core = Tokenizer(models.WordLevel(words, unk_token="a"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    for seed, name in enumerate(names):
-        make_model(base / name, "qwen2", vocab_size=len(words), num_hidden_layers=1, seed=seed, **SMALL)
-        PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>").save_pretrained(base / name)
-
-
 def evolve(base, name, roles):
     (base / "evolve.txt").write_text("{question} {answer} a")
     names = ("proposer", "reference", "solver", "question", "answer")
     templates = {f"{each}_template": f"{base}/evolve.txt" for each in names}
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, "reference_share": 0.5, **templates}
     return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=16)
-
-
-def config(base, name, recipe, roles, *, args=None, reward="share_of_vowels", **run):
-    return {
-        "roles": roles,
-        "recipe": {"target": recipe, "args": args or {}},
-        "data": {"path": f"{base}/data.jsonl", "fields": {n: n for n in ("question", "answer", "rubric")}},
-        "reward": {"target": f"open_centre_rewards:{reward}", "workers": 1, "timeout_s": 120.0},
-        "gate": {"enabled": False},
-        "run": {"dir": f"{base}/runs", "name": name, "save_every": 1} | {"prompts_per_step": 4} | run,
-        "launch": {"nproc": 2},
-    }
 
 
 def grpo(base, name, **settings):
@@ -110,16 +76,24 @@ def grpo(base, name, **settings):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, judge):
+def servers():
+    started = cut_runs.start_servers()
+    yield started
+    for server in started:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, judge, servers):
     """All runs, by one start of two ranks. -> the directory of the runs."""
     base = tmp_path_factory.mktemp("open")
     for seed, name in enumerate("abc"):
         make_model(base / name, "qwen2", vocab_size=97, num_hidden_layers=1, seed=seed, **SMALL)
         TOKENIZER.save_pretrained(base / name)
     speakers = {"proposer": "speaker_a", "solver": "speaker_b", "judge": "speaker_c"}
-    write_speakers(base, speakers.values())
-    rows = [{"question": f"{c}?", "answer": c, "rubric": RUBRIC} for c in "abcdefghijklmnop"]
-    (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_speakers(base, speakers.values(), ["<eos>", "a", "9", "10", *TAGS])
+    cut_runs.write_data(base, RUBRIC)
+    cut_runs.write_players(base)
     (base / "template.txt").write_text("{question}")
     (base / "judge.txt").write_text("{criterion} ~ {response}")
     (base / "key").write_text("sk-secret")
@@ -136,8 +110,6 @@ def runs(tmp_path_factory, judge):
     pupils = {"student": role(base, lr=0.01, loss=toward), "teacher": role(base, model="b", policy="none")}
     configs = [
         grpo(base, "dynamic", **dynamic),
-        grpo(base, "cut", **dynamic, steps=2),
-        grpo(base, "cut", **dynamic, steps=4, resume="must"),
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
         grpo(base, "word", loss={"objective": "gspo"}, batch=8, steps=2),
         grpo(base, "estimator", args={"estimator": "open_centre:median_baseline"}),
@@ -149,12 +121,8 @@ def runs(tmp_path_factory, judge):
         config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
         config(base, "distil", "open_centre:Distil", pupils, args={"updates": 12}, prompts_per_step=16),
     ]  # fmt: skip
-    files = []
-    for i, one_config in enumerate(configs):
-        (base / f"{i}.yaml").write_text(json.dumps(one_config))
-        files.append([str(base / f"{i}.yaml"), free_port("127.0.0.1")])
-    statuses = run_ranks(WORKER, 2, base / "ranks", json.dumps(files), timeout_s=1500)
-    assert statuses == [[0] * len(files)] * 2
+    every = [(one_config, None) for one_config in configs] + cut_runs.cases(base, cut_runs.FEW, servers)
+    cut_runs.run_all(base, every)
     return base / "runs"
 
 
@@ -199,13 +167,7 @@ def test_dynamic_sampling_trains_groups_with_signal_alone_and_counts_every_promp
     assert set(series(runs / "dynamic", "generator", "groups_without_signal")) == {0.0}
     state = Checkpoints(runs / "dynamic/checkpoints").newest().read_state()["data"]["generator"]
     assert state["epoch"] * 16 + state["position"] == sum(taken)
-
-
-def test_a_run_with_dynamic_sampling_that_was_cut_goes_on_exactly(runs):
     assert sum(series(runs / "dynamic", "generator", "graded/error")) == 0
-    assert same(weights(runs / "cut", "generator"), weights(runs / "dynamic", "generator"))
-    for name in ("prompts_taken", "reward/outcome", "loss"):
-        assert series(runs / "cut", "generator", name) == series(runs / "dynamic", "generator", name)
 
 
 def test_a_loss_of_ones_own_trains_what_the_same_loss_of_ours_does(runs):
@@ -270,6 +232,12 @@ def test_a_run_with_a_judge_that_was_cut_goes_on_exactly(runs):
     assert same(weights(runs / "rubric_cut", "generator"), weights(runs / "rubric", "generator"))
     for name in ("reward/outcome", "ungraded", "loss"):
         assert series(runs / "rubric_cut", "generator", name) == series(runs / "rubric", "generator", name)
+
+
+@pytest.mark.parametrize("case", cut_runs.FEW)  # the others are in test_resume_methods.py
+def test_a_run_of_any_method_that_was_cut_goes_on_exactly(runs, case):
+    cut_runs.assert_same(runs / case, runs / f"{case}_cut")
+    cut_runs.assert_telling(runs / case, case, *cut_runs.FEW[case])
 
 
 def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(runs):

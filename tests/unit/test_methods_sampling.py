@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from statistics import fmean
 
 import numpy as np
@@ -82,7 +83,7 @@ def by_row(rates):
     """A script that answers the first `rates[row]` of GROUP samples right."""
 
     def script(text, j, sampling):
-        return "yes" if j < rates[int(text[1:].split(":")[0])] else "no"
+        return "yes" if j < rates[int(re.match(r"Q(\d+)", text)[1])] else "no"
 
     return script
 
@@ -167,6 +168,8 @@ def test_figures_of_rounds_are_those_of_one_draw(template):
 RECIPES = {
     "dynamic": {"dynamic_sampling": DynamicSampling(rounds=3)},
     "curriculum": {"curriculum": Curriculum(retire_at=0.75, rest_at=0.0)},
+    "rests": {"curriculum": Curriculum(retire_at=None, rest_at=0.0)},
+    "brevity": {"curriculum": Curriculum(retire_at=0.75, rest_at=0.0), "brevity": Brevity(share=0.5)},
     "all": {
         "dynamic_sampling": DynamicSampling(rounds=3, oversampling=2),
         "curriculum": Curriculum(retire_at=0.75, rest_at=0.0, rest_epochs=2),
@@ -176,10 +179,10 @@ RECIPES = {
 }
 
 
-def run(template, options, directory, *, staleness, turns, state=None):
+def run(template, options, directory, *, staleness, turns, state=None, rows=13):
     """Plays turns through the player. -> [(turn, its rollouts, its figures, the state after it)]"""
     recipe = Dapo(updates=8, group_size=GROUP, template=template, **RECIPES[options])
-    reader = reader_of(13, shuffle=True, solution="because")
+    reader = reader_of(rows, shuffle=True, solution="because")
     progress = dict(START)
     maker = TurnPlayer(recipe=recipe, readers={"generator": reader}, table=table_of(lucky), prompts_per_step=3)
     if state is not None:
@@ -210,9 +213,73 @@ def test_a_run_that_was_cut_plays_the_same_turns(template, tmp_path, options, st
     assert again == rest, "turns that were played ahead are read from the store"
     if options == "all":
         assert any(figures["hinted"] for _, _, figures, _ in whole)
-    if options != "dynamic":
+    if options not in ("dynamic", "rests"):
         assert whole[-1][2]["retired"] > 0 and whole[-1][2]["resting"] > 0
         assert whole[-1][3]["recipe"]["retired"] == sorted(whole[-1][3]["recipe"]["retired"])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_an_update_larger_than_the_data_is_cut_and_resumed_like_any_other(template, tmp_path, rows):
+    """A problem is then in an update more than once, in groups of its own."""
+    whole = run(template, "rests", tmp_path / "whole", staleness=0, turns=6, rows=rows)
+    first = run(template, "rests", tmp_path / "first", staleness=2, turns=3, rows=rows)
+    state = {"player": first[-1][3], "step": 3}
+    rest = run(template, "rests", tmp_path / "rest", staleness=1, turns=6, state=state, rows=rows)
+    assert first + rest == whole
+    assert all(len({name for name, *_ in own}) == 3 and len(own) == 3 * GROUP for _, own, _, _ in whole)
+
+
+def test_a_problem_that_was_solved_once_in_an_update_is_retired_and_does_not_rest():
+    record = Record(Curriculum(rest_at=0.0))
+    record.learn([group(0, 1.0), group(0, 0.0, epoch=1), group(1, 0.0), group(1, 1.0, epoch=1)])
+    assert record.figures() == {"retired": 2.0, "resting": 0.0}
+
+
+def test_with_turns_ahead_those_before_the_last_problem_was_retired_are_trained_on(template, tmp_path):
+    """The turns that were played come first, and then the reason why there are no more."""
+    recipe = Dapo(updates=8, group_size=GROUP, template=template, curriculum=Curriculum())
+    maker = TurnPlayer(
+        recipe=recipe, readers={"generator": reader_of(4)}, table=table_of(by_row([4] * 4)), prompts_per_step=3
+    )  # fmt: skip
+    player = Player(maker, upcoming(recipe.schedule(), START), TurnStore(tmp_path), max_staleness=3)
+    taken = []
+    with pytest.raises(DataError, match="no problem is left: 4 are retired"):
+        for due in upcoming(recipe.schedule(), START):
+            taken.append(rows_of(player.take(due).rollouts["generator"]))
+            player.trained()
+    player.close()
+    assert taken == [[0, 1, 2], [3]]
+
+
+@pytest.mark.parametrize("options", [*RECIPES, "none"])
+@pytest.mark.parametrize("failing", [{"0"}, {"0", "1", "2", "3"}])
+def test_problems_that_cannot_be_graded_leave_a_turn_and_no_mark_on_the_curriculum(template, options, failing):
+    """Also where nothing at all can be graded: there is nothing to train on then, and no endless search for it."""
+
+    def rule(response, payload):
+        return Outcome.ERROR if payload["question"] in failing else response == "yes"
+
+    recipe = Dapo(updates=1, group_size=GROUP, template=template, **RECIPES.get(options, {}))
+    table = table_of(by_row([4, 2, 1, 0]), grade=graded(rule), max_failure_share=1.0)
+    rollouts, m = play(recipe, reader_of(4, solution="because"), table, per_step=4)
+    assert failing.isdisjoint({str(row) for row in rows_of(rollouts)}) and bool(rollouts) is (len(failing) == 1)
+    assert all(np.isfinite(r.advantages) for r in rollouts)
+    state = recipe.state_dict()
+    known = {str(row) for row in state.get("retired", ())} | {str(row) for row, _ in state.get("resting", ())}
+    assert known.isdisjoint(failing) and m["graded/error"] >= GROUP * len(failing) and m["rounds"] <= 3
+
+
+def test_rounds_that_run_out_leave_a_turn_without_rollouts_and_a_run_of_such_turns_says_where_to_look(tmp_path):
+    (tmp_path / "q.txt").write_text("?{question}")
+    recipe = Dapo(
+        updates=2, group_size=2, template=str(tmp_path / "q.txt"), dynamic_sampling=DynamicSampling(rounds=3)
+    )  # fmt: skip
+    log, nothing = Log(), graded(lambda response, payload: 0.0)
+    setup, progress = make_loop(recipe.template, log, tmp_path / "turns", recipe=recipe, grade=nothing)
+    with pytest.raises(loop.NothingTrained, match="2 turns and no update.*outcome_of_all"):
+        loop.train(setup, loop.Plan(steps=2, evaluate_at_start=False), progress)
+    assert log.series("rounds") == [3.0, 3.0] and log.series("samples") == [0.0, 0.0]
+    assert log.series("skipped") == [1.0, 1.0] and log.series("alike") == [1.0, 1.0]
 
 
 def group(row, rate, *, epoch=0, outcomes=None):
@@ -336,7 +403,7 @@ def test_two_failed_gradings_of_a_few_hinted_answers_do_not_end_the_run(template
     assert m["graded/timeout"] == GROUP and {r.payload.get("hint_share") for r in rollouts[8:]} == {0.5}
 
 
-def test_a_problem_without_a_solution_is_found_out_in_the_first_turn(template):
+def test_a_problem_whose_solution_is_no_text_is_named(template):
     recipe = Dapo(updates=1, group_size=GROUP, template=template, hints=Hints(field="proof"))
     with pytest.raises(ConfigError, match=r"hints.field = 'proof'.*data.fields"):
         play(recipe, reader_of(3, solution=SOLUTION), table_of(by_row([4, 4, 4])))
@@ -462,12 +529,6 @@ def test_options_are_read_from_a_config_and_change_what_a_turn_draws():
     assert recipe.dynamic_sampling == DynamicSampling(rounds=10, oversampling=3) and recipe.curriculum == Curriculum()
     [part] = recipe.roles().values()
     assert (part.samples, part.drawn) == (16, {"generator": 48})
-
-
-def test_a_cache_longer_than_any_solution_is_refused(template):
-    recipe = Dapo(updates=1, group_size=GROUP, template=template, overlong=Overlong(cache=51))
-    with pytest.raises(ConfigError, match="cache = 51 is above sampling.max_tokens = 50"):
-        play(recipe, reader_of(3), table_of(by_row([1, 1, 1])))
 
 
 def test_a_whole_run_learns_from_groups_with_signal_and_goes_on_exactly(tmp_path):

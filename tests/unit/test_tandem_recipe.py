@@ -174,16 +174,6 @@ def test_a_weight_brings_the_juniors_tokens_into_the_loss_and_nowhere_else(recip
     assert gradient[~batch.mask & response].any() and sums["ratio"] == batch.mask.sum()
 
 
-def test_without_a_junior_the_recipe_refuses_to_run(recipe):
-    alone = replace(with_pair(), samplings={"generator": Sampling(max_tokens=4000)})
-    for attempt in (
-        lambda: recipe.play(turn("generator"), Problems(1), alone),
-        lambda: recipe.evaluate(problems(1), alone),
-    ):
-        with pytest.raises(ConfigError, match="no junior"):
-            attempt()
-
-
 def test_it_is_evaluated_alone(recipe):
     table = with_pair()
     recipe.evaluate(problems(2), table)
