@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batches.batch import Batch, BatchLoss, Statistics
+from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, by_name
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
 from megatron_rl.megatron.model import IGNORED, unwrap
@@ -41,7 +41,7 @@ class MicroBatch:
     size: int  # tokens of the work that it holds; 0: a dummy
     tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding; this rank's share
     positions: Tensor  # like tokens
-    labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
+    labels: Tensor  # like tokens, IGNORED where no log-probability is wanted; [.., 1 + k] with the label's candidates
     answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
     layout: SequenceLayout
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
@@ -55,7 +55,7 @@ class Pass:
     loss: BatchLoss | None = None  # None: statistics are written to `into`
     scale: float = 1.0  # factor of the loss's gradient
     backward: bool = False
-    into: Tensor | None = None  # [len(names), N of the work] on CPU
+    into: Tensor | None = None  # [R, N of the work] on CPU, R rows as batches.batch.num_rows counts them
 
 
 def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
@@ -80,6 +80,9 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
     tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
     answers, device = places[labels != IGNORED], like.device
+    if CANDIDATES in part.values:
+        candidates = part.values[CANDIDATES].long()[places.clamp(min=0)]
+        labels = torch.cat([labels[..., None], candidates], dim=-1)
     experts = None
     if part.experts is not None:
         experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
@@ -130,10 +133,10 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """[len(names), n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
+    """[R, n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
     micro-batches."""
     index = micro.answers.to(answer.device)
-    whole = torch.zeros(len(what.names), len(micro.batch.tokens), device=answer.device)
+    whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, index, answer.float())
     if (
         micro.layout.context.size > 1
@@ -143,7 +146,7 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> t
         assert what.into is not None
         what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach().cpu()
         return answer.new_zeros(()), {}
-    total, sums = what.loss(Statistics(**dict(zip(what.names, whole, strict=True))), micro.batch.to(answer.device))
+    total, sums = what.loss(Statistics(**by_name(what.names, whole)), micro.batch.to(answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 
