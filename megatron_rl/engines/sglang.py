@@ -137,6 +137,8 @@ class SglangServer:
         """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
         a few tokens shorter than the context.
         """
+        if k > self._vocab:
+            raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
         longest = self._facts().longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)

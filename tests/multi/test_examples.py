@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
     *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
-    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
+    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b", "distil_qwen3_1.7b"),
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),

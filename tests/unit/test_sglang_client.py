@@ -16,7 +16,7 @@ import pytest
 from tiny_models import make_model
 
 from megatron_rl.config.schema import ConfigError, Sglang
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.base import EngineError, Sampling
 from megatron_rl.engines.frames import unpack
 from megatron_rl.engines.guard import HEADER
 from megatron_rl.engines.server import RequestRefused, ServerLost
