@@ -41,9 +41,10 @@ class MicroBatch:
     size: int  # tokens of the work that it holds; 0: a dummy
     tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding; this rank's share
     positions: Tensor  # like tokens
-    labels: Tensor  # like tokens, IGNORED where no log-probability is wanted; [.., 1 + k] with the label's candidates
+    labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
     answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
     layout: SequenceLayout
+    candidates: Tensor | None = None  # [.., k] of each label
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
@@ -80,9 +81,7 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
     tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
     answers, device = places[labels != IGNORED], like.device
-    if CANDIDATES in part.values:
-        candidates = part.values[CANDIDATES].long()[places.clamp(min=0)]
-        labels = torch.cat([labels[..., None], candidates], dim=-1)
+    ids = part.values.get(CANDIDATES)
     experts = None
     if part.experts is not None:
         experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
@@ -95,6 +94,7 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         labels=labels.to(device),
         answers=answers,
         layout=layout,
+        candidates=None if ids is None else ids.long()[places.clamp(min=0)].to(device),
         experts=experts,
     )
 
@@ -128,7 +128,11 @@ def run(
 def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, scale: float) -> tuple[Tensor, Any]:
     micro = next(iterator)
     replay.show(unwrap(model), micro.experts, training=what.backward)
-    answer = model(micro.tokens, micro.positions, None, labels=micro.labels, packed_seq_params=micro.layout)
+    labels = micro.labels
+    if "candidate_logprobs" in what.names:  # core hands labels of any shape on
+        assert micro.candidates is not None
+        labels = torch.cat([labels[..., None], micro.candidates], dim=-1)
+    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.layout)
     return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
 

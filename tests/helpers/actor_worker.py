@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
 
-from megatron_rl.batches.batch import STATISTICS
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -133,6 +136,16 @@ def refusals(directory: Path) -> dict[str, str]:
             make(str(directory / model), layout)
         except ConfigError as error:
             out[name] = str(error)
+    loss = PolicyLoss(LossConfig(objective="distilled_top_k", kl_coef=0.0))
+    policy, rollouts = make(str(directory / "model"), Layout()), []
+    for r in make_rollouts(97):
+        ids, logprobs = np.full((len(r.tokens), 2), 97), np.full((len(r.tokens), 2), -1.0)
+        rollouts.append(replace(r, values={CANDIDATES: ids, "teacher_candidate_logprobs": logprobs}))
+    work, _ = work_of(policy, rollouts, loss)
+    try:
+        policy.update(work, 0, loss)
+    except ValueError as error:
+        out["vocabulary"] = str(error)
     return out
 
 
