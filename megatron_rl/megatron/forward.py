@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batches.batch import by_name, num_rows
+from megatron_rl.batches.batch import by_name
 
 # Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -48,8 +48,9 @@ class _VocabParallelStatistics(torch.autograd.Function):
     ) -> Tensor:
         # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
         # next chunk out of these holes, and a CPU's heap would grow with every chunk.
-        every = torch.empty(num_rows(head.names, ids.shape[1] - 1), len(hidden), device=hidden.device)
-        found = dict(zip(head.names, every, strict=False))
+        single = [name for name in head.names if name != "candidate_logprobs"]
+        found = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
+        candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
@@ -68,7 +69,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             whole = dict(zip(parts, sums, strict=False))
             log, picked = whole["mass"].log(), sums[len(parts) :]
             found["logprobs"][rows], logsum[rows] = picked[0] - log, log + peak
-            every[len(every) - len(picked) + 1 :, rows] = picked[1:] - log
+            candidates[:, rows] = picked[1:] - log
             if "entropy" in found:
                 found["entropy"][rows] = log - whole["entropy"] / whole["mass"]
             if "vocab_mean" in found:
@@ -77,7 +78,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
                 kept.append(logits.sub_(log[:, None]))
         ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return every
+        return torch.cat([torch.stack([*found.values()]), candidates])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]

@@ -291,7 +291,7 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "its format is 99, and this version reads 1" in caplog.text
+    assert store.get(TURN) is None and "its format is 99, and this version reads 2" in caplog.text
 
 
 def put_turns(store: TurnStore, count: int, first: int = 0) -> None:
