@@ -220,8 +220,8 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
             top = (2 * torch.randn(len(r.tokens), 97, generator=g)).log_softmax(-1).topk(6)
             values = {CANDIDATES: top.indices.int().numpy(), "teacher_candidate_logprobs": top.values.numpy()}
             out.append(replace(r, values=values, advantages=None))
-        args = {"kl": "mixed", "rest": "zero"}
-        return PolicyLoss(LossConfig(objective="distilled_top_k", objective_args=args, kl_coef=0.0)), out, {}
+        settings = LossConfig(objective="distilled_top_k", objective_args={"kl": "mixed"}, kl_coef=0.0)
+        return PolicyLoss(settings), out, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
     old, reference_logprobs = (-4.5 + 0.3 * torch.randn(size, generator=g) for _ in range(2))
     engine = (old - 0.1).split([len(r.tokens) for r in rollouts])
