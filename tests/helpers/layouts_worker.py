@@ -219,7 +219,7 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
         for r in rollouts:
             top = (2 * torch.randn(len(r.tokens), 97, generator=g)).log_softmax(-1).topk(6)
             values = {CANDIDATES: top.indices.int().numpy(), "teacher_candidate_logprobs": top.values.numpy()}
-            out.append(replace(r, values=values, advantages=None))
+            out.append(replace(r, values=values))
         settings = LossConfig(objective="distilled_top_k", objective_args={"kl": "mixed"}, kl_coef=0.0)
         return PolicyLoss(settings), out, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)

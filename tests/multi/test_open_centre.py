@@ -152,7 +152,7 @@ def runs(tmp_path_factory, judge):
         config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
         distil("distil", roles={"student": pupil(loss=toward), "teacher": teacher}, args=lessons),
         distil(
-            "distil_top_k", roles={"student": pupil(loss=over, layout={"tp": 2}), "teacher": teacher},
+            "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
             args=lessons | {"top_k": 8},
         ),
     ]  # fmt: skip
