@@ -1,7 +1,7 @@
 """The data that flows through a run: prompts and rollouts. Every shape in the project is named here, once.
 
 P prompts of a turn   G rollouts of one prompt   S rollouts of an update   T tokens of one rollout
-K spans or marks of one rollout   N packed positions   V vocabulary   L layers   k experts of one token
+K spans or marks of one rollout   N packed positions   V vocabulary   L layers   k experts or candidates of one token
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Rollout:
     partner_weight: float = 0.0  # weight in the loss of the tokens that a partner wrote
     values: Mapping[str, np.ndarray] = field(
         default_factory=dict
-    )  # further [T] float32 that a loss asks for by name (teacher_logprobs)
+    )  # what else a loss asks for by name: [T] or [T, k], float32 or int32 (teacher_logprobs, candidates)
     experts: np.ndarray | None = None  # [T - 1, L, k] int16: the experts that the engine chose for each token
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -26,6 +26,7 @@ from megatron_rl.config.schema import ConfigError
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 AboveOne = Annotated[float, pydantic.Field(gt=1, allow_inf_nan=False)]
 LEAST_WEIGHT = 1e-8  # the least product of ratios and the least weight of a correction that VESPO takes a log of
 
@@ -35,7 +36,7 @@ class Objective:
     """A function that gives the loss of every token, and what it asks for."""
 
     function: Callable[..., Answer]
-    needs: frozenset[str] = frozenset()  # entropy, vocab_mean, old, reference, or names of Rollout.values
+    needs: frozenset[str] = frozenset()  # others of batch.STATISTICS, old, reference, or names of Rollout.values
     uses_advantages: bool = True
     reads_correction: bool = (
         False  # the correction's weights by token are its values["correction"]; they do not weigh it
@@ -232,6 +233,44 @@ def distilled(live: Statistics, batch: Batch, *, max_fall: Positive | None = Non
     return at(~dropped, loss), {**figures, "drop_frac": dropped}
 
 
+@objective(needs=["entropy", "candidate_logprobs", "teacher_candidate_logprobs"], uses_advantages=False)
+def distilled_top_k(
+    live: Statistics,
+    batch: Batch,
+    *,
+    kl: Literal["forward", "reverse", "mixed"] = "reverse",
+    forward_share: Share = 0.5,
+    rest: Literal["bucket", "renormalised", "zero"] = "bucket",
+) -> Answer:
+    """Distils on-policy by the KL divergence between teacher and policy at every place, over the teacher's k likeliest
+    tokens there, the candidates (GKD, arXiv 2306.13649, of whose divergences it has the two ends).
+
+    `kl`: forward is KL(teacher || policy), reverse KL(policy || teacher), mixed `forward_share` of the one and the rest
+    of the other (NeMo-RL's mixed_kl_weight). `rest` says what becomes of the tokens that are no candidates. bucket:
+    they count as one further token (TRL's loss_add_tail, its default; arXiv 2608.14728). renormalised: both
+    distributions are divided by the candidates' sum (NeMo-RL's default, and TRL without loss_add_tail). zero: the
+    teacher's alone is, and its log-prob of every other token is -100 (NeMo-RL's zero_outside_topk). With all tokens as
+    candidates the three are the same. `teacher_kl` is the divergence, the masses are the sums over the candidates.
+    Log-probs are those of sampling.temperature, the teacher's of temperature 1: set it to 1.
+    """
+    assert live.candidate_logprobs is not None and live.entropy is not None  # they are asked for
+    student, teacher = live.candidate_logprobs, batch.values["teacher_candidate_logprobs"]
+    masses = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
+    if rest == "bucket":
+        student, teacher = _with_bucket(student), _with_bucket(teacher)
+    else:
+        teacher = teacher.log_softmax(-1)
+        student = student.log_softmax(-1) if rest == "renormalised" else student
+    forward = (teacher.exp() * (teacher - student)).sum(-1)
+    reverse = (student.exp() * (student - teacher)).sum(-1)
+    if rest == "zero":  # the other tokens' p log p, and p times 100
+        others = -live.entropy - (student.exp() * student).sum(-1)
+        reverse = reverse + others + 100 * (1 - masses["student_mass"])
+    share = {"forward": 1.0, "reverse": 0.0, "mixed": forward_share}[kl]
+    loss = share * forward + (1 - share) * reverse
+    return loss, {"teacher_kl": loss, **masses}
+
+
 def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answer:
     """Learns from the policy's own tokens by their ratio, without clip, and from a partner's (an expert's solution) by
     a weight that knows no behaviour policy (RL-PLUS, arXiv 2508.00222; YihongDong/RL-PLUS, rlplus_core_alg.py).
@@ -244,6 +283,15 @@ def rl_plus(live: Statistics, batch: Batch, *, focus: NotNegative = 0.5) -> Answ
     ratio = torch.where(batch.mask, own, 2 * live.logprobs.exp() / (1.5 * batch.old.exp() + 0.5))
     focused = batch.advantages * (1 - live.logprobs.detach().exp()).clamp(min=0) ** focus
     return -ratio * torch.where(batch.mask, batch.advantages, focused)
+
+
+def _with_bucket(logprobs: Tensor) -> Tensor:
+    """Adds the log-prob of all other tokens together to those of some tokens. [N, k] -> [N, k + 1]
+
+    It is log 1e-7 at least, without gradient there, as in TRL (`_add_tail_bucket`): a float32 knows no less.
+    """
+    whole = logprobs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+    return torch.cat([logprobs, (-whole.expm1()).log()], dim=-1)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -272,5 +320,6 @@ WORDS: Mapping[str, Any] = {
     "reinforce": reinforce,
     "rover": rover,
     "distilled": distilled,
+    "distilled_top_k": distilled_top_k,
     "rl_plus": rl_plus,
 }

@@ -13,7 +13,9 @@ from torch import Tensor
 from megatron_rl.batches.flat import Counts, Flat, fill, form_of
 from megatron_rl.types import Rollout
 
-STATISTICS = ("logprobs", "entropy", "vocab_mean")  # what a model can tell of a label's distribution
+CANDIDATES = "candidates"  # the name of the Rollout.values that `candidate_logprobs` are asked for: token ids [T, k]
+# What a model can tell of a label's distribution. The last has k numbers a label, the others one.
+STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,9 @@ class Batch:
     cu_seqlens: Tensor  # [S + 1] int64
     old_logprobs: Tensor | None = None  # [N] float32, the trainer's own at the start of the update; None: the live ones
     reference_logprobs: Tensor | None = None  # [N] float32, the frozen reference's; None: not asked for
-    values: Mapping[str, Tensor] = field(default_factory=dict)  # [N] float32 each, what else the loss asked for by name
+    values: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # [N] or [N, k], float32 or int32: what else the loss asked for by name
     experts: Tensor | None = None  # [N, L, k] int16: the experts that the engine chose, FREE where that is not known
 
     @property
@@ -98,7 +102,7 @@ class Batch:
             cu_seqlens=torch.tensor([0, length]),
             old_logprobs=None if self.old_logprobs is None else none,
             reference_logprobs=None if self.reference_logprobs is None else none,
-            values=dict.fromkeys(self.values, none),
+            values={name: value.new_zeros(length, *value.shape[1:]) for name, value in self.values.items()},
         )
 
 
@@ -109,11 +113,12 @@ class Statistics:
     logprobs: Tensor  # log p(label)
     entropy: Tensor | None = None  # of the label's distribution
     vocab_mean: Tensor | None = None  # mean over the vocabulary of log p; without gradient
+    candidate_logprobs: Tensor | None = None  # [N, k] log p of the tokens in the batch's values `candidates`
 
     def at(self, mask: Tensor) -> Statistics:
         """The same with 0 where `mask` [N] is False."""
-        found = (None if one is None else at(mask, one) for one in (self.logprobs, self.entropy, self.vocab_mean))
-        return Statistics(*found)  # type: ignore[arg-type]
+        every = (self.logprobs, self.entropy, self.vocab_mean, self.candidate_logprobs)
+        return Statistics(*(None if one is None else at(mask, one) for one in every))  # type: ignore[arg-type]
 
 
 class BatchLoss(Protocol):
@@ -122,7 +127,7 @@ class BatchLoss(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of what it reads beside log-probs: entropy, vocab_mean, old, reference, or names of Rollout.values."""
+        """Names of what it reads beside log-probs: others of STATISTICS, old, reference, or names of Rollout.values."""
         ...
 
     @property
@@ -177,8 +182,9 @@ def pack(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def at(mask: Tensor, values: Tensor) -> Tensor:
-    """Values where `mask` is True, 0 elsewhere: what stands elsewhere reaches no sum and no gradient, not even nan."""
-    return torch.where(mask, values, 0.0)
+    """Values [N] or [N, k] where `mask` [N] is True, 0 elsewhere: what stands elsewhere reaches no sum and no gradient,
+    not even nan."""
+    return torch.where(mask if values.dim() == 1 else mask[:, None], values, 0)
 
 
 def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
@@ -188,7 +194,22 @@ def statistics_needed(needs: frozenset[str]) -> tuple[str, ...]:
 
 def values_needed(needs: frozenset[str]) -> tuple[str, ...]:
     """Names of Rollout.values among the needs of a loss."""
-    return tuple(sorted(needs - {*STATISTICS, "old", "reference"}))
+    ids = {CANDIDATES} if "candidate_logprobs" in needs else set()
+    return tuple(sorted((needs | ids) - {*STATISTICS, "old", "reference"}))
+
+
+def num_rows(names: Sequence[str], candidates: int) -> int:
+    """Number of rows [N] that statistics of these names have, of which `candidate_logprobs` has k."""
+    return sum(candidates if name == "candidate_logprobs" else 1 for name in names)
+
+
+def by_name(names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
+    """Tells apart the rows [R, N] of statistics, which stand in the order of `names`: [N] each, and [N, k] of
+    `candidate_logprobs`, the last."""
+    out = dict(zip(names, rows, strict=False))
+    if "candidate_logprobs" in out:
+        out["candidate_logprobs"] = rows[len(names) - 1 :].T
+    return out
 
 
 def _field(batch: Batch, name: str) -> Tensor | None:

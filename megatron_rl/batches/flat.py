@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -22,12 +22,20 @@ class Counts(NamedTuple):
     micro_batches: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """The kind of a value of a token."""
+
+    dtype: type = np.float32  # or np.int32
+    shape: tuple[int, ...] = ()  # (k,): every token has k numbers
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """The arrays that the buffers of one update hold, the same for all replicas."""
 
     advantages: Literal["none", "rollout", "token"] = "rollout"
-    values: tuple[str, ...] = ()  # names out of Rollout.values
+    values: Mapping[str, Value] = field(default_factory=dict)  # by name, out of Rollout.values
     experts: tuple[int, int] | None = None  # layers, experts of a token
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
@@ -41,8 +49,8 @@ class Form:
         yield "logprobs", np.float32, (tokens + 1,)
         if self.advantages != "none":
             yield "advantages", np.float32, (sequences if self.advantages == "rollout" else tokens + 1,)
-        for name in self.values:
-            yield f"values/{name}", np.float32, (tokens + 1,)
+        for name, value in self.values.items():
+            yield f"values/{name}", value.dtype, (tokens + 1, *value.shape)
         for name in ("weights", "partner_weights"):
             yield name, np.float32, (sequences,)
         for name in ("lengths", "span_counts", "numbers"):
@@ -68,7 +76,7 @@ class Flat:
     tokens: np.ndarray  # [N + 1] int32
     logprobs: np.ndarray  # [N + 1] float32
     advantages: np.ndarray | None  # [S] or [N + 1] float32
-    values: Mapping[str, np.ndarray]  # [N + 1] float32
+    values: Mapping[str, np.ndarray]  # [N + 1] or [N + 1, k], float32 or int32
     weights: np.ndarray  # [S] float32, of a rollout's tokens in the loss
     partner_weights: np.ndarray  # [S] float32
     lengths: np.ndarray  # [S] int32
@@ -156,7 +164,8 @@ def form_of(
     """Returns what buffers of these rollouts hold: `values` by name, advantages and the engine's experts where they are
     wanted.
 
-    Raises ValueError for a rollout that lacks what is wanted, and for experts of different models.
+    Raises ValueError for a rollout that lacks what is wanted, for values of different widths, and for experts of
+    different models.
     """
     for r in rollouts:
         if advantages and r.advantages is None:
@@ -171,11 +180,27 @@ def form_of(
         raise ValueError(f"experts of {sorted(shapes)} layers and choices: rollouts of one update come from one model")
     each = "token" if any(isinstance(r.advantages, np.ndarray) for r in rollouts) else "rollout"
     layers, chosen = next(iter(shapes), (0, 0))
-    return Form(advantages=each if advantages else "none", values=values, experts=(layers, chosen) if shapes else None)
+    return Form(
+        advantages=each if advantages else "none",
+        values={name: _value_of(name, rollouts) for name in values},
+        experts=(layers, chosen) if shapes else None,
+    )
+
+
+def _value_of(name: str, rollouts: Sequence[Rollout]) -> Value:
+    """Returns the kind of a value that all rollouts have. Raises ValueError where they differ."""
+    kinds = {(r.values[name].dtype.kind in "iu", r.values[name].shape[1:]) for r in rollouts}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"values {name!r} of {sorted(shape for _, shape in kinds)} numbers a token, whole ones or not: give all "
+            "rollouts of an update values of one width and kind"
+        )
+    [(whole, shape)] = kinds
+    return Value(dtype=np.int32 if whole else np.float32, shape=shape)
 
 
 def _join(out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-    """Writes [S][T] arrays end to end into [N + 1], and 0 behind them."""
+    """Writes [S][T, ...] arrays end to end into [N + 1, ...], and 0 behind them."""
     if parts:
         np.concatenate(parts, out=out[:-1])
     out[-1] = 0

@@ -83,6 +83,15 @@ class Completion:
                 object.__setattr__(self, name, np.asarray(value, kind))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopScores:
+    """The scores of one text, with the likeliest tokens at every place under the same model."""
+
+    logprobs: np.ndarray  # [T] float32, of the text's tokens, as `Engine.score` has them
+    ids: np.ndarray  # [T, k] int32: the k likeliest tokens given those before, likeliest first; 0 at the first place
+    top_logprobs: np.ndarray  # [T, k] float32, theirs
+
+
 class Session(Protocol):
     """Questions to one engine and their answers. It lives on the driver, and one thread reads its answers.
 
@@ -131,6 +140,13 @@ class Engine(Protocol):
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """[S][T] -> [S] arrays [T] float32: log-probability of every token given those before it, at temperature 1; 0
         for the first.
+        """
+        ...
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """[S][T] -> [S]: log-probabilities as `score` gives them, and the k likeliest tokens at every place.
+
+        Raises EngineError where the engine does not tell them, or not as many.
         """
         ...
 

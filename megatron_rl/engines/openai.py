@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.server import Http, RequestRefused, ServerLost
@@ -25,6 +25,7 @@ from megatron_rl.types import Stop
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")  # under which /v1/models tells the context
+TOKEN_ID = "token_id:"  # what stands before the id of a token that `return_tokens_as_token_ids` names
 PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the endpoint names no time
 
 
@@ -91,21 +92,27 @@ class OpenAiServer:
         with self._understood():
             return [self._completion(choice, sampling) for choice in choices] * (sampling.n // n)
 
-    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
-        """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts."""
+    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+        """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
+        likeliest tokens by their text.
+        """
         if not self._endpoint.token_prompts:
             raise EngineError(f"{self.url} takes text alone (token_prompts: false): it cannot score tokens")
+        if k and not self._endpoint.extensions:
+            raise EngineError(
+                f"{self.url} names the likeliest tokens by their text (extensions: false), which does not tell which "
+                "they are; set extensions: true for a server of vLLM's, or give the role an engine of its own"
+            )
         longer = [tokens.tolist() for tokens in sequences if len(tokens) > 1]
         body = {"model": self._endpoint.model, "prompt": longer, "echo": True, "max_tokens": 0, "temperature": 1.0}
-        body |= {"logprobs": 1} | ({"return_token_ids": True} if self._endpoint.extensions else {})
+        body |= {"logprobs": max(1, k)} | ({"return_token_ids": True} if self._endpoint.extensions else {})
+        body |= {"return_tokens_as_token_ids": True} if k else {}
         try:
             choices = iter(self._ask(body, len(longer), timeout_s) if longer else [])
         except RequestRefused as error:
-            raise EngineError(f"{self.url} does not score prompts (`echo` with `logprobs`): {error}") from error
-        short = np.zeros(1, np.float32)
-        return [
-            self._scores(next(choices), tokens) if len(tokens) > 1 else short[: len(tokens)] for tokens in sequences
-        ]
+            asked = f"`echo` with `logprobs: {max(1, k)}`"
+            raise EngineError(f"{self.url} does not score prompts ({asked}): {error}") from error
+        return [self._scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         raise self._its_own()
@@ -222,14 +229,34 @@ class OpenAiServer:
             case other:
                 raise ServerLost(f"{self.url} ended a completion for an unknown reason: {other}", retry_after_s=PAUSE_S)
 
-    def _scores(self, choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+    def _scores(self, choice: Mapping[str, Any] | None, tokens: np.ndarray, k: int) -> TopScores:
+        logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
+        if choice is not None:
+            logprobs[1:, 0] = self._own(choice, tokens)
+            for place in range(1, len(tokens) if k else 0):
+                ids[place], logprobs[place, 1:] = self._likeliest(choice, place, k)
+        return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
+
+    def _likeliest(self, choice: Mapping[str, Any], place: int, k: int) -> tuple[list[int], list[float]]:
+        """Returns ids and log-probs of the k likeliest tokens at a place. Beside them the text's own may be told."""
+        told = (choice["logprobs"].get("top_logprobs") or [])[place : place + 1]
+        found = sorted((told[0] or {}).items(), key=lambda entry: -entry[1])[:k] if told else []
+        if len(found) < k or not all(name.startswith(TOKEN_ID) for name, _ in found):
+            raise EngineError(
+                f"{self.url} told {len(found)} of the {k} likeliest tokens at a place, or not their ids: "
+                f"{dict(found[:3])}; ask for fewer, or give the role an engine that tells them"
+            )
+        return [int(name.removeprefix(TOKEN_ID)) for name, _ in found], [logprob for _, logprob in found]
+
+    def _own(self, choice: Mapping[str, Any], tokens: np.ndarray) -> np.ndarray:
+        """Returns the log-probs [T - 1] of the tokens behind the first."""
         told = _logprobs(choice)
         if told is None or len(told) < len(tokens):
             raise EngineError(
                 f"{self.url} told {0 if told is None else len(told)} log-probs of a prompt of {len(tokens)} tokens: "
                 "it does not score prompts (`echo` with `logprobs`); give the role an engine that does"
             )
-        return np.concatenate([np.zeros(1, np.float32), told[1 : len(tokens)]])
+        return told[1 : len(tokens)]
 
     def _room(self, timeout_s: float) -> int | None:
         """Returns how many tokens the model's context has; None where the endpoint does not tell."""

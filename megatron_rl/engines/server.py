@@ -18,7 +18,7 @@ import urllib3
 import urllib3.util
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, Sampling, TopScores
 
 CONNECT_S = 5.0
 KEPT_S = 2.0  # an idle connection is used again: servers close theirs after five, perhaps while a request is on its way
@@ -59,9 +59,9 @@ class Server(Protocol):
         """
         ...
 
-    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
-        """Returns for each [T] int32 the log-probs [T] float32 of its tokens under the model at temperature 1, 0 for
-        the first.
+    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+        """Returns for each [T] int32 the log-probs of its tokens under the model at temperature 1, 0 for the first, and
+        the k likeliest tokens at every place (k may be 0). Raises EngineError where it does not tell them.
         """
         ...
 

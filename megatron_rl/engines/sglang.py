@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_rl.config.schema import Sglang
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
 from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
@@ -133,10 +133,12 @@ class SglangServer:
         with self._understood():
             return [self._completion(about, own, sampling) for about, own in answers] * (sampling.n // n)
 
-    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
         a few tokens shorter than the context.
         """
+        if k > self._vocab:
+            raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
         longest = self._facts().longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)
@@ -150,10 +152,10 @@ class SglangServer:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-        }
+        } | ({"top_logprobs_num": k} if k else {})
         answers = self._ask(body, len(sequences), timeout_s)
         with self._understood():
-            return [self._scores(*answer, tokens) for answer, tokens in zip(answers, sequences, strict=True)]
+            return [self._scores(*answer, tokens, k) for answer, tokens in zip(answers, sequences, strict=True)]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
@@ -245,12 +247,20 @@ class SglangServer:
             versions=[(span["start"], _version(span["version"])) for span in about["weight_versions"] or []],
         )
 
-    def _scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray) -> np.ndarray:
+    def _scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
         told = own["prompt"][1:]  # nothing is told of the first token
         if about["finish_reason"]["type"] == "abort" or len(told) != len(tokens) - 1:
             raise ServerLost(f"{self.url} scored {len(told)} of {len(tokens)} tokens: {about['finish_reason']}")
-        self._check_finite(told)
-        return np.concatenate([np.zeros(1, np.float32), told])
+        logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), k), np.int32)
+        logprobs[1:, 0] = told
+        if k and len(told):
+            if own["top"].shape != (len(told), k):
+                raise EngineError(
+                    f"{self.url} told {own['top'].shape} of the {k} likeliest tokens of {len(told)} places"
+                )
+            logprobs[1:, 1:], ids[1:] = own["top"], own["top_ids"]
+        self._check_finite(logprobs)
+        return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
 
     def _check_finite(self, *logprobs: np.ndarray) -> None:
         if not all(np.isfinite(each).all() for each in logprobs):

@@ -23,6 +23,7 @@ LOGPROBS = {
     "drawn": ("output_token_sampling_logprobs", False),  # after truncation, when asked for
     "prompt": ("input_token_logprobs", True),  # of the prompt's tokens, when asked for; nan for the first
 }
+TOP = "input_top_logprobs"  # in `meta_info`: at each place of the prompt the likeliest tokens, null at the first
 ABOUT = ("finish_reason", "weight_versions")  # what else is handed on of `meta_info`
 
 
@@ -31,7 +32,8 @@ class Framed:
 
     The frame tells of each completion its `lengths` by array, its `finish_reason` and its `weight_versions`. The
     arrays have those of all completions one after the other: `tokens` int32 and, as far as asked for, the float32 of
-    `LOGPROBS`.
+    `LOGPROBS`, and of the likeliest tokens at each place of the prompt but the first `top` float32 [T - 1, k], their
+    log-probs, and `top_ids` int32.
     """
 
     def __init__(self, app: Application) -> None:
@@ -67,6 +69,9 @@ def framed(answer: bytes) -> bytes:
         for name, (theirs, listed) in LOGPROBS.items():
             if theirs in each["meta_info"]:
                 own[name] = _numbers(each["meta_info"][theirs] or [], listed)
+        if places := (each["meta_info"].get(TOP) or [])[1:]:
+            own["top"] = np.array([[entry[0] for entry in place] for place in places], np.float32)
+            own["top_ids"] = np.array([[entry[1] for entry in place] for place in places], np.int32)
         for name, array in own.items():
             found.setdefault(name, []).append(array)
         lengths = {name: len(array) for name, array in own.items()}

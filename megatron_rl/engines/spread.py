@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from megatron_rl.engines.base import Completion, Sampling, Tokens
+from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
 from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.world import World
 
@@ -27,6 +27,8 @@ class RowEngine(Protocol):
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]: ...
 
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]: ...
+
 
 E = TypeVar("E", bound=RowEngine)
 
@@ -42,9 +44,10 @@ class SpreadEngine(Generic[E]):
 
     def __init__(self, world: World, name: str, engine: E) -> None:
         self._world, self._engine = world, engine
-        self._generate, self._score = f"generate/{name}", f"score/{name}"
+        self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
         world.serve(self._generate, lambda rows: engine.generate_rows(rows) if rows else [])
         world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
+        world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
     @property
     def version(self) -> int:
@@ -74,14 +77,23 @@ class SpreadEngine(Generic[E]):
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """Computes log-probabilities as engines.base.Engine.score says, on all ranks. [S][T] -> [S] arrays [T]
         float32."""
-        arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
-        ranks = self._world.size
-        by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
-        shares = [by_length[rank::ranks] for rank in range(ranks)]
-        return _in_order(shares, self._world.call_all(self._score, [[arrays[i] for i in share] for share in shares]))
+        shares, texts = self._dealt(sequences)
+        return _in_order(shares, self._world.call_all(self._score, texts))
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """See engines.base.Engine; on all ranks."""
+        shares, texts = self._dealt(sequences)
+        return _in_order(shares, self._world.call_all(self._score_top, [(own, k) for own in texts]))
 
     def tend(self) -> None:
         """Does nothing: there are no servers."""
+
+    def _dealt(self, sequences: Sequence[Tokens]) -> tuple[list[list[int]], list[list[np.ndarray]]]:
+        """Deals texts to the ranks by length -> (numbers of each rank's texts, the texts)."""
+        arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
+        by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
+        shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
+        return shares, [[arrays[i] for i in share] for share in shares]
 
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config.schema import ConfigError, Strategy, Vllm
 from megatron_rl.engines import frames, sampler
-from megatron_rl.engines.base import Completion, Sampling, TandemSampling
+from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
@@ -46,6 +46,7 @@ def command(
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", settings.host,
         "--port", str(port), "--dtype", dtype, "--tensor-parallel-size", str(settings.tp),
         "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+        "--max-logprobs", "-1",  # of a place: as many of the likeliest tokens as a request for scores asks for
         "--middleware", "megatron_rl.engines.vllm_route.Routes",
         "--middleware", "megatron_rl.engines.guard.Guard",  # the last stands before all others
         "--worker-extension-cls", "megatron_rl.engines.vllm_worker.Extension",
@@ -146,16 +147,21 @@ class VllmServer:
             out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
         return out
 
-    def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[np.ndarray]:
+    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. vLLM reads nothing from its prefix cache for it."""
         lengths = [len(tokens) for tokens in sequences]
-        _, found = self._exchange(SCORE, lengths, np.concatenate(sequences), timeout_s)
+        asked = {"lengths": lengths, "top_k": k}
+        _, found = self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s)
         with self._understood():
-            logprobs = found["logprobs"].copy()
-        if len(logprobs) != sum(lengths):
-            raise ServerLost(f"{self.url} sent {len(logprobs)} log-probs for {sum(lengths)} tokens")
+            logprobs, ids = found["logprobs"].copy(), found["ids"].copy()  # [N, 1 + k] and [N, k]
+        if logprobs.shape != (sum(lengths), 1 + k) or ids.shape != (sum(lengths), k):
+            raise ServerLost(
+                f"{self.url} sent log-probs {logprobs.shape} and ids {ids.shape} for {sum(lengths)} tokens"
+            )
         _check_finite(logprobs)
-        return np.split(logprobs, np.cumsum(lengths)[:-1])
+        ends = np.cumsum(lengths)[:-1]
+        parts = zip(np.split(logprobs, ends), np.split(ids, ends), strict=True)
+        return [TopScores(logprobs=own[:, 0].copy(), ids=top, top_logprobs=own[:, 1:].copy()) for own, top in parts]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         self._post(

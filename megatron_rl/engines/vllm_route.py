@@ -33,8 +33,9 @@ class Routes:
     the other: `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows,
     layers, k] where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`,
     `stop_reason`, `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the
-    other and their lengths; it answers with `logprobs` float32 in the same order, those of the model at temperature 1,
-    0 for the first of each. Status 400 for what the engine refuses.
+    other, their `lengths` and `top_k`, a number k; it answers with `logprobs` float32 [tokens, 1 + k] in the same
+    order, those of the model at temperature 1, of the token and of the k likeliest at its place, and with `ids` int32
+    [tokens, k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
     """
 
     def __init__(self, app: Application) -> None:
@@ -69,24 +70,36 @@ class Routes:
         return pack(*_told(sorted(result.outputs, key=lambda output: output.index)))
 
     async def _score(self, engine: Any, body: bytes) -> bytes:
-        lengths, tokens = _unpacked(body)
-        sequences = np.split(tokens, np.cumsum(lengths)[:-1])
-        scores = await asyncio.gather(*(self._score_one(engine, sequence.tolist()) for sequence in sequences))
-        return pack(None, {"logprobs": np.concatenate([np.empty(0, np.float32), *scores])})
+        asked, tokens = _unpacked(body)
+        sequences, k = np.split(tokens, np.cumsum(asked["lengths"])[:-1]), asked["top_k"]
+        scores = await asyncio.gather(*(self._score_one(engine, sequence.tolist(), k) for sequence in sequences))
+        logprobs = np.concatenate([np.empty((0, 1 + k), np.float32), *(own for own, _ in scores)])
+        ids = np.concatenate([np.empty((0, k), np.int32), *(own for _, own in scores)])
+        return pack(None, {"logprobs": logprobs, "ids": ids})
 
-    async def _score_one(self, engine: Any, tokens: list[int]) -> np.ndarray:
-        """Returns [T] float32. The last token is not part of the prompt, so that a sequence may fill the context: it is
-        one of the tokens whose log-probs the one draw tells.
+    async def _score_one(self, engine: Any, tokens: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the log-probs [T, 1 + k] of a token and of the likeliest at its place, and the ids [T, k] of these.
+
+        The last token is not part of the prompt, so that a sequence may fill the context: it is one of the tokens whose
+        log-probs the one draw tells. A draw that tells those of named tokens does not tell the likeliest: another does,
+        which finds its prompt in the cache.
         """
+        logprobs, ids = np.zeros((len(tokens), 1 + k), np.float32), np.zeros((len(tokens), 1 + k), np.int32)
         if len(tokens) < 2:
-            return np.zeros(len(tokens), np.float32)
+            return logprobs, ids[:, 1:]
         *prompt, last = tokens
-        asked = {"max_tokens": 1, "prompt_logprobs": 0, "logprob_token_ids": [last], "detokenize": False}
-        result = await self._ask(engine, prompt, asked)
+        asked = {"max_tokens": 1, "detokenize": False}
+        result = await self._ask(engine, prompt, asked | {"prompt_logprobs": k, "logprob_token_ids": [last]})
         drawn, told = result.outputs[0].logprobs, result.prompt_logprobs
-        if len(told.logprobs) != len(prompt) - 1 or last not in drawn.token_ids:
+        if len(told.logprobs) != (len(prompt) - 1) * (1 + k) or last not in drawn.token_ids:
             raise RuntimeError(f"the engine told {len(told.logprobs)} log-probs of a prompt of {len(prompt)} tokens")
-        return np.array([0.0, *told.logprobs, drawn.logprobs[drawn.token_ids.index(last)]], np.float32)
+        logprobs[1:-1], ids[1:-1] = (np.reshape(part, (-1, 1 + k)) for part in (told.logprobs, told.token_ids))
+        if k:
+            result = await self._ask(engine, prompt, asked | {"logprobs": k})
+            top = result.outputs[0].logprobs  # the drawn token's first
+            logprobs[-1], ids[-1] = top.logprobs, top.token_ids
+        logprobs[-1, 0] = drawn.logprobs[drawn.token_ids.index(last)]
+        return logprobs, ids[:, 1:]
 
     async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any]) -> Any:
         """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""

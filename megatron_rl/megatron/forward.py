@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.batches.batch import by_name
+
 # Logits that a rank holds at once: 8 MiB on a CPU, 512 MiB on a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # The most log-probs of one micro-batch that are kept for the backward pass. A larger number is computed again.
@@ -30,7 +32,7 @@ class _Head:
     vocab: int  # rows of all ranks together, without padding
     temperature: float
     group: Any
-    names: tuple[str, ...]  # statistics that are asked for, `logprobs` first
+    names: tuple[str, ...]  # statistics that are asked for, `logprobs` first and `candidate_logprobs` last
     keep: bool  # whether the log-probs of all rows are kept for the backward pass
 
 
@@ -42,11 +44,13 @@ class _VocabParallelStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, head: _Head
     ) -> Tensor:
         # Results get their memory before the first chunk. Small results in the holes that chunks leave would keep the
         # next chunk out of these holes, and a CPU's heap would grow with every chunk.
-        found = {name: torch.empty(len(hidden), device=hidden.device) for name in head.names}
+        single = [name for name in head.names if name != "candidate_logprobs"]
+        found = {name: torch.empty(len(hidden), device=hidden.device) for name in single}
+        candidates = torch.empty(ids.shape[1] - 1, len(hidden), device=hidden.device)
         logsum = torch.empty(len(hidden), device=hidden.device)
         kept, real = [], weight[: head.rows]
         for rows in _chunks(hidden, weight):
@@ -55,34 +59,38 @@ class _VocabParallelStatistics(torch.autograd.Function):
             _reduce(peak, dist.ReduceOp.MAX, head.group)
             logits.sub_(peak[:, None])
             exponents = logits.exp()
-            parts = {"mass": exponents.sum(-1), "logprobs": _pick(logits, labels[rows], head)}
+            parts = {"mass": exponents.sum(-1)}
             if "vocab_mean" in found:
                 parts["vocab_mean"] = logits.sum(-1)
             if "entropy" in found:
                 parts["entropy"] = exponents.mul_(logits).sum(-1)
-            sums = torch.stack([*parts.values()])
+            sums = torch.stack([*parts.values(), *_pick(logits, ids[rows], head).T])
             _reduce(sums, dist.ReduceOp.SUM, head.group)
-            whole = dict(zip(parts, sums, strict=True))
-            log = whole["mass"].log()
-            found["logprobs"][rows], logsum[rows] = whole["logprobs"] - log, log + peak
+            whole = dict(zip(parts, sums, strict=False))
+            log, picked = whole["mass"].log(), sums[len(parts) :]
+            found["logprobs"][rows], logsum[rows] = picked[0] - log, log + peak
+            candidates[:, rows] = picked[1:] - log
             if "entropy" in found:
                 found["entropy"][rows] = log - whole["entropy"] / whole["mass"]
             if "vocab_mean" in found:
                 found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
                 kept.append(logits.sub_(log[:, None]))
-        ctx.save_for_backward(hidden, weight, labels, logsum, found.get("entropy"))
+        ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
-        return torch.stack([*found.values()])
+        return torch.cat([torch.stack([*found.values()]), candidates])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        hidden, weight, labels, logsum, entropy = ctx.saved_tensors
+        hidden, weight, ids, logsum, entropy = ctx.saved_tensors
         head, real = ctx.head, weight[: ctx.head.rows]
-        gradients = dict(zip(head.names, grad, strict=True))  # that of vocab_mean is left out: it has none
-        grad_logprob, grad_entropy = gradients["logprobs"], gradients.get("entropy")
+        gradients = by_name(head.names, grad)  # that of vocab_mean is left out: it has none
+        grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        by_logprob = grad_logprob / head.temperature
+        by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
+        if grad_candidates is not None:
+            by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
+        by_logprob = by_id.sum(1)
         by_entropy = None if grad_entropy is None or not grad_entropy.any() else grad_entropy / head.temperature
         for number, rows in enumerate(_chunks(hidden, weight)):
             log_p = ctx.kept[number] if head.keep else _logits(hidden[rows], real, head).sub_(logsum[rows, None])
@@ -93,8 +101,8 @@ class _VocabParallelStatistics(torch.autograd.Function):
             else:
                 step = log_p.exp_().mul_(-by_logprob[rows, None])
             if head.rows:
-                local, mine = _local_labels(labels[rows], head)
-                step.scatter_add_(1, local[:, None], torch.where(mine, by_logprob[rows], 0.0)[:, None])
+                local, mine = _local(ids[rows], head)
+                step.scatter_add_(1, local, torch.where(mine, by_id[rows], 0.0))
             step = step.to(weight.dtype)
             torch.mm(step, real, out=grad_hidden[rows])
             grad_weight[: head.rows] += step.T @ hidden[rows]
@@ -111,11 +119,14 @@ def vocab_parallel_statistics(
     temperature: float,
     group: Any,
     names: Sequence[str],
+    candidates: Tensor | None = None,
 ) -> Tensor:
     """Computes what is asked for of each label's distribution, natural log: `logprobs` of the label (the first name),
-    `entropy`, and `vocab_mean`, the mean of all log-probabilities, which has no gradient.
+    `entropy`, `vocab_mean`, the mean of all log-probabilities, which has no gradient, and `candidate_logprobs` (the
+    last name) of the tokens in `candidates`.
 
-    hidden [n, h], weight [V/tp, h], labels [n] -> [len(names), n] float32.
+    hidden [n, h], weight [V/tp, h], labels [n], candidates [n, k] -> [R, n] float32: a row for each name, and k for
+    `candidate_logprobs`.
 
     `first_row` is the vocabulary id of weight's first row. Rows at and beyond `vocab` are padding and get probability
     0. The gradient for `hidden` is this rank's share: the caller sums it over `group` (core's
@@ -124,7 +135,11 @@ def vocab_parallel_statistics(
     rows = max(0, min(weight.shape[0], vocab - first_row))
     keep = torch.is_grad_enabled() and len(hidden) * rows <= KEPT_ELEMENTS[hidden.device.type]
     head = _Head(first_row, rows, vocab, temperature, group, tuple(names), keep)
-    return _VocabParallelStatistics.apply(hidden, weight, labels, head)  # type: ignore[return-value]
+    ids = labels[:, None]
+    if "candidate_logprobs" in names:
+        assert candidates is not None
+        ids = torch.cat([ids, candidates], dim=1)
+    return _VocabParallelStatistics.apply(hidden, weight, ids, head)  # type: ignore[return-value]
 
 
 def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -139,17 +154,17 @@ def _logits(hidden: Tensor, real: Tensor, head: _Head) -> Tensor:
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
-def _pick(logits: Tensor, labels: Tensor, head: _Head) -> Tensor:
-    """Returns [n]: the logit of each label that lives on this rank, 0 for the others."""
+def _pick(logits: Tensor, ids: Tensor, head: _Head) -> Tensor:
+    """Returns [n, 1 + k]: the logit of each token of `ids` that lives on this rank, 0 for the others."""
     if not head.rows:
-        return logits.new_zeros(len(labels))
-    local, mine = _local_labels(labels, head)
-    return torch.where(mine, logits.gather(1, local[:, None])[:, 0], 0.0)
+        return logits.new_zeros(ids.shape)
+    local, mine = _local(ids, head)
+    return torch.where(mine, logits.gather(1, local), 0.0)
 
 
-def _local_labels(labels: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
-    """Returns (row numbers on this rank, whether the label lives here). The row of any other label is 0."""
-    local = labels - head.first_row
+def _local(ids: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
+    """Returns (row numbers on this rank, whether the token lives here). The row of any other token is 0."""
+    local = ids - head.first_row
     mine = (local >= 0) & (local < head.rows)
     return torch.where(mine, local, 0), mine
 

@@ -55,16 +55,19 @@ class PolicyModel(GPTModel):
         *args: Any,
         **rest: Any,
     ) -> Tensor:
-        """Returns [len(asked), n]: statistics of the n labels that are not IGNORED, row by row.
+        """Returns [R, n]: statistics of the n labels that are not IGNORED, row by row (see vocab_parallel_statistics).
 
-        `hidden_states` is [L, S, h] and `labels` [S, L]. Without labels: logits [S, L, V/tp], as core gives them.
+        `hidden_states` is [L, S, h] and `labels` [S, L], or [S, L, 1 + k] with the label's candidates behind it.
+        Without labels: logits [S, L, V/tp], as core gives them.
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
         hidden = hidden_states
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        wanted = (labels != IGNORED).flatten().nonzero()[:, 0]
+        ids = labels.reshape(-1, labels.shape[2] if labels.dim() == 3 else 1)  # [S L, 1 + k]
+        wanted = (ids[:, 0] != IGNORED).nonzero()[:, 0]
+        ids = ids[wanted]
         flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         chosen = flat if len(wanted) == len(flat) else flat.index_select(0, wanted)
         if not self.config.sequence_parallel:
@@ -78,12 +81,13 @@ class PolicyModel(GPTModel):
         return vocab_parallel_statistics(
             chosen,
             weight,
-            labels.flatten()[wanted],
+            ids[:, 0],
             first_row=rank * weight.shape[0],
             vocab=self.true_vocab,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
             names=self.asked,
+            candidates=ids[:, 1:],
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import BatchLoss, statistics_needed
+from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
 from megatron_rl.batches.cutting import Cost, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
@@ -137,12 +137,13 @@ class MegatronPolicy:
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, of this replica's work, on
-        the ranks of the last stage; nothing on the others."""
-        into = torch.zeros(len(names), work.num_tokens)
+        """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, [N, k] of candidates, of this
+        replica's work, on the ranks of the last stage; nothing on the others."""
+        candidates = work.flat.values.get(CANDIDATES)
+        into = torch.zeros(num_rows(names, 0 if candidates is None else candidates.shape[1]), work.num_tokens)
         with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
-        return dict(zip(names, into, strict=True)) if self.groups.is_last_stage else {}
+        return by_name(names, into) if self.groups.is_last_stage else {}
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
         """Mean loss of `work`, which is one step, without an update (validation)."""
@@ -271,6 +272,7 @@ class MegatronPolicy:
     def _run(self, work: Work, step: int | None, what: core_step.Pass) -> list[dict[str, Any]]:
         """Runs the micro-batches of one optimizer step of `work`, or of all, through this rank's stage."""
         self._check_experts(work)
+        self._check_candidates(work)
         micros = work.micros(step)
         longest = max(1, *(micro.end - micro.start for micro in micros))
         return core_step.run(
@@ -299,6 +301,18 @@ class MegatronPolicy:
                 f"the engine chose {experts.shape[2]} experts in each of {experts.shape[1]} layers, numbers up to "
                 f"{highest}; {self.role.model.path} has {wanted[1]} of {self.arch.experts} in {wanted[0]}: "
                 "another model"
+            )
+
+    def _check_candidates(self, work: Work) -> None:
+        """Raises ValueError for candidates that are no tokens of the model: their probability would be made up."""
+        candidates = work.flat.values.get(CANDIDATES)
+        if candidates is None or not candidates.size:
+            return
+        lowest, highest = int(candidates.min()), int(candidates.max())
+        if lowest < 0 or highest >= self.arch.vocab:
+            raise ValueError(
+                f"values {CANDIDATES!r} hold tokens {lowest} to {highest}; {self.role.model.path} has "
+                f"{self.arch.vocab} tokens: the teacher, or whoever names them, must have this model's vocabulary"
             )
 
     def _sum_over_replicas(self, results: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.batches.batch import Batch, BatchLoss, Statistics
+from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, by_name
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
 from megatron_rl.megatron.model import IGNORED, unwrap
@@ -44,6 +44,7 @@ class MicroBatch:
     labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
     answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
     layout: SequenceLayout
+    candidates: Tensor | None = None  # [.., k] of each label
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
@@ -55,7 +56,7 @@ class Pass:
     loss: BatchLoss | None = None  # None: statistics are written to `into`
     scale: float = 1.0  # factor of the loss's gradient
     backward: bool = False
-    into: Tensor | None = None  # [len(names), N of the work] on CPU
+    into: Tensor | None = None  # [R, N of the work] on CPU, R rows as batches.batch.num_rows counts them
 
 
 def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
@@ -80,6 +81,7 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
     tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
     answers, device = places[labels != IGNORED], like.device
+    ids = part.values.get(CANDIDATES)
     experts = None
     if part.experts is not None:
         experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
@@ -92,6 +94,7 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         labels=labels.to(device),
         answers=answers,
         layout=layout,
+        candidates=None if ids is None else ids.long()[places.clamp(min=0)].to(device),
         experts=experts,
     )
 
@@ -125,15 +128,19 @@ def run(
 def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, scale: float) -> tuple[Tensor, Any]:
     micro = next(iterator)
     replay.show(unwrap(model), micro.experts, training=what.backward)
-    answer = model(micro.tokens, micro.positions, None, labels=micro.labels, packed_seq_params=micro.layout)
+    labels = micro.labels
+    if "candidate_logprobs" in what.names:  # core hands labels of any shape on
+        assert micro.candidates is not None
+        labels = torch.cat([labels[..., None], micro.candidates], dim=-1)
+    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.layout)
     return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
-    """[len(names), n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
+    """[R, n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
     micro-batches."""
     index = micro.answers.to(answer.device)
-    whole = torch.zeros(len(what.names), len(micro.batch.tokens), device=answer.device)
+    whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
     whole = whole.index_copy(1, index, answer.float())
     if (
         micro.layout.context.size > 1
@@ -143,7 +150,7 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> t
         assert what.into is not None
         what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach().cpu()
         return answer.new_zeros(()), {}
-    total, sums = what.loss(Statistics(**dict(zip(what.names, whole, strict=True))), micro.batch.to(answer.device))
+    total, sums = what.loss(Statistics(**by_name(what.names, whole)), micro.batch.to(answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, TypeVar
@@ -117,9 +117,11 @@ def check_arguments(
     """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
     small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
     there, and switches of which none is on (one_of)."""
-    find_estimator(recipe.estimator)
+    compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
+    if compares:
+        find_estimator(recipe.estimator)
     # one of a user's own may compare within a group or not
-    smallest = 2 if word_of(recipe.estimator) in set(ESTIMATORS) - UNGROUPED else 1
+    smallest = 2 if compares and word_of(recipe.estimator) in set(ESTIMATORS) - UNGROUPED else 1
     for names, floor in ((groups, smallest), (positive, 1), (natural, 0)):
         for name in names:
             if getattr(recipe, name) < floor:

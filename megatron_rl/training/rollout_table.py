@@ -24,6 +24,13 @@ _MARK = pa.struct(
         pa.field("scores", _values_of(pa.float64())),
     ]
 )
+_VALUE = pa.struct(
+    [
+        pa.field("type", pa.string(), nullable=False),  # float32 or int32
+        pa.field("shape", _values_of(pa.int32()), nullable=False),
+        pa.field("numbers", pa.large_binary(), nullable=False),
+    ]
+)
 READABLE = pa.schema(
     [
         ("turn", pa.int64()),
@@ -55,7 +62,7 @@ EXACT = pa.schema(
         ("marks", pa.list_(pa.field("element", _MARK, nullable=False))),
         ("advantages", _values_of(pa.float32())),  # null: `advantage` is the one of all tokens, or none was assigned
         ("partner_weight", pa.float64()),
-        ("values", pa.map_(pa.string(), pa.field("value", _values_of(pa.float32()), nullable=False))),
+        ("values", pa.map_(pa.string(), pa.field("value", _VALUE, nullable=False))),
         ("experts", pa.large_binary()),  # int16
         ("experts_shape", pa.list_(pa.int32())),
     ]
@@ -78,12 +85,14 @@ def from_table(table: pa.Table) -> list[Rollout]:
     """Returns the rollouts of rows that `to_table` made. Raises ValueError, KeyError or TypeError for damaged ones."""
     column = {name: _one_array(table.column(name)) for name in table.column_names}
     arrays = {name: _split(column[name]) for name in ("tokens", "logprobs", "spans", "advantages")}
-    maps = {name: _split_map(column[name]) for name in ("rewards", "values")}
+    rewards = _split_map(column["rewards"], column["rewards"].items.to_pylist())
+    values = _split_map(column["values"], _read_values(column["values"].items))
     plain = {
         name: column[name].to_pylist() for name in ("role", "group", "stop", "payload", "advantage", "partner_weight")
     }
     payloads = {text: json.loads(text) for text in set(plain["payload"])}  # the rollouts of a group share theirs
-    marks, experts = _read_marks(column["marks"]), _read_experts(column["experts"], column["experts_shape"])
+    shapes = column["experts_shape"].to_pylist()
+    marks, experts = _read_marks(column["marks"]), _read_bytes(column["experts"], ["int16"] * len(shapes), shapes)
     return [
         Rollout(
             role=plain["role"][i],
@@ -93,11 +102,11 @@ def from_table(table: pa.Table) -> list[Rollout]:
             spans=arrays["spans"][i].reshape(-1, 4),
             stop=Stop(plain["stop"][i]),
             payload=payloads[plain["payload"][i]],
-            rewards={name: float(value) for name, value in maps["rewards"][i]},
+            rewards=dict(rewards[i]),
             marks=marks[i],
             advantages=plain["advantage"][i] if arrays["advantages"][i] is None else arrays["advantages"][i],
             partner_weight=plain["partner_weight"][i],
-            values=dict(maps["values"][i]),
+            values=dict(values[i]),
             experts=experts[i],
         )
         for i in range(table.num_rows)
@@ -120,8 +129,8 @@ def _exact_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "marks": _mark_column(rollouts),
         "advantages": _lists(per_token, np.float32),
         "partner_weight": [float(r.partner_weight) for r in rollouts],
-        "values": _map_column([r.values for r in rollouts], lambda found: _lists(found, np.float32)),
-        "experts": _expert_bytes(rollouts),
+        "values": _map_column([r.values for r in rollouts], _value_column),
+        "experts": _bytes([r.experts for r in rollouts], "experts", (np.int16,)),
         "experts_shape": [None if r.experts is None else list(r.experts.shape) for r in rollouts],
     }
 
@@ -198,26 +207,41 @@ def _read_marks(column: pa.ListArray) -> list[dict[str, Marks]]:
     return [dict(named[a:b]) for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
 
 
-def _expert_bytes(rollouts: Sequence[Rollout]) -> pa.LargeBinaryArray:
-    """Returns the experts' bytes over one buffer, null where the engine told none."""
-    found = [r.experts for r in rollouts]
-    for experts in found:
-        if experts is not None and experts.dtype != np.int16:
-            raise TypeError(f"experts of type {experts.dtype}: the store keeps int16, convert them first")
-    if all(experts is None for experts in found):
-        return pa.nulls(len(found), pa.large_binary())
-    offsets = np.concatenate([[0], np.cumsum([0 if e is None else e.nbytes for e in found], dtype=np.int64)])
-    flat = np.concatenate([e.reshape(-1) for e in found if e is not None])
-    valid = pa.array([e is not None for e in found]).buffers()[1]
+def _value_column(values: Sequence[np.ndarray]) -> pa.StructArray:
+    shapes = [np.array(value.shape, np.int32) for value in values]
+    fields = [
+        pa.array([value.dtype.name for value in values], pa.string()),
+        _lists(shapes, np.int32),
+        _bytes(values, "values", (np.float32, np.int32)),
+    ]
+    return pa.StructArray.from_arrays(fields, fields=list(_VALUE))
+
+
+def _read_values(column: pa.StructArray) -> list[Any]:
+    kinds, shapes, numbers = (column.field(name) for name in ("type", "shape", "numbers"))
+    return _read_bytes(numbers, kinds.to_pylist(), shapes.to_pylist())
+
+
+def _bytes(arrays: Sequence[np.ndarray | None], what: str, kinds: Sequence[type]) -> pa.LargeBinaryArray:
+    """Returns the arrays' bytes over one buffer, null for None. Raises TypeError for an array of another kind."""
+    for array in arrays:
+        if array is not None and array.dtype not in kinds:
+            names = " or ".join(np.dtype(kind).name for kind in kinds)
+            raise TypeError(f"{what} of type {array.dtype}: the store keeps {names}, convert them first")
+    if all(array is None for array in arrays):
+        return pa.nulls(len(arrays), pa.large_binary())
+    offsets = np.concatenate([[0], np.cumsum([0 if a is None else a.nbytes for a in arrays], dtype=np.int64)])
+    flat = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays if a is not None])
+    valid = pa.array([a is not None for a in arrays]).buffers()[1]
     buffers = [valid, pa.py_buffer(offsets), pa.py_buffer(flat)]
-    return pa.Array.from_buffers(pa.large_binary(), len(found), buffers)
+    return pa.Array.from_buffers(pa.large_binary(), len(arrays), buffers)
 
 
-def _read_experts(column: pa.LargeBinaryArray, shapes: pa.ListArray) -> list[np.ndarray | None]:
-    pairs = zip(column, shapes.to_pylist(), strict=True)
+def _read_bytes(column: pa.LargeBinaryArray, kinds: Sequence[str], shapes: Sequence[Any]) -> list[np.ndarray | None]:
+    """Returns the arrays of a column of bytes, which may be written to; None where there is no shape."""
     return [
-        None if shape is None else np.frombuffer(bytearray(cell.as_buffer()), np.int16).reshape(shape)
-        for cell, shape in pairs
+        None if shape is None else np.frombuffer(bytearray(cell.as_buffer()), kind).reshape(shape)
+        for cell, kind, shape in zip(column, kinds, shapes, strict=True)
     ]
 
 
@@ -228,8 +252,8 @@ def _split(column: pa.ListArray) -> list[Any]:
     return [values[a:b] if there else None for a, b, there in zip(offsets[:-1], offsets[1:], valid, strict=True)]
 
 
-def _split_map(column: pa.MapArray) -> list[list[tuple[str, Any]]]:
-    items = _split(column.items) if pa.types.is_list(column.items.type) else column.items.to_numpy(zero_copy_only=False)
+def _split_map(column: pa.MapArray, items: Sequence[Any]) -> list[list[tuple[str, Any]]]:
+    """Returns one list of (name, item) per row; `items` are those of all rows, one after the other."""
     named = list(zip(column.keys.to_pylist(), items, strict=True))
     offsets = column.offsets.to_numpy()
     return [named[a:b] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]

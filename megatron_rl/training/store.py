@@ -19,7 +19,7 @@ from megatron_rl.training.rollout_table import READABLE, REPEATED, SCHEMA, from_
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 1  # of a file; a file of another format is not read
+FORMAT = 2  # of a file; a file of another format is not read
 ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
 
-from megatron_rl.batches.batch import STATISTICS
+from megatron_rl.algorithms.losses import PolicyLoss
+from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -133,6 +136,16 @@ def refusals(directory: Path) -> dict[str, str]:
             make(str(directory / model), layout)
         except ConfigError as error:
             out[name] = str(error)
+    loss = PolicyLoss(LossConfig(objective="distilled_top_k", kl_coef=0.0))
+    policy, rollouts = make(str(directory / "model"), Layout()), []
+    for r in make_rollouts(97):
+        ids, logprobs = np.full((len(r.tokens), 2), 97), np.full((len(r.tokens), 2), -1.0)
+        rollouts.append(replace(r, values={CANDIDATES: ids, "teacher_candidate_logprobs": logprobs}))
+    work, _ = work_of(policy, rollouts, loss)
+    try:
+        policy.update(work, 0, loss)
+    except ValueError as error:
+        out["vocabulary"] = str(error)
     return out
 
 
@@ -195,19 +208,27 @@ def head() -> dict[str, float]:
         forward.KEPT_ELEMENTS["cpu"] = kept
         torch.manual_seed(0)
         weight, hidden = torch.randn(2 * rows, 16), torch.randn(150, 16)
-        labels, scales = torch.randint(vocab, (150,)), torch.randn(2, 150)
-        for name, asked in (("logprob", ("logprobs",)), ("both", ("logprobs", "entropy")), ("mean", STATISTICS)):
+        labels, scales = torch.randint(vocab, (150,)), torch.randn(6, 150)
+        candidates = torch.randint(vocab, (150, 3))
+        candidates[:50, 1], scales[2] = labels[:50], 0.0  # a label may be a candidate; the mean has no gradient
+        for name, asked, rows_asked in (
+            ("logprob", ("logprobs",), 1),
+            ("both", ("logprobs", "entropy"), 2),
+            ("mean", STATISTICS[:3], 3),
+            ("candidates", STATISTICS, 6),
+        ):
             a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             log_p = (a @ w[:vocab].T / 0.7).log_softmax(-1)
             whole = [log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)]
-            wanted = torch.stack(whole[: len(asked)])
-            (wanted[:2] * scales[: len(asked)]).sum().backward()
+            wanted = torch.stack([*whole, *log_p.gather(1, candidates).T][:rows_asked])
+            (wanted * scales[:rows_asked]).sum().backward()
             first = dist.get_rank() * rows
             b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
             found = forward.vocab_parallel_statistics(
-                b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=asked
-            )
-            (found[:2] * scales[: len(asked)]).sum().backward()
+                b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=asked,
+                candidates=candidates,
+            )  # fmt: skip
+            (found * scales[:rows_asked]).sum().backward()
             grad = b.grad.clone()
             dist.all_reduce(grad)
             pairs = {

@@ -19,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.engines.base import Completion, Engine, Sampling, complete
+from megatron_rl.engines.base import Completion, Engine, EngineError, Sampling, TopScores, complete
 from megatron_rl.types import Stop
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -56,6 +56,17 @@ class Judge:
         """Returns the log-prob of every token given those before it, 0 for the first."""
         every = self.logits(tokens)[:-1].log_softmax(-1)
         return np.append(0.0, every.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()).astype(np.float32)
+
+    def check_top(self, tokens: list[int], top: TopScores, k: int) -> None:
+        """The k likeliest tokens at every place but the first, in order, with the log-probs that transformers gives."""
+        assert (top.ids.dtype, top.top_logprobs.dtype) == (np.int32, np.float32)
+        assert top.ids.shape == top.top_logprobs.shape == (len(tokens), k)
+        assert not top.ids[0].any() and not top.top_logprobs[0].any()
+        every = self.logits(tokens)[:-1].log_softmax(-1)
+        own = every.gather(1, torch.from_numpy(top.ids[1:]).long()).numpy()
+        assert top.top_logprobs[1:] == pytest.approx(own, abs=NEAR)
+        assert own == pytest.approx(every.topk(k).values.numpy(), abs=CLOSE)
+        assert all(len(set(ids)) == k for ids in top.ids[1:].tolist())
 
     def check_greedy(self, prompt: list[int], completion: Completion) -> None:
         """Every token is the likeliest one, and has the log-prob that transformers gives it."""
@@ -278,6 +289,22 @@ def a_full_context_can_be_scored(engine: Engine, judge: Judge) -> None:
     [full] = prompts(judge, lengths=(judge.context,))
     [scores] = engine.score([np.array(full, np.int32)])
     assert scores == pytest.approx(judge.scores(full), abs=NEAR)
+    [top] = engine.score_top([full], 3)
+    assert top.logprobs == pytest.approx(judge.scores(full), abs=NEAR)
+    judge.check_top(full, top, 3)
+
+
+def the_likeliest_tokens_are_those_of_transformers(engine: Engine, judge: Judge) -> None:
+    some = prompts(judge)
+    for k in (1, 4, judge.vocab):
+        found = engine.score_top(some, k)
+        assert len(found) == len(some)
+        for tokens, top in zip(some, found, strict=True):
+            assert top.logprobs == pytest.approx(judge.scores(tokens), abs=NEAR)
+            judge.check_top(tokens, top, k)
+    assert engine.score_top([], 4) == []
+    with pytest.raises((EngineError, ValueError)):
+        engine.score_top(some, judge.vocab + 1)
 
 
 CHECKS = {
@@ -301,6 +328,7 @@ CHECKS = {
         answers_wait_for_those_who_may_ask,
         scores_are_those_of_transformers,
         a_full_context_can_be_scored,
+        the_likeliest_tokens_are_those_of_transformers,
     )
 }
 

@@ -37,6 +37,8 @@ class FakeEndpoint:
         self.asked.append(body)
         if body.get("echo"):
             told = [{"token_logprobs": [None, *(-0.5 * t for t in prompt[1:])]} for prompt in body["prompt"]]
+            for each, prompt in zip(told, body["prompt"], strict=True):
+                each["top_logprobs"] = [None, *(self.likeliest(t, body["logprobs"]) for t in prompt[1:])]
             return {
                 "choices": [
                     {"index": i, "text": "", "finish_reason": "length", "logprobs": each if self.scores else None}
@@ -53,6 +55,11 @@ class FakeEndpoint:
                 choice["logprobs"] = {"token_logprobs": [-0.5] * len(tokens)}
             choices.append(choice)
         return {"choices": choices}
+
+    def likeliest(self, token: int, k: int) -> dict[str, float]:
+        """The tokens below this one, less than k of them near 0, and this one first, as vLLM tells them."""
+        names = [token, *range(token - 1, max(-1, token - 1 - k), -1)]
+        return {f"token_id:{t}" if self.ids else chr(97 + t): -0.5 * t for t in names}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.engines.base import Completion, Sampling, Tokens
+from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
 from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.types import Stop
 
@@ -50,6 +50,17 @@ class TableEngine:
             )  # as the policy has it: the first token stands for the one before it
             rows = self._table[before * self.vocab + tokens][:-1]
             out.append(np.concatenate([np.zeros(1, np.float32), rows.gather(1, tokens[1:, None])[:, 0].numpy()]))
+        return out
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        out = []
+        for sequence, scores in zip(sequences, self.score(sequences), strict=True):
+            tokens = np.asarray(sequence, np.int64)
+            before = np.concatenate([tokens[:1], tokens[:-1]])
+            top = self._table[torch.as_tensor(before * self.vocab + tokens)[:-1]].topk(k)
+            ids, logprobs = np.zeros((len(tokens), k), np.int32), np.zeros((len(tokens), k), np.float32)
+            ids[1:], logprobs[1:] = top.indices.numpy(), top.values.numpy()
+            out.append(TopScores(logprobs=scores, ids=ids, top_logprobs=logprobs))
         return out
 
     def tend(self) -> None: ...
@@ -100,6 +111,14 @@ class ScriptedEngine:
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         return [np.concatenate([np.zeros(1, np.float32), np.full(len(s) - 1, -1, np.float32)]) for s in sequences]
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """The likeliest are always the tokens 0 .. k - 1, of one log-prob."""
+        out = []
+        for tokens, scores in zip(sequences, self.score(sequences), strict=True):
+            ids = np.tile(np.arange(k, dtype=np.int32), (len(tokens), 1))
+            out.append(TopScores(logprobs=scores, ids=ids, top_logprobs=np.full(ids.shape, -2.0, np.float32)))
+        return out
 
     def tend(self) -> None: ...
 

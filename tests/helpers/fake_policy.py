@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batches.batch import Batch, BatchLoss, Statistics, statistics_needed
+from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
 from megatron_rl.batches.cutting import Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.world import Replicas
@@ -114,7 +114,9 @@ class TablePolicy:
         entropy = -(logprobs.exp() * logprobs).sum(-1) if "entropy" in names else None
         mean = logprobs.detach().mean(-1) if "vocab_mean" in names else None
         labels = torch.where(batch.counted, batch.labels, 0)
-        return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean)
+        asked = "candidate_logprobs" in names
+        candidates = logprobs.gather(-1, batch.values[CANDIDATES].long()) if asked else None
+        return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean, candidates)
 
 
 def _doubled(batch: Batch) -> Batch:

@@ -38,6 +38,11 @@ def logprob_of(token: int) -> float:
     return -token / 128
 
 
+def top_of(tokens: np.ndarray, k: int) -> np.ndarray:
+    """The likeliest tokens at the places of others: the next numbers. [T] -> [T, k] int32"""
+    return (tokens[:, None] + np.arange(1, k + 1)).astype(np.int32)
+
+
 def experts_of(tokens: Sequence[int]) -> np.ndarray:
     """[tokens - 1, 1 layer, 1 expert], the token itself."""
     return np.array(tokens[:-1], np.int16)[:, None, None]
@@ -163,14 +168,18 @@ class FakeVllm:
         return pack(about, told | ({"experts": np.concatenate(experts)} if experts else {}))
 
     def score(self, frame: bytes, fault: str | None) -> bytes:
-        lengths, arrays = unpack(frame)
-        scores = np.array([logprob_of(token) for token in arrays["tokens"]], np.float32)
-        scores[np.cumsum([0, *lengths[:-1]])] = 0.0
+        asked, arrays = unpack(frame)
+        lengths, tokens = asked["lengths"], arrays["tokens"]
+        ids = top_of(tokens, asked["top_k"])
+        every = np.concatenate([tokens[:, None], ids], axis=1).tolist()
+        scores = np.array([[logprob_of(token) for token in row] for row in every], np.float32)
+        starts = np.cumsum([0, *lengths[:-1]])
+        scores[starts], ids[starts] = 0.0, 0
         if fault == "nan":
             scores[1] = np.nan
         with self._change:
             self.scored.append(len(lengths))
-        return pack(None, {"logprobs": scores[1:] if fault == "few" else scores})
+        return pack(None, {"logprobs": scores[1:] if fault == "few" else scores, "ids": ids})
 
     def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[list[int]], list[tuple[int, str]], str]:
         """Under the lock, which is free while it waits."""

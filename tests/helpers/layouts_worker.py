@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.batch import Batch, Statistics, pack
+from megatron_rl.batches.batch import CANDIDATES, Batch, Statistics, pack, statistics_needed
 from megatron_rl.batches.dealing import tally
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import CorrectionConfig, Layout, LossConfig, Model, Optimizer, RoleConfig
@@ -165,6 +165,7 @@ def reference(
         AutoModelForCausalLM.from_pretrained(path, dtype=stored, attn_implementation="eager", **eager).to(dtype).train()
     )
     cu, logprobs, entropies, routers, logits, shown = batch.cu_seqlens.tolist(), [], [], [], [], []
+    candidates, told = batch.values.get(CANDIDATES), []
     if batch.experts is not None:
         force(model, arch, shown)
     for a, b in zip(cu, cu[1:], strict=False):
@@ -175,8 +176,10 @@ def reference(
         logp = out.logits[0].float().log_softmax(-1)
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
+        told += [] if candidates is None else [logp.gather(1, candidates[a:b].long())]
     live, entropy = torch.cat(logprobs), torch.cat(entropies)
-    loss = loss_function(Statistics(live, entropy), batch)[0] / denominator
+    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None)
+    loss = loss_function(statistics, batch)[0] / denominator
     extra = sum(balance([*layer], arch.config.num_experts_per_tok) for layer in zip(*routers, strict=True))
     (loss + aux * extra).backward()
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
@@ -208,9 +211,17 @@ def whole_gradients(policy: MegatronPolicy) -> None:
 
 def make_loss(name: str, rollouts: Sequence[Rollout]):
     """The case's loss, the rollouts, and further log-probs [N] of them: GMPO off-policy, whose terms and weights
-    are sums over whole sequences, or plain sums."""
+    are sums over whole sequences, a teacher's likeliest tokens, or plain sums."""
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
+    if name == "distilled":
+        g, out = torch.Generator().manual_seed(7), []
+        for r in rollouts:
+            top = (2 * torch.randn(len(r.tokens), 97, generator=g)).log_softmax(-1).topk(6)
+            values = {CANDIDATES: top.indices.int().numpy(), "teacher_candidate_logprobs": top.values.numpy()}
+            out.append(replace(r, values=values))
+        settings = LossConfig(objective="distilled_top_k", objective_args={"kl": "mixed"}, kl_coef=0.0)
+        return PolicyLoss(settings), out, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
     old, reference_logprobs = (-4.5 + 0.3 * torch.randn(size, generator=g) for _ in range(2))
     engine = (old - 0.1).split([len(r.tokens) for r in rollouts])
@@ -244,7 +255,7 @@ def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, to
     with groups.active():
         optim.zero_grad(policy.chunks, policy.optimizer)
         scale = groups.dp_size / work.steps[0].denominator
-        policy._run(work, 0, step.Pass(names=("logprobs", "entropy"), loss=loss, scale=scale, backward=True))
+        policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
         whole_gradients(policy)
     for name, p in models.named_parameters(policy.chunks):
         _, rects = rectangles.megatron(policy.arch, name, groups.shard)

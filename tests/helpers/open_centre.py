@@ -15,10 +15,11 @@ import numpy as np
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.objectives import Objective, objective
 from megatron_rl.batches.batch import Batch, Statistics
+from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
 from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.text import decode_all
-from megatron_rl.training.rollouts import sample, tokenize
+from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Author, Prompt, Rollout, Stop, spans_of
 
@@ -170,30 +171,4 @@ def toward_teacher(live: Statistics, batch: Batch) -> Any:
     return 0.5 * (live.logprobs - batch.values["teacher_logprobs"]) ** 2
 
 
-@within(40)
-@dataclass(frozen=True, kw_only=True)
-class Distil(Recipe):
-    """A student writes, and is drawn to what a teacher with fixed weights thinks of every token that it wrote."""
-
-    updates: int
-
-    def roles(self) -> Mapping[str, Part]:
-        return {"student": Part(), "teacher": Part(trained=False)}
-
-    def schedule(self) -> Schedule:
-        return [[("student",)]] * self.updates
-
-    def prompt(self, payload: Mapping[str, Any]) -> str:
-        return str(payload["question"])
-
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        sampling = replace(table.samplings["student"], n=1, seed=table.seed_for(turn.number, "student"))
-        written = sample(table, "student", source.take(), sampling)
-        scores = table.engines["teacher"].score([r.tokens for r in written])
-        gap = np.concatenate([(r.logprobs - s)[r.trainable] for r, s in zip(written, scores, strict=True)])
-        table.note("student", {"teacher_gap": float(np.abs(gap).mean())})
-        return {
-            "student": [
-                replace(r, advantages=0.0, values={"teacher_logprobs": s}) for r, s in zip(written, scores, strict=True)
-            ]
-        }
+within(60)(Distil)  # likewise

@@ -72,6 +72,13 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
 
 
 @pytest.mark.multi
+def test_candidates_that_are_no_tokens_of_the_model_are_refused(answers):
+    for answer in answers:
+        assert "values 'candidates' hold tokens 0 to 97; " in answer["experts"]["refusals"]["vocabulary"]
+        assert "has 97 tokens: the teacher, or whoever names them" in answer["experts"]["refusals"]["vocabulary"]
+
+
+@pytest.mark.multi
 def test_what_experts_cannot_do_is_refused_with_the_cure(answers):
     for answer in answers:
         says = answer["experts"]["refusals"]
@@ -100,7 +107,7 @@ def test_sleep_frees_gradients_and_changes_nothing(answers, model):
 @pytest.mark.multi
 def test_vocabulary_parallel_logprobs_are_log_softmax(answers):
     for answer in answers:
-        assert len(answer["head"]) == 27
+        assert len(answer["head"]) == 36
         for name, error in answer["head"].items():
             assert error < 1e-4, name  # sums over 150 rows in float32
 

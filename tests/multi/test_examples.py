@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
     *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
     *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
-    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b"),
+    *("dapo_qwen2.5_32b", "scalerl_qwen3_8b", "distil_qwen3_1.7b"),
     *(f"methods/{name}" for name in ("grpo", "dr_grpo", "lite_ppo", "gmpo", "w_reinforce", "rover", "ghpo")),
     *(f"methods/{name}" for name in ("opmd", "asymre", "gspo", "sapo", "vespo")),
     *("rubric_qwen3_30b_a3b", "pairwise_qwen3_8b", "entailment_qwen3_32b", "ssrl_llama3.2_3b"),

@@ -42,6 +42,7 @@ CASES: dict[int, list[dict]] = {
             "packed": True,
             "model_settings": RECOMPUTE,
         },
+        {"name": "tp1-distilled", "layout": {}, "packed": False, "loss": "distilled"},
         {"name": "tp1-selective", "layout": {}, "packed": True, "model_settings": selective("core_attn", "mlp")},
         {
             "name": "qwen2_moe-selective",
@@ -105,6 +106,10 @@ CASES: dict[int, list[dict]] = {
         {"name": "cp2-packed", "layout": CP, "packed": True},
         {"name": "cp2-padded", "layout": CP, "packed": False},
         {"name": "cp2-policy-loss", "layout": CP, "packed": True, "loss": "policy"},
+        {"name": "cp2-distilled", "layout": CP, "packed": True, "loss": "distilled"},
+        {"name": "tp2-distilled", "layout": TP, "packed": True, "loss": "distilled"},
+        {"name": "tp2sp-distilled", "layout": SP, "packed": False, "loss": "distilled"},
+        {"name": "pp2-distilled", "model": "qwen2_tied", "layout": PP, "packed": True, "loss": "distilled"},
         {"name": "cp2-bf16", "layout": CP, "packed": True, "dtype": "bfloat16"},
         {"name": "tp2sp-bf16", "layout": SP, "packed": True, "dtype": "bfloat16"},
         {"name": "pp2-bf16", "layout": PP, "packed": False, "dtype": "bfloat16"},

@@ -7,6 +7,7 @@ what it must do.
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import cut_runs
@@ -106,8 +107,10 @@ def runs(tmp_path_factory, judge, servers):
     writers = {"generator": role(base), "judge": judging}
     templates = {"generator_template": f"{base}/template.txt", "judge_template": f"{base}/judge.txt"}
     rubric = "megatron_rl.recipes.rubric:Rubric", writers, {"updates": 3, "group_size": 4, **templates}
-    toward = {"objective": "open_centre:toward_teacher"}
-    pupils = {"student": role(base, lr=0.01, loss=toward), "teacher": role(base, model="b", policy="none")}
+    pupil, teacher = partial(role, base, lr=0.01), role(base, model="b", policy="none")
+    distil = partial(config, base, recipe="megatron_rl.recipes.distil:Distil", prompts_per_step=16)
+    lessons = {"updates": 12, "template": f"{base}/template.txt"}
+    toward, over = {"objective": "open_centre:toward_teacher"}, {"objective": "distilled_top_k"}
     configs = [
         grpo(base, "dynamic", **dynamic),
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
@@ -119,7 +122,11 @@ def runs(tmp_path_factory, judge, servers):
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
         config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
-        config(base, "distil", "open_centre:Distil", pupils, args={"updates": 12}, prompts_per_step=16),
+        distil("distil", roles={"student": pupil(loss=toward), "teacher": teacher}, args=lessons),
+        distil(
+            "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
+            args=lessons | {"top_k": 8},
+        ),
     ]  # fmt: skip
     every = [(one_config, None) for one_config in configs] + cut_runs.cases(base, cut_runs.FEW, servers)
     cut_runs.run_all(base, every)
@@ -258,7 +265,18 @@ def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(ru
     assert max(series(run, "agent", "engine_gap")) < 1e-4, "the trainer reads the conversation as the engine did"
 
 
-def test_distillation_draws_the_student_to_its_teacher(runs):
-    gaps = series(runs / "distil", "student", "teacher_gap")
+@pytest.mark.parametrize(("name", "figure"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])
+def test_distillation_draws_the_student_to_its_teacher(runs, name, figure):
+    gaps = series(runs / name, "student", figure)
     assert len(gaps) == 12 and sum(gaps[-4:]) < 0.8 * sum(gaps[:4]), gaps
-    assert [p.name for p in (runs / "distil/models").iterdir()] == ["student"]
+    assert [p.name for p in (runs / name / "models").iterdir()] == ["student"]
+
+
+def test_a_teachers_likeliest_tokens_are_in_the_store_and_cover_most_of_what_it_thinks(runs):
+    for rollouts in turns(runs / "distil_top_k", "student"):
+        for r in rollouts:
+            ids, logprobs = r.values["candidates"], r.values["teacher_candidate_logprobs"]
+            assert ids.shape == logprobs.shape == (len(r.tokens), 8) and (ids.dtype, logprobs.dtype) == ("i4", "f4")
+            assert (np.diff(logprobs[1:], axis=1) <= 0).all() and (logprobs[1:] < 0).all()
+    masses = series(runs / "distil_top_k", "student", "teacher_mass")
+    assert all(8 / 97 < mass < 1 for mass in masses)

@@ -58,7 +58,8 @@ def endpoint(base):
     words = [
         str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(base / "model"),
         "--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-        "--generation-config", "vllm", "--max-num-seqs", "16", "--enforce-eager", "--no-enable-chunked-prefill",
+        "--generation-config", "vllm", "--max-logprobs", "-1",
+        "--max-num-seqs", "16", "--enforce-eager", "--no-enable-chunked-prefill",
     ]  # fmt: skip
     start = Command(words, {**ours.environment, "VLLM_API_KEY": KEY})
     process = ServerProcess(start, base / "server.log", os.environ, imports=base / "imports")

@@ -166,6 +166,17 @@ def test_scores_are_those_of_the_echoed_prompt(opened):
     assert all(each.dtype == np.float32 for each in scores)
     [body] = fake.asked
     assert body["prompt"] == [[4, 6, 8], [2, 10]] and body["echo"] and body["max_tokens"] == 0
+    [top] = engine.score_top([[4, 6, 8]], 2)
+    assert top.ids.tolist() == [[0, 0], [4, 5], [6, 7]] and top.logprobs.tolist() == [0.0, -3.0, -4.0]
+    assert top.top_logprobs.tolist() == [[0.0, 0.0], [-2.0, -2.5], [-3.0, -3.5]]
+    assert fake.asked[-1]["logprobs"] == 2 and fake.asked[-1]["return_tokens_as_token_ids"]
+    with pytest.raises(EngineError, match="told 2 of the 9 likeliest tokens at a place"):
+        engine.score_top([[4, 1]], 9)
+    fake.ids = False
+    with pytest.raises(EngineError, match="or not their ids: {'e': -2.0"):
+        engine.score_top([[4, 6]], 2)
+    with pytest.raises(EngineError, match="names the likeliest tokens by their text .extensions: false"):
+        opened(fake, extensions=False).score_top([[4, 6]], 2)
     fake.scores = False
     with pytest.raises(EngineError, match=r"told 0 log-probs of a prompt of 2 tokens: it does not score prompts"):
         engine.score([[1, 2]])

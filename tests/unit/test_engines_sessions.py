@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 from fake_fleet import TOKEN, Fleet, expected, fleet_in, until
-from fake_vllm import GENERATE, SCORE, logprob_of
+from fake_vllm import GENERATE, SCORE, logprob_of, top_of
 
 from megatron_rl.config.schema import Vllm
 from megatron_rl.engines.base import EngineError, Sampling, complete
@@ -163,6 +163,10 @@ def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(fleet: 
     fakes[0].fail(SCORE, "error", "nan", "few", "garbage")
     assert [each.tolist() for each in pool.score(some * 4)] == [scores_of(each) for each in some * 4]
     assert pool.failures > 0 and pool.score([]) == []
+    for each, scores in zip(some, pool.score_top(some, 3), strict=True):
+        assert scores.logprobs.tolist() == scores_of(each) and scores.ids.dtype == np.int32
+        assert scores.ids.tolist() == [[0] * 3, *top_of(np.array(each[1:]), 3).tolist()]
+        assert scores.top_logprobs[1:].tolist() == [[logprob_of(t) for t in ids] for ids in scores.ids[1:]]
     for fake in fakes:
         fake.fail(SCORE, *["nan"] * 9)
     with pytest.raises(EngineError, match="failed 3 times: vLLM sent log-probs that are not numbers"):
@@ -173,10 +177,10 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
     fake, asked, go = fleet.start(), [], threading.Event()
 
     class Slow(VllmServer):
-        def score(self, sequences, *, timeout_s):
+        def score(self, sequences, k, *, timeout_s):
             asked.append(fake.version)
             assert go.wait(30)
-            return super().score(sequences, timeout_s=timeout_s)
+            return super().score(sequences, k, timeout_s=timeout_s)
 
     pool = fleet.serving(
         replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)

@@ -61,6 +61,9 @@ def test_what_is_drawn_and_scored_does_not_depend_on_the_number_of_ranks(engine,
     texts = [PROMPTS[3], PROMPTS[0], PROMPTS[1], PROMPTS[2]]
     for one, other in zip(spread.score(texts), engine.score(texts), strict=True):
         assert one == pytest.approx(other, abs=2e-5)
+    for one, other in zip(spread.score_top(texts, 5), engine.score_top(texts, 5), strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5) and one.ids.shape == other.ids.shape
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, abs=2e-5)
 
 
 def test_a_wrong_ask_is_refused_on_the_driver_before_any_rank_works(engine):

@@ -104,6 +104,10 @@ def odd_rollouts() -> list[Rollout]:
         rollout(marks={"step": Marks([]), "z": Marks([], []), "a": Marks([(0, 6)]), "b": Marks([(1, 1)], [math.nan])}),
         rollout(values={"teacher": np.arange(6, dtype=np.float32) / 3, "a": np.full(6, nan[1])}, experts=experts),
         rollout(values={"a": np.zeros(6, np.float32)}, experts=np.empty((5, 0, 2), np.int16)),
+        rollout(values={"ids": np.arange(18, dtype=np.int32).reshape(6, 3), "wide": np.full((6, 2), nan[0])}),
+        rollout(
+            values={"ids": np.arange(36, dtype=np.int32).reshape(6, 6)[:, ::3], "none": np.empty((6, 0), np.int32)}
+        ),
         rollout(experts=np.asfortranarray(experts)),
         rollout(payload={"a": [1, 2.5, None, {"b": "é\ud800\x00"}], "big": 2**70, "nan": math.inf}, group="é/0:\t"),
         bare(tokens=[], logprobs=[], spans=[]),
@@ -188,7 +192,7 @@ def any_rollout(draw):
         payload=draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)),
         rewards=draw(st.dictionaries(names, st.floats(allow_nan=False), max_size=2)), marks=marks,
         advantages=draw(st.sampled_from([None, floats[::-1].copy()]) | st.floats()), partner_weight=draw(st.floats()),
-        values=draw(st.dictionaries(names, st.just(floats), max_size=2)),
+        values=draw(st.dictionaries(names, st.sampled_from([floats, numbers, floats.reshape(-1, 1)]), max_size=2)),
         experts=draw(st.sampled_from([None, experts])),
     )  # fmt: skip
 
@@ -207,7 +211,7 @@ def test_a_payload_that_is_not_json_is_named_and_nothing_is_left(tmp_path):
     store = TurnStore(tmp_path)
     with pytest.raises(TypeError, match="group 'p1': its payload is not JSON .*set"):
         store.put(TURN, played(rollout(), rollout(payload={"a": {1, 2}})), {})
-    with pytest.raises(TypeError, match="an array of float64 where the store keeps float32"):
+    with pytest.raises(TypeError, match="values of type float64: the store keeps float32 or int32"):
         store.put(TURN, played(rollout(values={"teacher": np.zeros(6)})), {})
     with pytest.raises(TypeError, match="experts of type int64"):
         store.put(TURN, played(rollout(experts=np.zeros((5, 1, 1), np.int64))), {})
@@ -289,7 +293,7 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "its format is 99, and this version reads 1" in caplog.text
+    assert store.get(TURN) is None and "its format is 99, and this version reads 2" in caplog.text
 
 
 def put_turns(store: TurnStore, count: int, first: int = 0) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.config.schema import Strategy
 from megatron_rl.engines import sampler
-from megatron_rl.engines.base import Completion, Sampling, TandemSampling, Tokens
+from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling, Tokens, TopScores
 from megatron_rl.engines.embedded.ends import Ends
 from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.scheduler import ContinuousBatch
@@ -144,18 +144,16 @@ class EmbeddedEngine:
         Raises ValueError for an empty sequence and for a token outside the vocabulary, RuntimeError before the first
         load.
         """
-        decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
-        for i, tokens in enumerate(arrays):
-            self._check_tokens(tokens, f"sequence {i}")
-        found: dict[int, np.ndarray] = {}
-        group: list[int] = []
-        for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
-            if group and (len(group) + 1) * len(arrays[group[0]]) > SCORED_TOGETHER:
-                found |= zip(group, self._score_together(decoder, [arrays[g] for g in group]), strict=True)
-                group = []
-            group.append(i)
-        found |= zip(group, self._score_together(decoder, [arrays[g] for g in group]), strict=True)
-        return [found[i] for i in range(len(arrays))]
+        return [scores.logprobs for scores in self._scored(sequences, 0)]
+
+    @torch.inference_mode()
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """See engines.base.Engine. Raises EngineError for more tokens than the model has, and what `score` raises."""
+        if k > self.arch.vocab:
+            raise EngineError(
+                f"the {k} likeliest tokens were asked for: {self._directory} has {self.arch.vocab} in all"
+            )
+        return self._scored(sequences, k)
 
     @torch.inference_mode()
     def distributions(self, tokens: Tokens) -> Iterator[Tensor]:
@@ -178,8 +176,22 @@ class EmbeddedEngine:
         pair = (decoder, self._junior)
         return ContinuousBatch(pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens))
 
-    def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Scores some sequences in one pass, the longest of them first."""
+    def _scored(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
+        for i, tokens in enumerate(arrays):
+            self._check_tokens(tokens, f"sequence {i}")
+        found: dict[int, TopScores] = {}
+        group: list[int] = []
+        for i in sorted(range(len(arrays)), key=lambda i: -len(arrays[i])):
+            if group and (len(group) + 1) * len(arrays[group[0]]) > SCORED_TOGETHER:
+                found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+                group = []
+            group.append(i)
+        found |= zip(group, self._score_together(decoder, [arrays[g] for g in group], k), strict=True)
+        return [found[i] for i in range(len(arrays))]
+
+    def _score_together(self, decoder: Decoder, sequences: Sequence[np.ndarray], k: int) -> list[TopScores]:
+        """Scores some sequences in one pass, the longest of them first, with the k likeliest tokens at every place."""
         if not sequences:
             return []
         lengths = np.array([len(tokens) for tokens in sequences])
@@ -189,11 +201,17 @@ class EmbeddedEngine:
         tokens = torch.from_numpy(padded).to(self._device)
         known = torch.from_numpy(inside[:, 1:]).to(self._device)  # positions that predict a token of the text
         hidden, labels = decoder.prefill(tokens)[0][:, :-1][known], tokens[:, 1:][known][:, None]
-        scores = torch.zeros(padded.shape, device=self._device)
-        parts = zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True)
-        found = [decoder.logits(h).float().log_softmax(dim=-1).gather(1, next_ids)[:, 0] for h, next_ids in parts]
-        scores[:, 1:][known] = torch.cat(found)
-        return [row[:length] for row, length in zip(scores.cpu().numpy(), lengths.tolist(), strict=True)]
+        scores = torch.zeros((*padded.shape, 1 + k), device=self._device)
+        ids = torch.zeros((*padded.shape, k), dtype=torch.int32, device=self._device)
+        found, likeliest = [], []
+        for h, next_ids in zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True):
+            every = decoder.logits(h).float().log_softmax(dim=-1)
+            top = every.topk(k, dim=-1)
+            found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
+            likeliest.append(top.indices.int())
+        scores[:, 1:][known], ids[:, 1:][known] = torch.cat(found), torch.cat(likeliest)
+        rows = zip(scores.cpu().numpy(), ids.cpu().numpy(), lengths.tolist(), strict=True)
+        return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows]
 
     def _check_tandem(self, tandem: TandemSampling) -> None:
         if self._junior is None:

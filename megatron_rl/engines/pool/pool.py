@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megatron_rl.config.schema import Servers
-from megatron_rl.engines.base import Tokens
+from megatron_rl.engines.base import Tokens, TopScores
 from megatron_rl.engines.pool.dispatch import Dispatcher, Outstanding, Request
 from megatron_rl.engines.pool.membership import LOOK_S, Address, Limits, ListedMembers, Member, Members
 from megatron_rl.engines.pool.refits import PoolRefits
@@ -53,11 +53,15 @@ class ServerEngine:
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         """See engines.base.Engine. The sequences are spread over the servers. Raises as PoolSession.answers does."""
+        return [scores.logprobs for scores in self.score_top(sequences, 0)]
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        """See engines.base.Engine. Raises as `score` does, and EngineError where a server does not tell them."""
         arrays = [np.array(tokens, np.int32) for tokens in sequences]
-        work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, np.ndarray]()
+        work, waiting, found = Outstanding(), self._dispatcher.waiting(), dict[int, TopScores]()
         try:
             for places in _shares([len(tokens) for tokens in arrays], self.members.limits.servers):
-                self._dispatcher.submit(work, self._score, work, places, [arrays[place] for place in places])
+                self._dispatcher.submit(work, self._score, work, places, [arrays[place] for place in places], k)
             while len(found) < len(arrays):
                 found |= self._dispatcher.wait(work, waiting) or {}
         finally:
@@ -78,11 +82,13 @@ class ServerEngine:
     def _hopeless(self) -> str | None:
         return None if self.hopeless is None else self.hopeless()
 
-    def _score(self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray]) -> dict[int, np.ndarray]:
+    def _score(
+        self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
+    ) -> dict[int, TopScores]:
         """Runs on a thread -> scores by place."""
 
-        def ask(member: Member, version: int) -> list[np.ndarray]:
-            scores = member.server.score(sequences, timeout_s=self.members.limits.request_timeout_s)
+        def ask(member: Member, version: int) -> list[TopScores]:
+            scores = member.server.score(sequences, k, timeout_s=self.members.limits.request_timeout_s)
             if not self.members.serves(member, version):
                 raise ServerLost(f"{member.server.url} did not keep version {version} of the weights while it scored")
             return scores

@@ -1,0 +1,59 @@
+"""On-policy distillation (GKD, arXiv 2306.13649): a student writes, and learns what a teacher thinks of every place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
+from megatron_rl.training.rollouts import sample
+from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
+from megatron_rl.types import Prompt, Rollout
+
+STUDENT, TEACHER = "student", "teacher"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distil(Recipe):
+    """A run that trains `student` toward `teacher`, which has the same tokens, on what the student alone wrote.
+
+    The student's loss says how: `distilled` by the teacher's log-prob of each written token, `distilled_top_k` by its
+    likeliest tokens, which it is then asked for (`top_k`). Nothing is graded but evaluations.
+    """
+
+    updates: int  # of the run
+    group_size: int = 1  # samples per problem
+    top_k: int = 0  # likeliest tokens of the teacher at every place; 0: it is asked for the written token alone
+    template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
+
+    def __post_init__(self) -> None:
+        check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=["template"])
+
+    def roles(self) -> Mapping[str, Part]:
+        return {STUDENT: Part(samples=self.group_size, drawn={STUDENT: self.group_size}), TEACHER: Part(trained=False)}
+
+    def schedule(self) -> Schedule:
+        return [[(STUDENT,)]] * self.updates
+
+    def prompt(self, payload: Mapping[str, object]) -> str:
+        return question_text(self.template, payload)
+
+    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
+        with table.watch("rollout"):
+            written = sample(table, STUDENT, source.take(), sampling_for(table, turn, STUDENT, self.group_size))
+        with table.watch("teacher"):
+            values = self._scored(table, [rollout.tokens for rollout in written])
+        gaps = [(r.logprobs - v["teacher_logprobs"])[r.trainable] for r, v in zip(written, values, strict=True)]
+        table.note(STUDENT, {"sampled_kl": float(np.concatenate(gaps).mean(dtype=np.float64))})
+        return {STUDENT: [replace(r, values=v) for r, v in zip(written, values, strict=True)]}
+
+    def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
+        return accuracies(table, STUDENT, prompts)[0]
+
+    def _scored(self, table: Table, texts: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Returns what the teacher says of each text, by the names that objectives read."""
+        if not self.top_k:
+            return [{"teacher_logprobs": scores} for scores in table.engines[TEACHER].score(texts)]
+        found = table.engines[TEACHER].score_top(texts, self.top_k)
+        names = ("teacher_logprobs", "candidates", "teacher_candidate_logprobs")
+        return [dict(zip(names, (s.logprobs, s.ids, s.top_logprobs), strict=True)) for s in found]
