@@ -15,7 +15,7 @@ from toys import EOS, characters
 from megatron_rl.commands import generate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
-from megatron_rl.data.problems import DataError
+from megatron_rl.data.rows import DataError
 from megatron_rl.session.launch import Place
 
 ROOT = Path(__file__).parents[2]
