@@ -1,4 +1,4 @@
-"""Says what `megatron-rl check` finds in the data that is on this machine, and refuses what the command would refuse."""
+"""Says what `megatron-rl check` finds in the data on this machine, and refuses what the command would refuse."""
 
 from __future__ import annotations
 

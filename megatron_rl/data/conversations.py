@@ -31,8 +31,8 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
             fields[MESSAGES] = _PROMPT
         elif texts := [key for key in (QUESTION, _PROMPT) if isinstance(row.get(key), str)]:
             fields[QUESTION] = texts[0]
-        elif whole := [key for key in CONVERSATIONS if is_conversation(row.get(key))]:
-            fields[MESSAGES] = whole[0]
+        elif lists := [key for key in (_PROMPT, *CONVERSATIONS) if isinstance(row.get(key), list) and row[key]]:
+            fields[MESSAGES] = lists[0]  # malformed messages, too: they are named as such
         else:
             return None
     if MESSAGES in fields:
@@ -54,6 +54,8 @@ def is_conversation(value: Any) -> bool:
 def read_messages(value: Any, key: str) -> list[Message]:
     """Returns a row's messages as mappings with role and, as a text, content. ShareGPT's from and value become these;
     entries that are null (Parquet fills them in) are left out. Raises DataError that names what is malformed."""
+    if isinstance(value, NotThere):
+        raise DataError(f"no {key!r}")
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"{key!r} is {_shown(value)}, not a list of messages: name a conversation by data.fields")
     return [_message(one, f"{key}.{place}") for place, one in enumerate(value)]
@@ -136,4 +138,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return f"{value!r:.60}" if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+    if isinstance(value, (str, int, float, type(None))):
+        return f"{value!r:.60}"
+    return f"an empty {type(value).__name__}" if value in ([], {}) else f"a {type(value).__name__}"

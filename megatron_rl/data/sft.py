@@ -122,6 +122,8 @@ def sft_rollouts(
 
 def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSample:
     values = [reach(row, key) for key in fields]
+    if absent := [key for key, value in zip(fields, values, strict=True) if isinstance(value, NotThere)]:
+        raise DataError(f"no {' and no '.join(absent)}; the row has {', '.join(map(str, row))}")
     if len(fields) == 1:
         return _conversation(read_messages(values[0], fields[0]), 0, row, where)
     prompt, response = fields
