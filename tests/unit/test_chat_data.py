@@ -12,7 +12,7 @@ import pytest
 from chats import CHATML, MARKED, STRICT, THINKING, chat_tokenizer, said
 from tiny_models import make_model
 
-from megatron_rl.commands import check_data
+from megatron_rl.commands import check_data, evaluate
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import (
     ConfigError,
@@ -27,11 +27,13 @@ from megatron_rl.config.schema import (
 from megatron_rl.data.problems import PromptReader, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, TextPair, read_samples, sft_rollouts
+from megatron_rl.evaluation.sets import read_sets as read_eval_sets
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.entailment import Entailment
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.recipes.tango import Tango
+from megatron_rl.session.eval_engines import Cast
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
 from megatron_rl.training.rollouts import tokenize
 
@@ -293,6 +295,32 @@ def test_rows_that_a_template_renders_anew_are_counted_and_named(tmp_path, caplo
         assert len(sft_rollouts(found, tokenizer, **limits, max_bad_share=0.3)) == 3
     assert "1 of 4 rows" in caplog.text and "were dropped" not in caplog.text
     assert "no chat template" in refused(sft_rollouts, found, chat_tokenizer(None), **limits)
+
+
+def test_an_evaluation_asks_conversations_as_they_are(tmp_path):
+    path = jsonl(tmp_path / "mine.jsonl", {"prompt": USER, "answer": "2"})
+    config = config_files.load(EvalConfig, [], ["model.path=models/x", f"data.path={path}"])
+    tokenizer = chat_tokenizer()
+    [source] = read_eval_sets(config)
+    task = evaluate._task(config, tokenizer, source)
+    assert task.problems.prompts == [tokenizer.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)]
+    texts = config_files.load(EvalConfig, [], ["model.path=models/x", f"data={{path: {path}, chat: false}}"])
+    [source] = read_eval_sets(texts)
+    [prompt] = evaluate._task(texts, tokenizer, source).problems.prompts
+    assert "<|im_start|>" not in tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+def test_a_verifier_of_an_evaluation_is_asked_in_its_chat_template():
+    words = ["model.path=models/x", "data.path=x.jsonl", "verifier.model.path=models/v"]
+    for chat in (True, False):
+        config = config_files.load(EvalConfig, [], [*words, f"verifier.chat={str(chat).lower()}"])
+        assert config.verifier is not None
+        judge, tokenizer = config.verifier.model, chat_tokenizer()
+        weigher = evaluate._weigher(config, Cast({judge: None}, {}, {judge: tokenizer}))
+        tokens = weigher._prompt(("1 + 1?", "<step>2</step>")).tokens
+        shown = tokenizer.decode(tokens, skip_special_tokens=False)
+        assert shown.startswith("<|im_start|>user\n") == shown.endswith("<|im_start|>assistant\n") == chat
+        assert "<step>2</step>" in shown
 
 
 @pytest.fixture
