@@ -40,9 +40,12 @@ def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] |
     if ANSWER not in fields:
         found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
         fields |= {ANSWER: found[0]} if found else {}
-    if source.settings is None:
-        fields |= {key: key for key in _PASSED_ON if key in row and key not in fields}
     return fields
+
+
+def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns verl's columns for the reward function, those that the row has; none with ready-made settings."""
+    return {} if source.settings is not None else {key: row[key] for key in _PASSED_ON if key in row}
 
 
 def is_conversation(value: Any) -> bool:

@@ -18,7 +18,15 @@ from typing import Any
 from megatron_rl.chat import ChatError, last_user
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
-from megatron_rl.data.conversations import ANSWER, MESSAGES, QUESTION, as_conversation, prompt_fields, prompt_messages
+from megatron_rl.data.conversations import (
+    ANSWER,
+    MESSAGES,
+    QUESTION,
+    as_conversation,
+    passed_on,
+    prompt_fields,
+    prompt_messages,
+)
 from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
 from megatron_rl.types import Prompt
 
@@ -227,7 +235,8 @@ def _mapped(
     missing = [f"{name} (from {fields[name]!r})" for name, value in values.items() if isinstance(value, NotThere)]
     if missing:
         raise DataError(f"no {', '.join(missing)}; the row has {', '.join(map(str, row))}: name keys by data.fields")
-    values = {name: value for name, value in values.items() if name != MESSAGES} | _asked(row, source, fields)
+    values = passed_on(source, row) | {name: value for name, value in values.items() if name != MESSAGES}
+    values |= _asked(row, source, fields)
     return values | ({ANSWER: _answer(row, source, fields[ANSWER], pattern)} if ANSWER in fields else {})
 
 

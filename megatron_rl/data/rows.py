@@ -94,8 +94,10 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
     if isinstance(value, NotThere):
         raise DataError(f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}")
     if isinstance(value, (list, tuple, Mapping)):
+        other = ", or name a conversation by data.fields.messages" if name == "question" else ""
         raise DataError(
             f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as {key}.0"
+            f"{other}"
         )
     if not isinstance(value, str):
         raise DataError(f"the {name} (from {key!r}) is {value!r}, not text")

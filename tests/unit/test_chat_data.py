@@ -77,6 +77,12 @@ def test_verls_parquet_is_read_as_it_is(tmp_path):
         assert encode(problem.values) == as_verl
 
 
+def test_verls_further_columns_may_be_absent(tmp_path):
+    plain = {key: VERL[key] for key in ("prompt", "reward_model")}
+    found = read(tmp_path, VERL, plain)
+    assert found[0]["extra_info"]["index"] == 0 and set(found[1]) == {"question", "answer", "messages"}
+
+
 FORMS = [  # a row -> where its prompt and answer are found, and whether it is a conversation
     ({"prompt": USER, "answer": "2"}, ("prompt", "answer"), True),
     ({"prompt": USER, "question": "original", "ground_truth": "2"}, ("prompt", "ground_truth"), True),
