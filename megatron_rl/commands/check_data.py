@@ -88,7 +88,9 @@ def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
 
 
 def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool) -> str:
-    """Describes the prompts and answers of a set."""
+    """Describes the prompts and answers of a set. Raises DataError for one without problems."""
+    if not problems:
+        raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
     fields = fields_of(source)
     template = "the tokenizer's chat template" if model.chat_template is None else f"the file {model.chat_template}"
     rendered = f"rendered with {template}" + ("" if _is_here(model) else f" (not tried: {model.path} is not here)")

@@ -126,11 +126,6 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
         f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_step=4",
         "run.train_without_signal=true", "gate.reward=false", "run.save_rollouts_every=1",
     ]  # fmt: skip
-    found = program("check", *settings).stdout
-    assert (
-        f"messages, rendered with the file {tmp_path}/chatml.jinja; answers: column `reward_model.ground_truth`"
-        in found
-    )
     program("train", *settings)
     [turn] = (tmp_path / "chat/rollouts").glob("turn_*.parquet")
     rollouts = pq.read_table(turn, columns=["tokens", "spans"]).to_pylist()

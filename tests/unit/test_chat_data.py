@@ -14,6 +14,7 @@ from tiny_models import make_model
 
 from megatron_rl.commands import check_data, evaluate
 from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
@@ -28,6 +29,7 @@ from megatron_rl.data.problems import PromptReader, fields_of, read_problems
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import Conversation, TextPair, read_samples, sft_rollouts
 from megatron_rl.evaluation.sets import read_sets as read_eval_sets
+from megatron_rl.main import main
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.entailment import Entailment
 from megatron_rl.recipes.grpo import Grpo
@@ -384,6 +386,25 @@ def test_check_refuses_what_training_would_refuse(model, tmp_path):
     assert "prompt.0 has no content" in refused(lines, TrainConfig, *train_words(model, bad))
     ended = jsonl(tmp_path / "ended.jsonl", {"messages": ENDED})
     assert "no chat template" in refused(lines, SftConfig, f"model.path={model}", f"data.train={ended}")
+
+
+def test_the_command_prints_what_it_found_and_fails_with_the_row(model, tmp_path, capsys):
+    (tmp_path / "own.jinja").write_text(CHATML)
+    words = ["roles.generator.max_prompt_tokens=100", f"roles.generator.model.chat_template={tmp_path}/own.jinja"]
+    chats = jsonl(tmp_path / "chats.jsonl", VERL)
+    assert main(["check", *train_words(model, chats, *words), "--ranks", "1"]) == 0
+    line = (
+        f"# data: 1 problems; prompts: column `prompt`, messages, rendered with the file {tmp_path}/own.jinja; answers"
+    )
+    assert line in capsys.readouterr().out
+    bad = jsonl(tmp_path / "bad.jsonl", VERL, {**VERL, "prompt": [said("bot", "a")]})
+    assert main(["check", *train_words(model, bad, *words), "--ranks", "1"]) == 2
+    assert f"{bad}:2: prompt.0.role is 'bot'" in capsys.readouterr().err
+
+
+def test_turns_played_with_another_chat_template_are_not_taken_from_the_store(tmp_path):
+    (tmp_path / "own.jinja").write_text(CHATML)
+    assert list(plugins.sources({"model": {"chat_template": str(tmp_path / "own.jinja")}})) == [CHATML.encode()]
 
 
 def test_check_counts_the_tokens_that_fine_tuning_trains_on(model, tmp_path):
