@@ -17,10 +17,9 @@ def run(args: argparse.Namespace) -> int:
     ranks = args.ranks or config.launch.nproc
     config_checks.check(config, ranks)
     lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *config_checks.absent_files(config)]
-    lines += _check_data(config)
     if args.show:
         print(config_files.dump(config), end="")
-    for line in lines:
+    for line in [*lines, *_check_data(config)]:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
