@@ -140,6 +140,7 @@ def conversation_tokens(
             if messages[place]["role"] == ASSISTANT:
                 start = _beginning(tokenizer, messages, tokens, place, tools, header=True)
                 written[start : _beginning(tokenizer, messages, tokens, place + 1, tools)] = True
+    written[:1] = False  # nothing predicts the first token
     if not written.any():
         raise ChatError("an assistant wrote none of its tokens, so that there is nothing to train on")
     return tokens, written

@@ -177,6 +177,12 @@ def test_a_conversation_without_an_assistants_tokens_is_refused():
         conversation_tokens(chat_tokenizer(), [said("assistant", "2"), *QUESTION])
 
 
+def test_the_first_token_is_never_trained_on():
+    bare = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tokens, written = conversation_tokens(chat_tokenizer(bare), [said("assistant", "abc")])
+    assert len(tokens) == 3 and written.tolist() == [False, True, True]
+
+
 def test_tools_go_to_the_template():
     template = "{% if tools %}{{ tools[0].name }};{% endif %}" + CHATML
     tools = [{"name": "calculator"}]
