@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.data.problems import DataError
+from megatron_rl.data.rows import DataError
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.server import RequestRefused
 from megatron_rl.rewards.pool import RewardFailure

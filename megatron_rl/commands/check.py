@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *absent]
     if args.show:
         print(config_files.dump(config), end="")
-    for line in lines:
+    for line in [*lines, *_check_data(config)]:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
@@ -50,6 +50,18 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
     config_checks.check_recipe(config, recipe)
     _check_losses(config)
     return config_checks.explain_recipe(config, recipe, ranks)
+
+
+def _check_data(config: Any) -> list[str]:
+    """Returns what the data on this machine holds; nothing without torch. Raises ConfigError for data that the command
+    would refuse."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return []
+    from megatron_rl.commands.check_data import data_lines
+
+    return data_lines(config)
 
 
 def _check_losses(config: configs.TrainConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_rl.chat import ChatTokenizer
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Launch, Reward
 from megatron_rl.evaluation import report
@@ -34,6 +35,7 @@ from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.text import read_template
 
 CHUNK = 256  # number of problems that are asked at once
+ASKED = ("question", "messages")  # of a problem, what its prompt is made of
 Measure = Callable[[ProblemSet, Sequence[int]], list[list[Sample]]]  # indexes of problems -> the samples of each
 
 
@@ -114,14 +116,12 @@ def _task(config: EvalConfig, tokenizer: Any, source: GradedSet) -> Task:
     try:
         text = read_template(source.template)
         values = [
-            verifier_values(p.values) if source.judged else {"question": str(p.values["question"])}
+            verifier_values(p.values) if source.judged else {n: p.values[n] for n in ASKED if n in p.values}
             for p in source.problems
         ]
         prompts = [prompt_tokens(tokenizer, text, v, chat=config.chat) for v in values]
     except FileNotFoundError as error:
         raise ConfigError(f"template: {error}") from None
-    except ValueError as error:  # chat without a template for it
-        raise ConfigError(str(error)) from None
     problems = ProblemSet(name=source.name, title=source.title, problems=source.problems, prompts=prompts)
     return Task(problems=problems, reward=source.reward, judged=source.judged)
 
@@ -185,7 +185,8 @@ def _weigher(config: EvalConfig, cast: Cast) -> Weigher | None:
     if judging is None:
         return None
     return Weigher(
-        engine=cast.engines[judging.model], tokenizer=cast.tokenizers[judging.model],
+        engine=cast.engines[judging.model],
+        tokenizer=ChatTokenizer(cast.tokenizers[judging.model]) if judging.chat else cast.tokenizers[judging.model],
         template=read_template(judging.template),
         sampling=sampling_of(judging.sampling, n=judging.votes, seed=config.seed), context=config.context,
     )  # fmt: skip

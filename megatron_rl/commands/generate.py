@@ -19,16 +19,18 @@ from typing import Any
 
 from rich.progress import track
 
+from megatron_rl.chat import ASSISTANT, ChatError, problem_text
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig
-from megatron_rl.data.problems import DataError, Problem, read_problems, write_parquet
+from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.data.rows import DataError, write_parquet
 from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.session.common import open_world, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import fill, read_template
+from megatron_rl.text import read_template
 
 CHUNK = 512  # prompts answered between two moves of the progress bar
 
@@ -38,8 +40,8 @@ class Asked:
     """One problem as the teacher is asked it."""
 
     problem: Problem
-    prompt: str  # the template with the question in it
-    tokens: Sequence[int]  # in the teacher's chat template, where `chat` is set
+    prompt: str  # the template with the question in it; the question alone of a conversation
+    tokens: Sequence[int]  # in the teacher's chat template, where `chat` is set or the problem is a conversation
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class Answered:
 def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
     """Asks the teacher and writes its answers. Every rank runs it. Returns 0.
 
-    A row has prompt, response, and every mapped field of the problem. `environment`: the environment of servers that it
-    starts.
+    A row has prompt, response, and every mapped field of the problem. Both are messages where the problem is a
+    conversation, else texts. `environment`: the environment of servers that it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
     parts = Path(config.output) / "parts"
@@ -75,16 +77,19 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
 def _asked(config: GenerateConfig, tokenizer: Any) -> list[Asked]:
     """Returns the problems that are asked: all but those whose prompt is longer than max_prompt_tokens, which are
     counted. Raises ConfigError for `chat` without a chat template, DataError when no problem is left."""
-    template, problems = read_template(config.template), read_problems(config.data)
+    problems = read_problems(config.data)
+    if config.template is None and any("messages" not in problem.values for problem in problems):
+        raise ConfigError("template is null, and the problems are no conversations: name a text file with {question}")
+    template = "" if config.template is None else read_template(config.template)
     out = []
     for problem in problems:
-        values = {"question": str(problem.values["question"])}
+        values = {name: problem.values[name] for name in ("question", "messages") if name in problem.values}
         try:
             tokens = prompt_tokens(tokenizer, template, values, chat=config.chat)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        except ChatError as error:
+            raise DataError(f"problem {problem.row}: {error}") from None
         if config.max_prompt_tokens is None or len(tokens) <= config.max_prompt_tokens:
-            out.append(Asked(problem, fill(template, **values), tokens))
+            out.append(Asked(problem, str(problem_text(template, values)), tokens))
     if not out:
         raise DataError(f"every prompt is longer than max_prompt_tokens = {config.max_prompt_tokens}: raise it")
     if left_out := len(problems) - len(out):
@@ -122,9 +127,21 @@ def _answers(config: GenerateConfig, engine: Engine, tokenizer: Any, parts: Path
     return out
 
 
+def _row(answered: Answered) -> dict[str, Any]:
+    """Returns a pair with the problem's fields. An assistant's turn that the prompt began becomes part of the
+    response."""
+    values, text = dict(answered.problem.values), answered.text
+    prompt = list(values.pop("messages", ()))
+    if not prompt:
+        return {**values, "prompt": answered.prompt, "response": text}
+    if prompt[-1]["role"] == ASSISTANT:
+        text = f"{prompt.pop()['content']}{text}"
+    return {**values, "prompt": prompt, "response": [{"role": ASSISTANT, "content": text}]}
+
+
 def _write(config: GenerateConfig, found: list[Answered]) -> None:
     """Writes the pairs and says how many there are. Whole problems are held out, so that no second sample leaks."""
-    rows = [{**a.problem.values, "prompt": a.prompt, "response": a.text} for a in found]
+    rows = [_row(a) for a in found]
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
     files: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "cut": []}

@@ -1,22 +1,22 @@
-"""`megatron-rl sft`: fine-tunes one model on prompt/response pairs, by the same actor as reinforcement learning."""
+"""`megatron-rl sft`: fine-tunes one model on conversations or pairs, by the same actor as reinforcement learning."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Sequence
 
 from megatron_rl.algorithms.losses import CompletionLoss
+from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import schema as configs
 from megatron_rl.config.schema import ConfigError, SftConfig
-from megatron_rl.data.problems import read_pairs
-from megatron_rl.data.sft import sft_rollouts
+from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import Interrupts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import load_tokenizer
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.world import TorchWorld
@@ -52,7 +52,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         if driver.finished:
             return 0
         driver.say(
-            f"{len(samples)} pairs; {steps} steps of {config.samples_per_step} samples; "
+            f"{len(samples)} samples; {steps} steps of {config.samples_per_step} samples; "
             f"{sum(len(s.tokens) for s in samples)} tokens"
         )
         done = _resume(driver, policy)
@@ -96,17 +96,20 @@ def _train(
 
 
 def _read(config: SftConfig, samples: list[Rollout], validation: list[Rollout]) -> tuple[int, bool]:
-    """Reads pairs into both lists, on the driver. -> number of steps, whether there is validation."""
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    limits = {"append_eos": config.data.append_eos, "max_tokens": config.data.max_tokens}
-    samples += sft_rollouts(read_pairs(config.data), tokenizer, **limits)
-    if config.data.validation is not None:
-        held_out = dataclasses.replace(config.data, train=config.data.validation)
-        validation += sft_rollouts(read_pairs(held_out, split="validation"), tokenizer, **limits)
+    """Reads samples into both lists, on the driver. -> number of steps, whether there is validation."""
+    data, tokenizer = config.data, tokenizer_of(config.model)
+    make = functools.partial(
+        sft_rollouts, tokenizer=tokenizer, append_eos=data.append_eos, max_tokens=data.max_tokens,
+        max_bad_share=data.max_bad_share,
+    )  # fmt: skip
+    samples += make(read_samples(data))
+    if data.validation is not None:
+        held_out = dataclasses.replace(data, train=data.validation)
+        validation += make(read_samples(held_out, split="validation"))
     steps = config.steps or round(config.epochs * len(samples) / config.samples_per_step)
     if steps < 1:
         raise ConfigError(
-            f"{len(samples)} pairs, {config.epochs} epochs, samples_per_step {config.samples_per_step}: "
+            f"{len(samples)} samples, {config.epochs} epochs, samples_per_step {config.samples_per_step}: "
             "that makes zero steps; lower samples_per_step"
         )
     return steps, bool(validation)

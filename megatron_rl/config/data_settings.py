@@ -44,16 +44,19 @@ def settings_table() -> dict[str, PromptSet]:
 
 
 def resolve(source: PromptSet) -> PromptSet:
-    """Returns `source` with its ready-made settings filled in where it sets nothing itself.
+    """Returns `source` with its ready-made settings filled in where it sets nothing itself. Where the config names a
+    conversation (fields.messages), their question is left out.
 
     Raises ConfigError for an unknown name of settings.
     """
     if source.settings is None:
-        return dataclasses.replace(source, fields={"question": "question", "answer": "answer", **source.fields})
+        return source
     table = settings_table()
     if source.settings not in table:
         raise ConfigError(f"data.settings = {source.settings!r} is not known; there are {', '.join(table)}")
     ready = table[source.settings]
+    if "messages" in source.fields:
+        ready = dataclasses.replace(ready, fields={k: v for k, v in ready.fields.items() if k != "question"})
     return dataclasses.replace(
         source,
         fields={**ready.fields, **source.fields},

@@ -21,8 +21,13 @@ class PromptSet:
     split: str = "train"  # split of a Hugging Face data set, or of a directory with files train*, test*, ...
     # One file of a data set on the hub, where its splits hold other files, too; null: the split's files.
     file: str | None = None
-    # Our field name -> the row's key; dots reach inside nested values. Example: {question: problem}.
+    # Our field name -> the row's key; dots reach inside nested values. Example: {question: problem}. `messages` names a
+    # conversation. What is left open is found as docs/your_data.md says.
     fields: dict[str, str] = field(default_factory=dict)
+    # true: every question is the user's message of a conversation. false: also what the rows hold as conversations is
+    # put as text, by its last user's message. null: conversations and questions are put as what they are.
+    chat: bool | None = None
+    system: str | None = None  # system message of the conversations that have none of their own
     filters: dict[str, Any] = field(default_factory=dict)  # keep only rows whose key has this value
     # Regular expression that finds the answer: group 1 of its last match, or the whole match where it has no groups.
     answer_pattern: str | None = None
@@ -36,13 +41,16 @@ class PromptSet:
 
 @config
 class SftData:
-    """Prompt/response pairs as JSONL or Parquet; the loss is on the response alone."""
+    """Conversations, or pairs of prompt and response, as JSONL or Parquet. The loss is on what an assistant wrote, or
+    on the response."""
 
     train: str  # JSONL or Parquet file, directory of them, or Hugging Face data set
-    validation: str | None = None  # pairs for the validation loss; null: none
-    prompt_field: str = "prompt"  # the row's key of the prompt
-    response_field: str = "response"  # the row's key of the response
-    append_eos: bool = True  # put the end-of-sequence token behind every response
-    shuffle: bool = True  # give the pairs a new order in every epoch
-    max_tokens: PositiveInt = 4096  # longer pairs are dropped and counted
+    validation: str | None = None  # data for the validation loss; null: none
+    # The row's key of a whole conversation; null: messages or conversations, where rows have no prompt and response.
+    messages_field: str | None = None
+    prompt_field: str = "prompt"  # the row's key of the prompt: a text, or the messages before the response
+    response_field: str | None = None  # the row's key of the response, text or messages; null: response or completion
+    append_eos: bool = True  # put the end-of-sequence token behind every response that is a text
+    shuffle: bool = True  # give the samples a new order in every epoch
+    max_tokens: PositiveInt = 4096  # longer samples are dropped and counted
     max_bad_share: Share = 0.01  # refuse the data when a larger share of its rows is unusable

@@ -52,6 +52,7 @@ class JudgingConfig:
 
     model: Model  # the verifier
     template: str = "tango_verifier"  # name or file of its prompt
+    chat: bool = False  # put the prompt as a user's message into the verifier's own chat template
     votes: PositiveInt = 1  # verifications of each sample
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of the verifications
 
@@ -76,7 +77,8 @@ class EvalConfig:
     data: PromptSet | None = None  # a problem set of your own, graded by `reward`
     limit: PositiveInt | None = None  # largest number of problems of each benchmark; null: all
     template: str | None = None  # name or file of the prompt; null: the benchmark's own, and tango_generator for `data`
-    chat: bool = False  # put the prompt as a user's message into the tokenizer's chat template
+    # Put the prompt as a user's message into the tokenizer's chat template. Conversations of `data` need no setting.
+    chat: bool = False
     # NAME.json for the figures. Beside it NAME.jsonl gets every sample, and NAME.html the report.
     output: str | None = None
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))  # sampling of the answers

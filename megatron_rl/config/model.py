@@ -73,6 +73,7 @@ class Model:
     # A Hugging Face model directory or hub name: config.json, tokenizer, and safetensors when init is pretrained.
     path: str
     tokenizer: str | None = None  # another tokenizer directory; null: `path`
+    chat_template: str | None = None  # file with a Jinja chat template; null: the tokenizer's own
     # pretrained: load the weights from `path`. random: draw them from the seed.
     init: Literal["pretrained", "random"] = "pretrained"
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of weights and activations
@@ -246,8 +247,8 @@ class RoleConfig:
     # own: the role has a policy in the trainer, which its engines take weights from. none: its engines keep the weights
     # of model.path, and it costs the trainer no memory; it cannot be trained.
     policy: Literal["own", "none"] = "own"
-    # Another role whose policy and engines this one shares. Its own are sampling, max_prompt_tokens, tandem and data;
-    # the other role's are model, layout, optimizer, loss and all else that training needs.
+    # Another role whose policy and engines this one shares. Its own are chat, sampling, max_prompt_tokens, tandem and
+    # data; the other role's are model, layout, optimizer, loss and all else that training needs.
     same_as: str | None = None
     # An OpenAI-compatible server that answers for this role; needs policy = none.
     endpoint: EndpointConfig | None = None
@@ -256,6 +257,9 @@ class RoleConfig:
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of its rollouts
     tandem: TandemConfig | None = None  # a junior that writes training rollouts along; evaluation is without it
+    # Put the texts that the recipe makes for this role, from its templates, as a user's message into the chat template.
+    # Conversations of the data set need no setting.
+    chat: bool = False
     max_prompt_tokens: PositiveInt = 2048  # longer prompts are dropped, never cut
     packed: bool = True  # true: sequences end to end without padding; false: one padded row per sequence
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank

@@ -21,6 +21,8 @@ import pydantic
 
 from megatron_rl.config.schema import ConfigError, Use
 
+PROMPT_FILES = (".txt", ".jinja")
+
 
 def find(target: str) -> Any:
     """Returns the object named by `package.module:name`.
@@ -56,15 +58,16 @@ def find_function(target: str) -> Any:
 
 
 def sources(tree: Any) -> Iterator[bytes]:
-    """Yields the contents of the files that the strings in a config's JSON tree name: modules of plug-ins, and prompts
-    (.txt). Modules that these import are not looked at, nor is anything imported but the packages that they lie in."""
+    """Yields the contents of the files that the strings in a config's JSON tree name: modules of plug-ins, prompts
+    (.txt) and chat templates (.jinja). Modules that these import are not looked at, nor is anything imported but the
+    packages that they lie in."""
     if isinstance(tree, Mapping):
         tree = [*tree.values()]
     if isinstance(tree, list):
         for part in tree:
             yield from sources(part)
     elif isinstance(tree, str):
-        file = _module_file(tree) if _is_target(tree) else Path(tree) if tree.endswith(".txt") else None
+        file = _module_file(tree) if _is_target(tree) else Path(tree) if tree.endswith(PROMPT_FILES) else None
         if file is not None and file.is_file():
             yield file.read_bytes()
 

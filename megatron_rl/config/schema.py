@@ -151,7 +151,9 @@ class GenerateConfig:
 
     model: Model  # the teacher
     data: PromptSet  # the problems that it answers
-    template: str  # text file of the prompt, with {question} in it
+    # Text file of the prompt, with {question} in it, or the name of a packaged prompt; problems that are conversations
+    # need none.
+    template: str | None = None
     # Put the prompt as a user's message into the teacher's own chat template. The pairs hold the prompt without it.
     chat: bool = False
     max_prompt_tokens: PositiveInt | None = None  # longer prompts, as they are asked, are left out; null: no limit

@@ -1,53 +1,165 @@
-"""Turns prompt/response texts into rollouts whose responses are trained (supervised fine-tuning)."""
+"""Reads samples for supervised fine-tuning, texts or conversations, and turns them into rollouts."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.problems import DataError
+from megatron_rl.chat import ASSISTANT, ChatError, Message, conversation_tokens
+from megatron_rl.config.schema import SftData
+from megatron_rl.data.conversations import CONVERSATIONS, is_conversation, read_messages
+from megatron_rl.data.rows import BadRow, DataError, NotThere, reach, refuse, rows_of, text_at
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 
+_RESPONSES = ("response", "completion")
 _log = logging.getLogger(__name__)
 
 
-def sft_rollouts(
-    pairs: Sequence[tuple[str, str]], tokenizer: Any, *, append_eos: bool, max_tokens: int
-) -> list[Rollout]:
-    """Turns (prompt, response) texts into rollouts. The loss is on the response and its EOS token.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPair:
+    """A prompt and the response to it, as texts."""
 
-    Prompt and response are tokenised apart, so that the border between them is the same as in generation. Pairs longer
-    than `max_tokens` are dropped with a warning. Raises DataError when none is left.
+    prompt: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages of which the assistant's are trained on, from message `first` on."""
+
+    messages: Sequence[Message]
+    first: int = 0
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas, for the chat template
+    where: str = ""  # file and line
+
+
+SftSample = TextPair | Conversation
+
+
+def read_samples(data: SftData, *, split: str = "train") -> list[SftSample]:
+    """Returns the samples of data.train. `split` is used where the path is a directory or a data set.
+
+    The first row in which a sample is found tells where it stands: prompt and response, both texts or both messages, or
+    one conversation. A warning names bad rows by file and line; raises DataError when they are more than
+    data.max_bad_share.
     """
-    if append_eos and tokenizer.eos_token_id is None:
+    samples: list[SftSample] = []
+    bad: list[BadRow] = []
+    fields: tuple[str, ...] = ()
+    for where, row in rows_of(data.train, split, None):
+        if isinstance(row, BadRow):
+            bad.append(row)
+            continue
+        fields = fields or sample_fields(data, row)
+        try:
+            samples.append(_sample(row, fields or (data.prompt_field, data.response_field or _RESPONSES[0]), where))
+        except DataError as error:
+            bad.append(BadRow(where, str(error)))
+    total = len(samples) + len(bad)
+    if not total:
+        raise DataError(f"{data.train} has no rows: look at data.train and data.validation")
+    refuse(bad, total, data.max_bad_share, data.train)
+    return samples
+
+
+def sample_fields(data: SftData, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns where a row has its sample: the keys of prompt and response, or the key of a conversation; () for a row
+    without either."""
+    if data.messages_field is not None:
+        return (data.messages_field,)
+    responses = _RESPONSES if data.response_field is None else (data.response_field,)
+    found = [key for key in responses if not isinstance(reach(row, key), NotThere)]
+    if found and not isinstance(reach(row, data.prompt_field), NotThere):
+        return data.prompt_field, found[0]
+    return tuple(key for key in CONVERSATIONS if is_conversation(row.get(key)))[:1]
+
+
+def sft_rollouts(
+    samples: Sequence[SftSample], tokenizer: Any, *, append_eos: bool, max_tokens: int, max_bad_share: float = 0.0
+) -> list[Rollout]:
+    """Turns samples into rollouts. The loss is on the response and its EOS token, or on what an assistant wrote
+    (`chat.conversation_tokens`).
+
+    The texts of a pair are tokenised apart, so that the border between them is the same as in generation. Samples
+    longer than `max_tokens` are dropped with a warning. Raises DataError when none is left, and when the chat template
+    fails for more than `max_bad_share` of them; ConfigError for conversations without a chat template.
+    """
+    if append_eos and tokenizer.eos_token_id is None and any(isinstance(sample, TextPair) for sample in samples):
         raise DataError(
             "data.append_eos = true, but the tokenizer has no EOS token: set it in the tokenizer, or append_eos to "
             "false"
         )
-    end = [tokenizer.eos_token_id] if append_eos else []
     out: list[Rollout] = []
-    for number, (prompt, response) in enumerate(pairs):
-        start = tokenize(tokenizer, prompt)
-        rest = tokenizer.encode(response, add_special_tokens=False) + end
-        length = len(start) + len(rest)
-        if length > max_tokens:
+    bad: list[BadRow] = []
+    for number, sample in enumerate(samples):
+        try:
+            if isinstance(sample, TextPair):
+                tokens, trained = _pair_tokens(sample, tokenizer, append_eos)
+            else:
+                tokens, trained = conversation_tokens(
+                    tokenizer, sample.messages, first=sample.first, tools=sample.tools
+                )
+        except ChatError as error:
+            bad.append(BadRow(sample.where if isinstance(sample, Conversation) else "", str(error)))
             continue
-        spans = spans_of((len(start), Author.ENVIRONMENT, NO_VERSION), (len(rest), Author.POLICY, 0))
-        tokens = np.concatenate([np.asarray(start, np.int32), np.asarray(rest, np.int32)])
-        out.append(
-            Rollout(role="model", group=str(number), tokens=tokens, logprobs=np.zeros(length, np.float32), spans=spans)
-        )
-    if len(out) < len(pairs):
+        if len(tokens) <= max_tokens:
+            out.append(_rollout(str(number), tokens, trained))
+    refuse(bad, len(samples), max_bad_share, "the data")
+    if dropped := len(samples) - len(bad) - len(out):
         _log.warning(
-            "%d of %d pairs are longer than data.max_tokens = %d and were dropped",
-            len(pairs) - len(out),
-            len(pairs),
-            max_tokens,
+            "%d of %d samples are longer than data.max_tokens = %d and were dropped", dropped, len(samples), max_tokens
         )
     if not out:
-        raise DataError(f"no pair is left: all {len(pairs)} are longer than data.max_tokens = {max_tokens}")
+        raise DataError(f"no sample is left: all {len(samples)} are longer than data.max_tokens = {max_tokens}")
     return out
+
+
+def _sample(row: Mapping[str, Any], fields: Sequence[str], where: str) -> SftSample:
+    values = [reach(row, key) for key in fields]
+    if absent := [key for key, value in zip(fields, values, strict=True) if isinstance(value, NotThere)]:
+        raise DataError(f"no {' and no '.join(absent)}; the row has {', '.join(map(str, row))}")
+    if len(fields) == 1:
+        return _conversation(read_messages(values[0], fields[0]), 0, row, where)
+    prompt, response = fields
+    if not any(isinstance(value, (list, tuple)) for value in values):
+        return TextPair(prompt=text_at(row, "prompt", prompt), response=text_at(row, "response", response))
+    if texts := [key for key, value in zip(fields, values, strict=True) if not isinstance(value, (list, tuple))]:
+        raise DataError(f"{texts[0]!r} is no list of messages, as the other of {prompt!r} and {response!r} is")
+    before = read_messages(values[0], prompt)
+    return _conversation([*before, *read_messages(values[1], response)], len(before), row, where)
+
+
+def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any], where: str) -> Conversation:
+    if not any(message["role"] == ASSISTANT for message in messages[first:]):
+        raise DataError("no message of an assistant to train on: look at data.messages_field and data.response_field")
+    tools = row.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+    except ValueError as error:
+        raise DataError(f"'tools' is not JSON ({error}): give a list of JSON schemas") from error
+    if tools is not None and not isinstance(tools, (list, tuple)):
+        raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")
+    return Conversation(messages=messages, first=first, tools=tools or None, where=where)
+
+
+def _pair_tokens(pair: TextPair, tokenizer: Any, append_eos: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens [T] and [T] bool: True for those of the response and its EOS token."""
+    prompt = tokenize(tokenizer, pair.prompt)
+    response = tokenizer.encode(pair.response, add_special_tokens=False)
+    response = [*response, tokenizer.eos_token_id] if append_eos else response
+    return np.array([*prompt, *response], np.int32), np.arange(len(prompt) + len(response)) >= len(prompt)
+
+
+def _rollout(group: str, tokens: np.ndarray, trained: np.ndarray) -> Rollout:
+    cuts = np.flatnonzero(np.diff(trained)) + 1
+    lengths = np.diff(np.concatenate([[0], cuts, [len(tokens)]]))
+    authors = [(Author.POLICY, 0) if own else (Author.ENVIRONMENT, NO_VERSION) for own in trained[[0, *cuts]]]
+    parts = [(int(length), author, version) for length, (author, version) in zip(lengths, authors, strict=True)]
+    logprobs = np.zeros(len(tokens), np.float32)
+    return Rollout(role="model", group=group, tokens=tokens, logprobs=logprobs, spans=spans_of(*parts))

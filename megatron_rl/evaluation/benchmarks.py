@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError, PromptSet
-from megatron_rl.data.problems import DataError, Problem, read_rows
+from megatron_rl.data.problems import Problem, read_rows
+from megatron_rl.data.rows import DataError
 from megatron_rl.rewards.tags import boxed
 
 DataRow = Mapping[str, Any]

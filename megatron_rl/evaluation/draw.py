@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.chat import ChatTokenizer, problem_text
 from megatron_rl.data.problems import Problem
 from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens
-from megatron_rl.text import fill
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Stop
 
@@ -27,22 +27,13 @@ class ProblemSet:
     prompts: Sequence[Sequence[int]]
 
 
-def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, str], *, chat: bool) -> list[int]:
-    """Fills the template -> its tokens; with `chat` as a user's message in the tokenizer's chat template.
+def prompt_tokens(tokenizer: Any, template: str, values: Mapping[str, Any], *, chat: bool) -> list[int]:
+    """Returns the tokens of a problem's conversation, where the values have messages; else those of the filled
+    template, with `chat` as a user's message in the tokenizer's chat template.
 
-    Raises ValueError for a tokenizer without a chat template.
+    Raises what chat.prompt_ids raises.
     """
-    text = fill(template, **values)
-    if not chat:
-        return tokenize(tokenizer, text)
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "chat = true, but the tokenizer has no chat template: set chat=false, or give model.tokenizer one"
-        )
-    shown = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
-    )
-    return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+    return tokenize(ChatTokenizer(tokenizer) if chat else tokenizer, problem_text(template, values))
 
 
 def draw(engine: Engine, asks: Mapping[int, tuple[Tokens, Sampling]]) -> dict[int, list[Completion]]:

@@ -12,12 +12,13 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
+from megatron_rl.chat import problem_text
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import step_spans
-from megatron_rl.text import Decoded, decode, fill, read_template
+from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
@@ -106,8 +107,10 @@ def mark_steps(rollout: Rollout, decoded: Decoded) -> Rollout:
 
 
 def question_text(template: str, payload: Mapping[str, object]) -> str:
-    """Fills a template, a packaged name or a path, with the question of a problem."""
-    return fill(read_template(template), question=str(payload["question"]))
+    """Fills a template, a packaged name or a path, with the question of a problem. A problem with messages is put as
+    that conversation, in which the question is the last user's message, and without the template."""
+    asked = {name: payload[name] for name in ("question", "messages") if name in payload}
+    return problem_text(read_template(template), asked)
 
 
 def check_arguments(

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -224,7 +225,8 @@ class Saver:
 
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
-    """Writes a Hugging Face directory: weights, config and tokenizer. Collective (the stream is)."""
+    """Writes a Hugging Face directory: weights, config and tokenizer, with the chat template that it was trained with.
+    Collective (the stream is)."""
     tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
 
     def write() -> None:
@@ -232,6 +234,8 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
         copy_side_files(hf.local_directory(model.path), target)
         if model.tokenizer:
             copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
+        if model.chat_template:
+            shutil.copyfile(model.chat_template, target / "chat_template.jinja")
 
     world.from_driver(write)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import Debug, RoleConfig, TrainConfig
@@ -23,7 +24,6 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import open_driver, open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import load_tokenizer
 from megatron_rl.training import gate
 from megatron_rl.training.rollouts import plain
 from megatron_rl.training.turns import Recipe, Table
@@ -184,7 +184,7 @@ def _run(config: TrainConfig, world: TorchWorld, place: Place, recipe: Recipe, u
     world.from_driver(_refuse_a_begun_run, RunDirectory(Path(config.run.dir) / config.run.name))
     with contextlib.ExitStack() as stack:
         driver = stack.enter_context(open_driver(config, world, place, total_turns=None))
-        tokenizers = {n: load_tokenizer(role.model.tokenizer or role.model.path) for n, role in config.roles.items()}
+        tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
         readers, _ = parts.prompts(config, recipe, tokenizers)
         policies = parts.policies(config, recipe)
         quiet = replace(driver, tracker=None)  # the run's refits.jsonl is not ours

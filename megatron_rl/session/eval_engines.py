@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from megatron_rl.chat import tokenizer_of
 from megatron_rl.config.schema import Embedded, EvalConfig, GenerateConfig, Model
 from megatron_rl.engines.base import Engine
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.evaluation.text_scores import DRIFT
 from megatron_rl.session.launch import run_directory
-from megatron_rl.text import load_tokenizer
 from megatron_rl.world import TorchWorld
 
 
@@ -38,7 +38,7 @@ def open_cast(
     judging = None if config.verifier is None else config.verifier.model
     writers = _each(config.model, config.junior, judging)
     read = _each(config.model, config.junior, config.base) if DRIFT in config.measures else []
-    tokenizers = {model: load_tokenizer(model.tokenizer or model.path) for model in _each(*writers, *read)}
+    tokenizers = {model: tokenizer_of(model) for model in _each(*writers, *read)}
     own: dict[Model, EmbeddedEngine] = {}
     embedded = isinstance(config.engine, Embedded)
     here = read if world.rank == 0 else []
@@ -66,7 +66,7 @@ def open_teacher(
     Servers that are started here end with `stack`; their logs go to the directory of the output. On other ranks than
     the driver there is no engine with servers.
     """
-    model, tokenizer = config.model, load_tokenizer(config.model.tokenizer or config.model.path)
+    model, tokenizer = config.model, tokenizer_of(config.model)
     if isinstance(config.engine, Embedded):
         own = EmbeddedEngine(
             model.path, max_batch=config.engine.max_batch, dtype=getattr(torch, model.dtype), tokenizer=tokenizer

@@ -9,12 +9,12 @@ from typing import Any
 from megatron_rl.algorithms.authors import Rule
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import CORRECTION_AHEAD, RoleConfig, TrainConfig
-from megatron_rl.data.problems import PromptReader, read_problems
+from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.session.common import Driver, sampling_of
-from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, encoder, read_sets, training_sets
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.training.update import Trainee
 from megatron_rl.types import Prompt
@@ -25,24 +25,24 @@ def prompts(
 ) -> tuple[dict[str, PromptReader], list[Prompt]]:
     """A reader for every role's turns (one and the same where a role has no data of its own), and the held-out
     prompts.
+
+    Raises what training.prompts.read_sets raises.
     """
     role = next(iter(recipe.roles()))
-    limit = config.roles[role].max_prompt_tokens
-
-    def encode(values: Mapping[str, Any]) -> list[int]:
-        return tokenize(tokenizers[role], recipe.prompt(values))
-
-    def reader(source: Any) -> PromptReader:
-        return PromptReader(
-            read_problems(source), encode, seed=config.run.seed, shuffle=source.shuffle, max_prompt_tokens=limit
+    tokenizer = asked_tokenizers(config, tokenizers)[role]
+    sets, held = training_sets(config), config.evaluation.prompts
+    if held is not None and not config.debug.replay:  # a replay has no engine to evaluate with
+        sets[HELD_OUT] = held
+    problems = read_sets(sets, recipe, tokenizer, held_out=HELD_OUT)
+    readers = {
+        name: PromptReader(
+            problems[name], encoder(recipe, tokenizer), seed=config.run.seed, shuffle=source.shuffle,
+            max_prompt_tokens=config.roles[role].max_prompt_tokens,
         )
-
-    held_out: list[Prompt] = []
-    if config.evaluation.prompts is not None and not config.debug.replay:  # a replay has no engine to evaluate with
-        held_out = reader(config.evaluation.prompts).once(config.evaluation.num_prompts)
-    common = reader(config.data)
-    own = {name: reader(settings.data) for name, settings in config.roles.items() if settings.data is not None}
-    return {name: own.get(name, common) for name in config.roles}, held_out
+        for name, source in sets.items()
+    }  # fmt: skip
+    held_out = readers[HELD_OUT].once(config.evaluation.num_prompts) if HELD_OUT in readers else []
+    return {name: readers.get(f"roles.{name}.data", readers["data"]) for name in config.roles}, held_out
 
 
 def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
@@ -89,7 +89,7 @@ def table(
     owners = {name: role.same_as or name for name, role in config.roles.items()}
     return Table(
         engines={name: engines[owner] for name, owner in owners.items() if owner in engines},
-        tokenizers=tokenizers,
+        tokenizers=asked_tokenizers(config, tokenizers),
         samplings={
             name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))
             for name, role in config.roles.items()

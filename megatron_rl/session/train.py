@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -30,7 +31,7 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place, run_directory
-from megatron_rl.text import decode, load_tokenizer
+from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
@@ -101,7 +102,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
 
 
 def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
-    tokenizers = {n: load_tokenizer(role.model.tokenizer or role.model.path) for n, role in config.roles.items()}
+    tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
     readers, held_out = parts.prompts(config, recipe, tokenizers)
     return _Models(
         tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(config, recipe)

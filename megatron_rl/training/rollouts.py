@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.chat import ChatTokenizer, UserText, prompt_ids
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, spans_of
@@ -115,8 +116,16 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Turns a prompt text into token ids, with the special tokens that the tokenizer puts around a text (Llama's begin
-    token)."""
+    """Turns a prompt text into token ids.
+
+    A user's message of a conversation (UserText), and every text for a ChatTokenizer, is rendered with the chat
+    template, which has all special tokens. Any other text gets those that the tokenizer puts around a text (Llama's
+    begin token). Raises what chat.prompt_ids raises.
+    """
+    if isinstance(text, UserText):
+        return prompt_ids(tokenizer, text.messages)
+    if isinstance(tokenizer, ChatTokenizer):
+        return prompt_ids(tokenizer, UserText(text).messages)
     return list(tokenizer(text)["input_ids"])
 
 

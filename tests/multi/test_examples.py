@@ -25,7 +25,7 @@ from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = [
-    *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "tandem_qwen3_4b"),
+    *("tango_qwen2.5_7b", "tango_llama3.1_8b", "grpo_qwen2.5_7b", "grpo_chat_qwen2.5_7b", "tandem_qwen3_4b"),
     *("tango_rloo_qwen2.5_7b", "tango_reinforce_pp_qwen2.5_7b"),
     *("dapo_qwen2.5_32b", "scalerl_qwen3_8b", "distil_qwen3_1.7b"),
     *(f"methods/{name}" for name in ("grpo", "dr_grpo", "lite_ppo", "gmpo", "w_reinforce", "rover", "ghpo")),
@@ -303,6 +303,26 @@ def test_published_sft_has_the_papers_numbers(name):
     assert (config.samples_per_step, config.steps, config.data.max_tokens) == (64, 800, 4096)
     assert (optimizer.lr, optimizer.decay, optimizer.warmup_steps, optimizer.decay_steps) == (5e-6, "cosine", 80, 800)
     assert (optimizer.betas, optimizer.weight_decay, optimizer.decay_norms) == ((0.9, 0.95), 0.01, True)
+
+
+def test_the_page_on_data_shows_the_example_and_settings_that_there_are(tmp_path):
+    """Each YAML block of docs/your_data.md loads, and the example's reward passes the gate."""
+    page = (EXAMPLES.parent / "docs/your_data.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    paths = [tmp_path / f"{number}.yaml" for number in range(len(blocks))]
+    for path, block in zip(paths, blocks, strict=True):
+        path.write_text(block)
+    fields, run, sft = paths
+    shown, example = config_files.load(TrainConfig, [run]), load(TrainConfig, "grpo_chat_qwen2.5_7b")
+    assert (shown.data, shown.evaluation, shown.recipe) == (example.data, example.evaluation, example.recipe)
+    assert (shown.run, shown.reward) == (example.run, example.reward)
+    mapped = config_files.load(TrainConfig, [run, fields]).data
+    assert mapped.fields == {"messages": "chat.turns", "answer": "labels.gold"}
+    assert config_files.load(SftConfig, [sft]).model.chat_template == "chatml.jinja"
+    with GradePool(shown.reward) as pool:
+        prompts = [Prompt(id="0", tokens=[1], payload={"answer": "72"})]
+        scores = check_reward(pool.grade, prompts, shown.reward.wrong_answer, shown.reward.answer_format)
+    assert scores == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
 
 
 def test_the_rewards_in_readme_pass_the_gate(tmp_path, monkeypatch):

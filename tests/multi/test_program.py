@@ -6,8 +6,10 @@ import json
 import subprocess
 import sys
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chats import CHATML, chat_tokenizer, said
 from conftest import ROOT, environment, program, tango_settings
 from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -102,6 +104,35 @@ def test_places_of_the_launchers():
     )  # the batch script itself
     with pytest.raises(ValueError, match="MASTER_PORT"):
         place_from(step | {"MASTER_ADDR": "b"})
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
+    """From the file to an update and a model that keeps the template that it was trained with."""
+    model, tokenizer = make_model(tmp_path / "model", num_hidden_layers=1, vocab_size=104), chat_tokenizer(None)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    prompts = [[said("system", "s"), said("user", f"{i} + 1?")] for i in range(4)]
+    rows = [
+        {"prompt": p, "reward_model": {"ground_truth": str(i + 1)}, "extra_info": {"index": i}}
+        for i, p in enumerate(prompts)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    settings = [
+        f"roles.generator.model={{path: {model}, chat_template: {tmp_path}/chatml.jinja}}",
+        "roles.generator.sampling.max_tokens=4", "roles.generator.max_prompt_tokens=100", "run.save_every=0",
+        "recipe={target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 1, group_size: 2}}",
+        f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_step=4",
+        "run.train_without_signal=true", "gate.reward=false", "run.save_rollouts_every=1",
+    ]  # fmt: skip
+    program("train", *settings)
+    [turn] = (tmp_path / "chat/rollouts").glob("turn_*.parquet")
+    rollouts = pq.read_table(turn, columns=["tokens", "spans"]).to_pylist()
+    tokenizer.chat_template = CHATML
+    expected = [tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False) for p in prompts]
+    assert sorted(row["tokens"][: row["spans"][1]] for row in rollouts) == sorted(expected * 2)
+    assert AutoTokenizer.from_pretrained(tmp_path / "chat/models/generator").chat_template == CHATML
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.data_settings import settings_table
 from megatron_rl.config.schema import ConfigError, PromptSet, SftData
-from megatron_rl.data.problems import DataError, Problem, PromptReader, read_pairs, read_problems, write_parquet
-from megatron_rl.data.sft import sft_rollouts
+from megatron_rl.data.problems import Problem, PromptReader, read_problems
+from megatron_rl.data.rows import DataError, write_parquet
+from megatron_rl.data.sft import TextPair, read_samples, sft_rollouts
 from megatron_rl.types import Stop
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -358,6 +359,10 @@ def test_no_problems_is_an_error():
         reader_of(0)
 
 
+def pairs(*texts):
+    return [TextPair(prompt=prompt, response=response) for prompt, response in texts]
+
+
 def test_columns_of_later_rows_are_written_too(tmp_path):
     """pyarrow takes the columns from the first row alone."""
     write_parquet(tmp_path / "new" / "rows.parquet", [{"a": 1}, {"a": 2, "b": [0.5]}])
@@ -368,18 +373,18 @@ def test_columns_of_later_rows_are_written_too(tmp_path):
 def test_pairs_round_trip_and_bad_ones_are_refused(tmp_path):
     rows = [{"prompt": "p0", "response": "r0"}, {"prompt": "p1", "response": "r1"}]
     write_parquet(tmp_path / "train.parquet", rows)
-    assert read_pairs(SftData(train=str(tmp_path / "train.parquet"))) == [("p0", "r0"), ("p1", "r1")]
+    assert read_samples(SftData(train=str(tmp_path / "train.parquet"))) == pairs(("p0", "r0"), ("p1", "r1"))
     path = jsonl(tmp_path / "pairs.jsonl", [*rows, {"prompt": "p2"}, {"prompt": "", "response": "r"}])
-    said = message(read_pairs, SftData(train=path))
+    said = message(read_samples, SftData(train=path))
     assert f"{path}:3: no response" in said and f"{path}:4: the prompt is empty" in said and "2 of 4 rows" in said
-    assert len(read_pairs(SftData(train=path, max_bad_share=0.5))) == 2
+    assert len(read_samples(SftData(train=path, max_bad_share=0.5))) == 2
 
 
 def test_pairs_from_named_fields_and_a_split(tmp_path):
     jsonl(tmp_path / "train.jsonl", [{"chat": [{"text": "p"}], "out": "r"}])
     jsonl(tmp_path / "validation.jsonl", [{"chat": [{"text": "v"}], "out": "s"}])
     data = SftData(train=str(tmp_path), prompt_field="chat.0.text", response_field="out")
-    assert read_pairs(data) == [("p", "r")] and read_pairs(data, split="validation") == [("v", "s")]
+    assert read_samples(data) == pairs(("p", "r")) and read_samples(data, split="validation") == pairs(("v", "s"))
 
 
 @pytest.fixture
@@ -390,22 +395,27 @@ def tokenizer():
 
 
 def test_sft_trains_the_response_and_its_end_alone(tokenizer):
-    (sample,) = sft_rollouts([("a b", "c a")], tokenizer, append_eos=True, max_tokens=5)
+    (sample,) = sft_rollouts(pairs(("a b", "c a")), tokenizer, append_eos=True, max_tokens=5)
     assert sample.tokens.tolist() == [2, 3, 4, 2, 1]
     assert sample.trainable.tolist() == [False, False, True, True, True]
     assert sample.advantages is None and sample.stop is Stop.EOS
-    assert sft_rollouts([("a b", "c a")], tokenizer, append_eos=False, max_tokens=5)[0].tokens.tolist() == [2, 3, 4, 2]
+    assert sft_rollouts(pairs(("a b", "c a")), tokenizer, append_eos=False, max_tokens=5)[0].tokens.tolist() == [
+        2,
+        3,
+        4,
+        2,
+    ]
 
 
 def test_sft_drops_long_pairs_whole_and_says_how_many(tokenizer, caplog):
     with caplog.at_level(logging.WARNING):
-        kept = sft_rollouts([("a", "b"), ("a b c", "a b c"), ("b", "c")], tokenizer, append_eos=True, max_tokens=4)
-    assert [r.tokens.tolist() for r in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 pairs" in caplog.text
-    with pytest.raises(DataError, match="no pair is left"):
-        sft_rollouts([("a b c", "a b c")], tokenizer, append_eos=True, max_tokens=4)
+        kept = sft_rollouts(pairs(("a", "b"), ("a b c", "a b c"), ("b", "c")), tokenizer, append_eos=True, max_tokens=4)
+    assert [r.tokens.tolist() for r in kept] == [[2, 3, 1], [3, 4, 1]] and "1 of 3 samples" in caplog.text
+    with pytest.raises(DataError, match="no sample is left"):
+        sft_rollouts(pairs(("a b c", "a b c")), tokenizer, append_eos=True, max_tokens=4)
 
 
 def test_sft_without_an_end_token_is_refused(tokenizer):
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no EOS token"):
-        sft_rollouts([("a", "b")], tokenizer, append_eos=True, max_tokens=4)
+        sft_rollouts(pairs(("a", "b")), tokenizer, append_eos=True, max_tokens=4)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, PromptSet
-from megatron_rl.data.problems import DataError
+from megatron_rl.data.rows import DataError
 from megatron_rl.evaluation.benchmarks import benchmark, benchmarks, read_benchmark, source_of
 from megatron_rl.text import read_template
 

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from chats import CHATML, chat_tokenizer, said
 from fake_vllm import GENERATE, FakeVllm
 from tiny_models import make_model
 from toys import EOS, characters
 
 from megatron_rl.commands import generate
 from megatron_rl.config import files as config_files
-from megatron_rl.config.schema import ConfigError, GenerateConfig
-from megatron_rl.data.problems import DataError
+from megatron_rl.config.schema import ConfigError, GenerateConfig, SftData
+from megatron_rl.data.rows import DataError
+from megatron_rl.data.sft import read_samples
 from megatron_rl.session.launch import Place
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +94,32 @@ def test_long_prompts_are_left_out(settings, tmp_path, fake, capsys):
         generated(tmp_path, *words, "max_prompt_tokens=3")
 
 
+def test_conversations_are_asked_as_they_are_and_become_pairs_of_messages(settings, tmp_path, fake):
+    """An assistant's turn that the prompt began belongs to the response, and the pairs can be trained on."""
+    asked = [[said("system", "s"), said("user", f"q{i}")] for i in range(3)] + [
+        [said("user", "q"), said("assistant", "I")]
+    ]
+    rows = [{"prompt": prompt, "solution": "1", "answer": str(i)} for i, prompt in enumerate(asked)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [word for word in settings if not word.startswith(("template", "data.path", "validation_share"))]
+    words += [f"data.path={tmp_path}/chats.jsonl", "validation_share=0.0", "keep_cut=true"]
+    tokenizer = chat_tokenizer(CHATML)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    tokenizer.save_pretrained(tmp_path / "model")
+    found = generated(tmp_path, *words, *served(tmp_path, fake))["train"]
+    texts = {tokenizer.decode(list(prompt)) for prompt in fake.prompts}
+    assert "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n" in texts
+    assert "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nI" in texts and len(texts) == 4
+    assert [row["prompt"] for row in found] == [*asked[:3], asked[3][:1]]
+    assert found[3]["response"][0]["content"].startswith("I") and {row["question"] for row in found} >= {"q0", "q"}
+    samples = read_samples(SftData(train=f"{tmp_path}/pairs/train.parquet"))
+    assert [(one.first, len(one.messages)) for one in samples] == [(2, 3)] * 3 + [(1, 2)]
+    texts_only = [*words, *served(tmp_path, fake), f"data.path={tmp_path}/problems.jsonl"]
+    with pytest.raises(ConfigError, match="template is null, and the problems are no conversations"):
+        generated(tmp_path, *texts_only)
+
+
 def test_the_servers_are_started_and_ended(settings, tmp_path):
     found = generated(tmp_path, *settings, "engine.kind=vllm", f"engine.python={tmp_path}/python", "keep_cut=true")
     assert sum(map(len, found.values())) == COUNT
@@ -100,7 +128,9 @@ def test_the_servers_are_started_and_ended(settings, tmp_path):
 
 def test_a_teacher_without_a_chat_template_is_refused(settings, tmp_path, fake):
     characters().save_pretrained(tmp_path / "plain")
-    with pytest.raises(ConfigError, match="chat = true, but the tokenizer has no chat template"):
+    with pytest.raises(
+        ConfigError, match="no chat template: name a Jinja file by model.chat_template, or set chat to false"
+    ):
         generated(
             tmp_path, *settings, *served(tmp_path, fake), "chat=true", f"model.tokenizer={tmp_path}/plain"
         )  # fmt: skip

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "engines.base", "refit.base"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
     ],
     ["training.turns", "world"],

@@ -16,7 +16,8 @@ from toys import EOS, characters, graded
 
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.data.problems import DataError, Problem, PromptReader
+from megatron_rl.data.problems import Problem, PromptReader
+from megatron_rl.data.rows import DataError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes.curriculum import Curriculum, Record
 from megatron_rl.recipes.dapo import Dapo

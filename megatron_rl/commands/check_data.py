@@ -1,0 +1,112 @@
+"""Says what `megatron-rl check` finds in the data on this machine, and refuses what the command would refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.chat import ASSISTANT, ChatTokenizer, tokenizer_of
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
+from megatron_rl.data.conversations import MESSAGES, QUESTION
+from megatron_rl.data.problems import Problem, fields_of, read_problems
+from megatron_rl.data.rows import DataError
+from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_rollouts
+from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, training_sets, try_prompts
+
+TRIED = 1000  # samples for fine-tuning that are tokenised
+
+
+def data_lines(config: Any) -> list[str]:
+    """Returns a line for each set of data that is here: where its prompts and answers were found, and what becomes of
+    them. Chat templates are tried where the tokenizer is here.
+
+    Raises ConfigError for data that the command of this config would refuse.
+    """
+    try:
+        if isinstance(config, TrainConfig):
+            return _train_lines(config)
+        if isinstance(config, SftConfig):
+            return _sft_lines(config)
+        if isinstance(config, EvalConfig | GenerateConfig) and config.data is not None:
+            return _asked_lines(config, config.data)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    return []
+
+
+def _train_lines(config: TrainConfig) -> list[str]:
+    recipe = plugins.build(config.recipe)
+    role = next(iter(recipe.roles()))
+    here = {name: own.model for name, own in config.roles.items() if _is_here(own.model)}
+    tokenizers = asked_tokenizers(config, {name: tokenizer_of(model) for name, model in here.items()})
+    sets = training_sets(config)
+    if config.evaluation.prompts is not None:
+        sets[HELD_OUT] = config.evaluation.prompts
+    sets = {name: source for name, source in sets.items() if Path(source.path).exists()}
+    problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT)
+    model, chat = config.roles[role].model, config.roles[role].chat
+    return [f"{name}: {_prompts(sets[name], own, model, chat=chat)}" for name, own in problems.items()]
+
+
+def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet) -> list[str]:
+    if not Path(source.path).exists():
+        return []
+    problems = read_problems(source)
+    if _is_here(config.model):
+        tokenizer = tokenizer_of(config.model)
+        try_prompts("data", problems, ChatTokenizer(tokenizer) if config.chat else tokenizer)
+    return [f"data: {_prompts(source, problems, config.model, chat=config.chat)}"]
+
+
+def _sft_lines(config: SftConfig) -> list[str]:
+    data, out = config.data, []
+    for name, path in (("train", data.train), ("validation", data.validation)):
+        if path is None or not Path(path).exists():
+            continue
+        samples = read_samples(dataclasses.replace(data, train=path), split=name)
+        chats = sum(isinstance(sample, Conversation) for sample in samples)
+        kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
+        line = f"data.{name}: {len(samples)} samples: {kinds[chats]}"
+        if _is_here(config.model):
+            line += f"; {_trained_share(config, samples[:TRIED])}"
+        out.append(line)
+    return out
+
+
+def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
+    """Tokenises samples. Raises ConfigError or DataError for those that training would refuse."""
+    data = config.data
+    rollouts = sft_rollouts(
+        samples, tokenizer_of(config.model), append_eos=data.append_eos, max_tokens=data.max_tokens,
+        max_bad_share=data.max_bad_share,
+    )  # fmt: skip
+    tokens, trained = sum(len(r.tokens) for r in rollouts), sum(r.num_trainable for r in rollouts)
+    return f"of the first {len(samples)}, {len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
+
+
+def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool) -> str:
+    """Describes the prompts and answers of a set. Raises DataError for one without problems."""
+    if not problems:
+        raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
+    fields = fields_of(source)
+    template = "the tokenizer's chat template" if model.chat_template is None else f"the file {model.chat_template}"
+    rendered = f"rendered with {template}" + ("" if _is_here(model) else f" (not tried: {model.path} is not here)")
+    as_chat, whole = MESSAGES in problems[0].values, MESSAGES in fields
+    if whole:
+        what = f"messages, {rendered}" if as_chat else "the last user's message of each, in the text template"
+    else:
+        what = "text, as the user's message, " + rendered if as_chat else "text, in the text template"
+    if not as_chat and chat:
+        what += f" as a user's message, {rendered}"
+    asked = f"{len(problems)} problems; prompts: column `{fields[MESSAGES if whole else QUESTION]}`, {what}"
+    open_ended = sum(p.values[MESSAGES][-1]["role"] == ASSISTANT for p in problems) if as_chat else 0
+    goes_on = f"; {open_ended} end with an assistant's turn, which the model goes on with" if open_ended else ""
+    answer = f"column `{fields['answer']}`" if "answer" in fields else "none, so that the reward must do without"
+    return f"{asked}{goes_on}; answers: {answer}"
+
+
+def _is_here(model: Model) -> bool:
+    return Path(model.tokenizer or model.path).is_dir()

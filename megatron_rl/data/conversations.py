@@ -1,0 +1,146 @@
+"""Reads conversations out of rows, in the forms of TRL, verl and ShareGPT, and tells where a row has its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, last_user
+from megatron_rl.config.schema import PromptSet
+from megatron_rl.data.rows import DataError, NotThere, reach
+
+MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # our fields
+ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
+CONVERSATIONS = (MESSAGES, "conversations")  # keys of whole conversations
+_PROMPT = "prompt"
+_ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of answers, the first that a row has
+_PASSED_ON = ("data_source", "extra_info")  # verl's columns for the reward function
+_SHAREGPT = {"human": USER, "gpt": ASSISTANT, "function_response": TOOL}
+
+
+def prompt_fields(source: PromptSet, row: Mapping[str, Any]) -> dict[str, str] | None:
+    """Returns {our field: the row's key} for a set with its ready-made settings filled in: what `source.fields` leaves
+    open is found in the row. None for a row without a prompt that can be found.
+
+    The prompt is the first of these: a conversation in `prompt` (TRL, verl), a text in `question`, a text in `prompt`,
+    a conversation in `messages` or `conversations`. Without an answer under any known key there is no answer.
+    """
+    fields = dict(source.fields)
+    if MESSAGES not in fields and QUESTION not in fields:
+        if is_conversation(row.get(_PROMPT)):
+            fields[MESSAGES] = _PROMPT
+        elif texts := [key for key in (QUESTION, _PROMPT) if isinstance(row.get(key), str)]:
+            fields[QUESTION] = texts[0]
+        elif lists := [key for key in (_PROMPT, *CONVERSATIONS) if isinstance(row.get(key), list) and row[key]]:
+            fields[MESSAGES] = lists[0]  # malformed messages, too: they are named as such
+        else:
+            return None
+    if MESSAGES in fields:
+        fields.pop(QUESTION, None)  # of ready-made settings: the question is the last user's message
+    if ANSWER not in fields:
+        found = [key for key in _ANSWERS if not isinstance(reach(row, key), NotThere)]
+        fields |= {ANSWER: found[0]} if found else {}
+    return fields
+
+
+def passed_on(source: PromptSet, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns verl's columns for the reward function, those that the row has; none with ready-made settings."""
+    return {} if source.settings is not None else {key: row[key] for key in _PASSED_ON if key in row}
+
+
+def is_conversation(value: Any) -> bool:
+    """Tells whether a value looks like a list of messages: its first item has role and content, or from and value."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else None
+    return isinstance(first, Mapping) and ({"role", "content"} <= set(first) or {"from", "value"} <= set(first))
+
+
+def read_messages(value: Any, key: str) -> list[Message]:
+    """Returns a row's messages as mappings with role and, as a text, content. ShareGPT's from and value become these;
+    entries that are null (Parquet fills them in) are left out. Raises DataError that names what is malformed."""
+    if isinstance(value, NotThere):
+        raise DataError(f"no {key!r}")
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"{key!r} is {_shown(value)}, not a list of messages: name a conversation by data.fields")
+    return [_message(one, f"{key}.{place}") for place, one in enumerate(value)]
+
+
+def prompt_messages(value: Any, key: str, *, continued: bool, system: str | None) -> list[Message]:
+    """Returns the messages of a prompt, with `system` in front where they have no system message.
+
+    `continued`: the last message may be an assistant's, which the model goes on with. Raises DataError as
+    `read_messages` does, and for a conversation that no model can answer.
+    """
+    messages = read_messages(value, key)
+    last = messages[-1]["role"]
+    if last not in (USER, TOOL, ASSISTANT):
+        raise DataError(f"the last message of {key!r} is a {last}'s: a prompt ends with a user's or a tool's message")
+    if last == ASSISTANT and not continued:
+        raise DataError(
+            f"{key!r} ends with an assistant's turn: cut it off, or set data.fields={{{MESSAGES}: {key}}} to have the "
+            "model go on with it"
+        )
+    try:
+        place = last_user(messages)
+    except ValueError as error:
+        raise DataError(f"{key!r}: {error}") from None
+    if not str(messages[place].get("content", "")).strip():
+        raise DataError(f"the content of {key}.{place}, the last user's message, is empty")
+    if system is not None and messages[0]["role"] not in ROLES[:2]:
+        messages = [{"role": SYSTEM, "content": system}, *messages]
+    return messages
+
+
+def as_conversation(question: str, system: str | None) -> list[Message]:
+    """Returns a question as a user's message, behind a system message where one is given."""
+    return [*([] if system is None else [{"role": SYSTEM, "content": system}]), {"role": USER, "content": question}]
+
+
+def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the roles of a problem's messages: what mostly decides whether a chat template renders it."""
+    return tuple(message["role"] for message in values.get(MESSAGES, ()))
+
+
+def _message(one: Any, key: str) -> Message:
+    if not isinstance(one, Mapping):
+        raise DataError(f"{key} is {_shown(one)}, not a message with role and content")
+    message = _without_nulls(one)
+    if "from" in message and "role" not in message:
+        role = message.pop("from")
+        message = {"role": _SHAREGPT.get(role, role), "content": message.pop("value", None), **message}
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise DataError(f"{key}.role is {role!r}: give one of {', '.join(ROLES)}")
+    if content is None and not message.get("tool_calls"):
+        raise DataError(f"{key} has no content; it has {', '.join(map(str, one))}")
+    text = {} if content is None else {"content": _text_of(content, f"{key}.content")}
+    return {**message, "role": role, **text}
+
+
+def _text_of(content: Any, key: str) -> str:
+    """Returns a content as a text. A list of text parts, as in OpenAI's form, is put together."""
+    if isinstance(content, (list, tuple)):
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if any(not isinstance(text, str) for text in texts):
+            raise DataError(f"{key} has a part that is not a text: only texts can be put to these models")
+        content = "".join(map(str, texts))
+    if not isinstance(content, str):
+        raise DataError(f"{key} is {_shown(content)}, not text")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key} has a lone surrogate: {error}") from error
+    return content
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_without_nulls(one) for one in value]
+    return value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (str, int, float, type(None))):
+        return f"{value!r:.60}"
+    return f"an empty {type(value).__name__}" if value in ([], {}) else f"a {type(value).__name__}"

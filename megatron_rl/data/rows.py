@@ -1,0 +1,201 @@
+"""Reads rows of files, directories and Hugging Face data sets, and what stands in them; refuses sets with bad rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from megatron_rl.config.schema import ConfigError
+
+SHOWN = 5  # most bad rows named in a message
+# A directory's files belong to a split when their names begin with one of these.
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+# The name of a data set on the hub, `name` or `owner/name`, but not that of a file.
+_HUB_NAME = re.compile(r"(?!.*\.(jsonl?|parquet|csv)$)[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_log = logging.getLogger(__name__)
+
+
+class DataError(ValueError):
+    """A data set that cannot be used; the message names rows by file and line."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used: its file and line, and the reason."""
+
+    where: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotThere:
+    """The result of looking up a dotted key that is not in the row. (None would be the value null.)"""
+
+
+def rows_of(path: str, split: str, subset: str | None, file: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yields (file:line, row) of a file, a directory of files, or a Hugging Face data set.
+
+    A row is a dict or a BadRow.
+    """
+    place = Path(path)
+    if place.is_file():
+        yield from _file_rows(place)
+    elif place.is_dir() and (files := [] if _saved_by_datasets(place) else _files_of(place, split)):
+        for part in files:
+            yield from _file_rows(part)
+    elif place.exists() or _HUB_NAME.fullmatch(path):
+        yield from _hub_rows(path, split, subset, file)
+    else:
+        raise ConfigError(
+            f"no data at {path}: give a JSONL or Parquet file, a directory of them, or a Hugging Face data set"
+        )
+
+
+def refuse(bad: Sequence[BadRow], total: int, max_share: float, path: str) -> None:
+    """Warns of bad rows, or raises DataError when they are more than `max_share` of `total`."""
+    if not bad:
+        return
+    shown = "\n  ".join(f"{row.where}: {row.why}" for row in bad[:SHOWN])
+    more = f"\n  and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    message = f"{len(bad)} of {total} rows of {path} cannot be used:\n  {shown}{more}"
+    if len(bad) > max_share * total:
+        raise DataError(
+            f"{message}\nthat is more than max_bad_share = {max_share}: mend the rows or the field names, or raise it"
+        )
+    _log.warning("%s", message)
+
+
+def reach(row: Any, key: str) -> Any:
+    """Returns the value at a dotted key, in which numbers index lists; NotThere when it is not there."""
+    for part in key.split("."):
+        if isinstance(row, Mapping) and part in row:
+            row = row[part]
+        elif isinstance(row, (list, tuple)) and part.isdecimal() and int(part) < len(row):
+            row = row[int(part)]
+        else:
+            return NotThere()
+    return row
+
+
+def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:
+    """Returns the text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
+    value = reach(row, key)
+    if numbers and isinstance(value, (int, float)) and math.isfinite(value):
+        value = str(value)
+    if isinstance(value, NotThere):
+        raise DataError(f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}")
+    if isinstance(value, (list, tuple, Mapping)):
+        other = ", or name a conversation by data.fields.messages" if name == "question" else ""
+        raise DataError(
+            f"the {name} (from {key!r}) is a {type(value).__name__}: reach inside it with a dotted key, such as {key}.0"
+            f"{other}"
+        )
+    if not isinstance(value, str):
+        raise DataError(f"the {name} (from {key!r}) is {value!r}, not text")
+    if not value.strip():
+        raise DataError(f"the {name} is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"the {name} has a lone surrogate: {error}") from error
+    return value
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes rows as Parquet, whole or not at all.
+
+    The columns are all rows' keys; a row without a key has null there.
+    """
+    columns = dict.fromkeys(name for row in rows for name in row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in columns} for row in rows]), partial)
+    partial.replace(path)
+
+
+def _files_of(place: Path, split: str) -> list[Path]:
+    """Returns the files whose names begin with the split; all files where no name begins with any split."""
+
+    def belongs(file: Path, name: str) -> bool:
+        return re.match(rf"{re.escape(name)}([-_.]|$)", file.stem) is not None
+
+    files = sorted([*place.glob("*.jsonl"), *place.glob("*.parquet")])
+    chosen = [file for file in files if belongs(file, split)]
+    others = [name for name in SPLITS if any(belongs(file, name) for file in files)]
+    if others and not chosen:
+        raise ConfigError(
+            f"{place} has no files of the split {split!r}; there are {', '.join(others)}: set split, or name the file "
+            "itself"
+        )
+    return chosen or files
+
+
+def _saved_by_datasets(place: Path) -> bool:
+    return (place / "dataset_info.json").exists() or (place / "dataset_dict.json").exists()
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    if file.suffix == ".parquet":
+        try:
+            for number, row in enumerate(
+                (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist()), start=1
+            ):
+                yield f"{file}:{number}", row
+        except pa.ArrowException as error:
+            raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
+        return
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
+                row = BadRow(
+                    where, f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else f"not JSON ({error})"
+                )
+            yield where, row if isinstance(row, (dict, BadRow)) else BadRow(where, "not a JSON object")
+
+
+def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
+    """Yields rows of a directory that save_to_disk wrote, a local data set directory, or a data set on the hub."""
+    try:
+        import datasets
+        import datasets.exceptions
+    except ImportError as error:
+        raise ConfigError(
+            f"data.path = {path!r} is a Hugging Face data set: pip install datasets, or give a JSONL or Parquet file"
+        ) from error
+    try:
+        if _saved_by_datasets(Path(path)):
+            found = datasets.load_from_disk(path)
+            if isinstance(found, datasets.DatasetDict) and split not in found:
+                raise ConfigError(
+                    f"{path} has no split {split!r}; there are {', '.join(map(str, found))}: set data.split"
+                )
+            rows = found[split] if isinstance(found, datasets.DatasetDict) else found
+        else:
+            rows = datasets.load_dataset(path, subset, split=split, data_files=None if file is None else {split: file})
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"data.path = {path!r}, subset {subset!r}, split {split!r} cannot be read as a Hugging Face data set "
+            f"({error}): "
+            "look at the three, and at the network when it is a hub name"
+        ) from error
+    number = 0
+    for table in cast(Any, rows.with_format("arrow").iter(batch_size=1024)):  # Arrow tables
+        for row in table.to_pylist():
+            number += 1
+            yield f"{path}[{split}]:{number}", row

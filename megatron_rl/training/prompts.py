@@ -1,0 +1,84 @@
+"""Reads the problems of a run, and turns each into the tokens that the recipe's first role is asked with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_rl.chat import ChatError, ChatTokenizer, UserText, problem_text
+from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
+from megatron_rl.data.conversations import MESSAGES, shape_of
+from megatron_rl.data.problems import Problem, read_problems
+from megatron_rl.data.rows import DataError
+from megatron_rl.training.rollouts import tokenize
+from megatron_rl.training.turns import Recipe
+
+HELD_OUT = "evaluation.prompts"
+Encode = Callable[[Mapping[str, Any]], list[int]]  # a problem's values -> its prompt's tokens
+
+
+def asked_tokenizers(config: TrainConfig, tokenizers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tokenizers that prompts are made with: those of roles with `chat` put texts into the chat template.
+    Raises ConfigError for such a role whose tokenizer has none."""
+    out = dict(tokenizers)
+    for name, tokenizer in tokenizers.items():
+        if config.roles[name].chat:
+            if not tokenizer.chat_template:
+                raise ConfigError(
+                    f"roles.{name}.chat = true, but the tokenizer has no chat template: name a Jinja file by "
+                    f"roles.{name}.model.chat_template, or set chat to false"
+                )
+            out[name] = ChatTokenizer(tokenizer)
+    return out
+
+
+def encoder(recipe: Recipe, tokenizer: Any) -> Encode:
+    """Returns the function that makes a problem the prompt of the recipe's first role."""
+    return lambda values: tokenize(tokenizer, recipe.prompt(values))
+
+
+def read_sets(
+    sets: Mapping[str, PromptSet], recipe: Recipe, tokenizer: Any | None, *, held_out: str | None = None
+) -> dict[str, list[Problem]]:
+    """Reads the problem sets of a run, by the names of their settings, and tries one prompt of each form: each sequence
+    of roles. Without a tokenizer no prompt is tried.
+
+    Raises what read_problems raises; ConfigError for a tokenizer without a chat template, for conversations where the
+    recipe makes its prompts of texts alone, and where `held_out` is asked in another form than the others; DataError
+    for a conversation that the chat template does not render.
+    """
+    problems = {name: read_problems(source) for name, source in sets.items()}
+    for name, own in problems.items():
+        if own and MESSAGES in own[0].values and not isinstance(recipe.prompt(own[0].values), UserText):
+            first = next(iter(recipe.roles()))
+            raise ConfigError(
+                f"{name} holds conversations, and this recipe fills a template of its own with the question: set "
+                f"{name}.chat to false, and roles.{first}.chat to true where that text shall be a user's message"
+            )
+        if tokenizer is not None:
+            try_prompts(name, own, tokenizer)
+    chats = {name: MESSAGES in own[0].values for name, own in problems.items() if own}
+    for name, chat in chats.items():
+        if held_out in chats and chat != chats[held_out] and sets[held_out].chat is None:
+            forms = ("texts", "conversations")
+            raise ConfigError(
+                f"{held_out} holds {forms[chats[held_out]]}, and {name} {forms[chat]}: set {held_out}.chat to "
+                f"{str(chat).lower()}, so that a model is measured as it is trained, or to {str(not chat).lower()}"
+            )
+    return problems
+
+
+def try_prompts(name: str, problems: Sequence[Problem], tokenizer: Any) -> None:
+    """Renders one problem of each form of conversation: each sequence of roles. Raises what `read_sets` raises."""
+    for shape, problem in {shape_of(problem.values): problem for problem in reversed(problems)}.items():
+        try:
+            if shape:
+                tokenize(tokenizer, problem_text("", problem.values))
+        except ChatError as error:
+            raise DataError(f"{name}, problem {problem.row}: {error}") from error
+
+
+def training_sets(config: TrainConfig) -> dict[str, PromptSet]:
+    """Returns the problem sets that a run's turns read, by the names of their settings."""
+    own = {f"roles.{name}.data": role.data for name, role in config.roles.items() if role.data is not None}
+    return {"data": config.data, **own}
