@@ -170,8 +170,8 @@ CORRECTION_AHEAD = CorrectionConfig(kind="truncate", high=2.0)
 class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
-    # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k, rl_plus,
-    # or module:name (see algorithms/objectives.py).
+    # Loss of each token: clipped, gspo, gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k,
+    # rl_plus, or module:name (see algorithms/objectives.py).
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # arguments of the objective, by name
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped
