@@ -66,9 +66,7 @@ class Rubric(Recipe):
         if self.labels is not None:
             find_function(self.labels)
         if self.format_weight < 0 or (self.train_judge and self.labels is None and self.format_weight == 0):
-            raise ConfigError(
-                f"recipe.args.format_weight = {self.format_weight}: give a number above 0, or 0 with labels"
-            )
+            raise ConfigError(f"recipe.args.format_weight = {self.format_weight}: give more than 0, or 0 with labels")
 
     def roles(self) -> Mapping[str, Part]:
         asked = self.group_size * self.criteria * self.judgements
