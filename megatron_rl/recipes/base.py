@@ -155,8 +155,8 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
         for name, reader in fields.items():
             if known is not None and name not in known:
                 raise ConfigError(
-                    f"{place}.fields has {', '.join(known)}; {reader} reads the field {name!r} of every problem: name "
-                    f"its column by {place}.fields.{name}"
+                    f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it "
+                    "to the name of the column"
                 )
 
 

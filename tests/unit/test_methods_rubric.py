@@ -237,7 +237,7 @@ def test_settings_are_checked_by_name_and_cure(texts):
         ({"judgements": 1, "train_judge": True}, "judgements = 1: give at least 2"),
         ({"judge_template": "nowhere"}, "judge_template: no prompt"),
         ({"labels": f"{__name__}:no"}, "no 'no'"),
-        ({"train_judge": True, "judgements": 2, "format_weight": 0.0}, "format_weight = 0.0: give a number above 0"),
+        ({"train_judge": True, "judgements": 2, "format_weight": 0.0}, "format_weight = 0.0: give more than 0"),
         ({"format_weight": -1.0}, "format_weight = -1.0"),
     ]:
         with pytest.raises(ConfigError, match=message):

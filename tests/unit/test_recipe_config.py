@@ -19,10 +19,10 @@ CASES = [
     ("tandem:Tandem", [TANDEM, "recipe.args.overlong.cache=51"], "recipe.args.overlong.cache = 51"),
     (
         "dapo:Dapo", [HINTS],
-        "data.fields has question, answer; recipe.args.hints reads the field 'proof' of every problem: name its column "
-        "by data.fields.proof",
+        "data.fields.proof is not set, and recipe.args.hints reads the field 'proof' of every problem: set it to the "
+        "name of the column",
     ),
-    ("dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"], "roles.generator.data.fields has"),
+    ("dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"], "roles.generator.data.fields.proof is not set"),
     ("dapo:Dapo", ["recipe.args.hints={}", "data.settings=gsm8k"], "data.fields.solution"),
     ("tandem:Tandem", [], "set roles.generator.tandem; {} takes a frozen copy"),
     ("rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
