@@ -148,12 +148,12 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
     those of evaluations do. `fields`: {name of the field: what reads it}."""
     own = config.roles[role].data
     sets = {"data" if own is None else f"roles.{role}.data": own or config.data}
-    if held_out:
+    if held_out and config.evaluation.prompts is not None:
         sets["evaluation.prompts"] = config.evaluation.prompts
     for place, source in sets.items():
-        known = None if source is None else resolve(source).fields
+        known = resolve(source).fields
         for name, reader in fields.items():
-            if known is not None and name not in known:
+            if name not in known:
                 raise ConfigError(
                     f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it "
                     "to the name of the column"

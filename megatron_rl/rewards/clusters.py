@@ -35,15 +35,13 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
     words = [text.split() for text in texts]
     lengths = np.array([len(own) for own in words], np.float64)
     total = np.zeros((len(words), len(words)))  # of the logarithms of the precisions
-    for order in ORDERS:
-        shared = _shared_ngrams(words, order)
-        if order == 1:
-            related = shared > 0
+    every = [_shared_ngrams(words, order) for order in ORDERS]
+    for order, shared in zip(ORDERS, every, strict=True):
         counted = np.maximum(lengths - order + 1, 1.0)  # n-grams of the hypothesis
         total += np.log(np.where(shared > 0, shared, NONE_SHARED) / counted[:, None])
     own, other = np.maximum(lengths, 1.0)[:, None], lengths[None, :]
     brevity = np.where(own > other, 0.0, 1.0 - other / own)
-    bleu = np.where(related, np.exp(brevity + total / len(ORDERS)), 0.0)
+    bleu = np.where(every[0] > 0, np.exp(brevity + total / len(ORDERS)), 0.0)
     later = np.triu(1.0 - bleu, k=1)
     return later + later.T
 

@@ -22,7 +22,10 @@ CASES = [
         "data.fields.proof is not set, and recipe.args.hints reads the field 'proof' of every problem: set it to the "
         "name of the column",
     ),
-    ("dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"], "roles.generator.data.fields.proof is not set"),
+    (
+        "dapo:Dapo", [HINTS, "data.fields={proof: x}", "roles.generator.data.path=y"],
+        "roles.generator.data.fields.proof is not set",
+    ),
     ("dapo:Dapo", ["recipe.args.hints={}", "data.settings=gsm8k"], "data.fields.solution"),
     ("tandem:Tandem", [], "set roles.generator.tandem; {} takes a frozen copy"),
     ("rubric:Rubric", ["roles.judge.model.path=x/z"], "data.fields.rubric"),
