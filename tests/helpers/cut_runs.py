@@ -131,7 +131,7 @@ METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
 
 # METHOD_STALENESS: (how many turns may be played ahead, after how many turns the run is cut)
 EVERY = {
-    "dapo_0": (0, 2), "dapo_1": (1, 1), "dapo_2": (2, 2), "brevity_0": (0, 2), "brevity_2": (2, 2), "three_0": (0, 2),
+    "dapo_0": (0, 2), "dapo_1": (1, 2), "dapo_2": (2, 2), "brevity_0": (0, 2), "brevity_2": (2, 2), "three_0": (0, 2),
     "three_1": (1, 1), "shared_0": (0, 1), "shared_1": (1, 1), "rubric_0": (0, 2), "rubric_1": (1, 1),
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
 }  # fmt: skip
