@@ -65,7 +65,7 @@ def framed(answer: bytes) -> bytes:
     said = json.loads(answer)
     found, about = dict[str, list[np.ndarray]](), []
     for each in said if isinstance(said, list) else [said]:
-        own = {"tokens": np.array(each["output_ids"], np.int32)}
+        own: dict[str, np.ndarray] = {"tokens": np.array(each["output_ids"], np.int32)}
         for name, (theirs, listed) in LOGPROBS.items():
             if theirs in each["meta_info"]:
                 own[name] = _numbers(each["meta_info"][theirs] or [], listed)
