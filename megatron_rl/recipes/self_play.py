@@ -15,7 +15,7 @@ from megatron_rl.recipes.judged import put
 from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.voting import solve_by_vote
 from megatron_rl.rewards.clusters import cluster_shares
-from megatron_rl.text import decode_all
+from megatron_rl.text import decode_all, fill, read_template
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
@@ -96,7 +96,7 @@ class SelfPlay(Recipe):
         return ([[(PROPOSER,)]] * self.proposer_turns + [[(SOLVER,)]] * self.solver_turns) * self.updates
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
-        return question_text(self.proposer_template, payload)
+        return fill(read_template(self.proposer_template), question=str(payload["question"]))
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         count = self.proposals if PROPOSER in turn.roles else 1
