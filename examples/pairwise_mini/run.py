@@ -4,8 +4,8 @@
 
 The judge counts vowels, and it has a bias: the response that it is shown first gets two points more. Nothing else tells
 the model what is good. In the first run each pair is shown in one order, which is drawn by chance: the bias is noise.
-In the second run each pair is shown in both orders, and the bias cancels. The judge is a server that scores by the
-rules of this file (rule_judge.py).
+In the second run each pair is shown in both orders, the bias cancels, and the same number of updates goes further, for
+twice as many questions to the judge. The judge is a server that scores by the rules of this file (rule_judge.py).
 """
 
 from __future__ import annotations

@@ -34,14 +34,15 @@ def bleu_distances(texts: Sequence[str]) -> np.ndarray:
     """
     words = [text.split() for text in texts]
     lengths = np.array([len(own) for own in words], np.float64)
-    total = np.zeros((len(words), len(words)))  # of the logarithms of the precisions
-    every = [_shared_ngrams(words, order) for order in ORDERS]
-    for order, shared in zip(ORDERS, every, strict=True):
-        counted = np.maximum(lengths - order + 1, 1.0)  # n-grams of the hypothesis
-        total += np.log(np.where(shared > 0, shared, NONE_SHARED) / counted[:, None])
+    shared = [_shared_ngrams(words, order) for order in ORDERS]
+    counted = [np.maximum(lengths - order + 1, 1.0) for order in ORDERS]  # n-grams of the hypothesis
+    logs = [
+        np.log(np.where(found > 0, found, NONE_SHARED) / count[:, None])
+        for found, count in zip(shared, counted, strict=True)
+    ]
     own, other = np.maximum(lengths, 1.0)[:, None], lengths[None, :]
     brevity = np.where(own > other, 0.0, 1.0 - other / own)
-    bleu = np.where(every[0] > 0, np.exp(brevity + total / len(ORDERS)), 0.0)
+    bleu = np.where(shared[0] > 0, np.exp(brevity + sum(logs) / len(ORDERS)), 0.0)
     later = np.triu(1.0 - bleu, k=1)
     return later + later.T
 
