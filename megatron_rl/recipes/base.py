@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
 from megatron_rl.config.data_settings import resolve
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError, PromptSet, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import step_spans
@@ -142,7 +142,7 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
     """Raises ConfigError where the problems of the turns that begin with `role` lack a field, and with `held_out` where
     those of evaluations do. `fields`: {name of the field: what reads it}."""
     own = config.roles[role].data
-    sets = {"data" if own is None else f"roles.{role}.data": own or config.data}
+    sets: dict[str, PromptSet | None] = {"data" if own is None else f"roles.{role}.data": own or config.data}
     if held_out:
         sets["evaluation.prompts"] = config.evaluation.prompts
     for place, source in sets.items():
