@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megatron_rl.config.plugins import find
+from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import Reward
 from megatron_rl.recipes.base import RIGHT
 from megatron_rl.rewards.pool import GradePool, check_failures
@@ -40,7 +40,7 @@ class AnswerRule:
         cannot be imported."""
         self._pool: GradePool | None = None
         if target is not None:
-            find(target)
+            find_function(target)
             self._pool = GradePool(Reward(target=target, workers=workers))
             weakref.finalize(self, self._pool.close)
 

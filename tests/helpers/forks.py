@@ -4,6 +4,7 @@ not seconds.
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -32,8 +33,9 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
     with mock.patch.dict(os.environ, environment()):  # for its imports
         forkserver.ensure_running()
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_run, args=(log, variables, function, arguments), daemon=True)
+    process = context.Process(target=_run, args=(log, variables, function, arguments))
     process.start()
+    atexit.register(process.kill)  # a daemon could not start processes of its own, as saving does
     return process
 
 
