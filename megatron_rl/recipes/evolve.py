@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, check_arguments, sampling_for
-from megatron_rl.recipes.judged import JudgedAnswer, Seat, judged_answers, marks, put
+from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.text import decode_all, fill, read_template
@@ -115,7 +115,7 @@ class Evolve(Recipe):
     def _remember(self, questions: Iterable[str]) -> None:
         self._pool = list(dict.fromkeys([*self._pool, *questions]))[-self.pool_size :]
 
-    def _seat(self, turn: Turn, table: Table, role: str, purpose: str, n: int) -> Seat:
+    def _seat(self, turn: Turn, table: Table, role: str, purpose: str, n: int) -> Speaker:
         """Seats a role for one purpose of a turn, with draws of its own. Log-probs are asked for of what is trained."""
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
         own, seed = sampling_for(table, turn, role, n), table.seed_for(turn.number, role, purpose)
@@ -125,7 +125,7 @@ class Evolve(Recipe):
             filled = fill(self._templates[f"{name}_template"], question=question, answer=boxed(text) or text)
             return put(table, role, filled, question=question)
 
-        return Seat(role=role, sampling=sampling, ask=ask)
+        return Speaker(role=role, sampling=sampling, ask=ask)
 
     @property
     def _practised(self) -> str:

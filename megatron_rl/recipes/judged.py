@@ -29,7 +29,7 @@ class JudgedAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class Speaker:
     """A role's place at the table for one purpose: how it is asked, and how its completions are drawn."""
 
     role: str
@@ -43,14 +43,14 @@ def put(table: Table, role: str, text: str, **payload: str) -> Prompt | None:
     return Prompt(id=role, tokens=tokens, payload=payload) if len(tokens) <= table.max_prompt_tokens[role] else None
 
 
-def marks(table: Table, judge: Seat, items: Mapping[int, str]) -> dict[int, float]:
+def marks(table: Table, judge: Speaker, items: Mapping[int, str]) -> dict[int, float]:
     """Has texts marked. -> {key: mean of its marks in [0, 1]}; a text without a readable mark is left out."""
     judged = judge_all(_judging(table, judge), {key: judge.ask(text) for key, text in items.items()})
     scores = {key: [one.opinion for one in own if one.opinion is not None] for key, own in judged.items()}
     return {key: fmean(own) for key, own in scores.items() if own}
 
 
-def judged_answers(table: Table, solver: Seat, judge: Seat, questions: Mapping[int, str]) -> list[JudgedAnswer]:
+def judged_answers(table: Table, solver: Speaker, judge: Speaker, questions: Mapping[int, str]) -> list[JudgedAnswer]:
     """Has questions answered, and each answer judged as soon as it is written. -> the answers in the order of the
     questions; none to a question that is too long."""
     draws, judging, n = Draws(table, solver.role, solver.sampling), _judging(table, judge), solver.sampling.n
@@ -77,7 +77,7 @@ def judged_answers(table: Table, solver: Seat, judge: Seat, questions: Mapping[i
     ]
 
 
-def _judging(table: Table, judge: Seat) -> Judging[Prompt | None, float | None]:
+def _judging(table: Table, judge: Speaker) -> Judging[Prompt | None, float | None]:
     question: Question[Prompt | None, float | None] = Question(
         prompt=lambda prompt: prompt, read=lambda _, text: judged_score(text)
     )

@@ -13,7 +13,7 @@ from megatron_rl.types import Rollout, Stop
 
 @config
 class Overlong:
-    """What becomes of solutions that are close to sampling.max_tokens, or that were cut there (DAPO, arXiv
+    """The fate of solutions that are close to sampling.max_tokens, or that were cut there (DAPO, arXiv
     2503.14476)."""
 
     cache: int = 0  # the last tokens before max_tokens, over which the penalty grows from 0; 0: no penalty

@@ -30,7 +30,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether outcomes differ, so that comparing them says something."""
+        """Says whether outcomes differ, so that comparing them says something."""
         return len({s.rollout.rewards["outcome"] for s in self.solutions}) > 1
 
     def renamed(self, name: str) -> Group:
