@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forks import environment
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
@@ -47,13 +48,6 @@ def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subp
     if check:
         assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
-    }
 
 
 @pytest.fixture(scope="session")

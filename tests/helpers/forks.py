@@ -17,11 +17,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from conftest import environment
-
 from megatron_rl.cluster.address import free_port
 
+ROOT = Path(__file__).parents[2]
 IMPORTED = ["refit_worker", "actor_worker"]
+
+
+def environment() -> dict[str, str]:
+    """Returns this process's environment with what a process of the tests needs beside it."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers")]),
+    }
 
 
 def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables: str) -> BaseProcess:

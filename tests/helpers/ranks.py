@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import forks
-
-ROOT = Path(__file__).parents[2]
+from forks import ROOT
 
 
 def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = 900) -> list[Any]:
