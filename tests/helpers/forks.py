@@ -5,9 +5,11 @@ not seconds.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from unittest import mock
 from megatron_rl.cluster.address import free_port
 
 ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 IMPORTED = ["refit_worker", "actor_worker"]
 
 
@@ -88,6 +91,8 @@ def _answer(function: Callable[..., Any], file: Path, *arguments: Any) -> None:
 
 
 def _run(log: Path, variables: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    if sys.platform == "linux":  # the server of forks ends with the tests' process, and its forks with it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
