@@ -18,7 +18,7 @@ LAYERS = [
     ],
     ["training.turns", "world"],
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],
-    ["training", "evaluation", "run"],
+    ["training", "evaluation", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["session", "conversion", "jobs"],
     ["main", "commands", "errors"],
