@@ -1,80 +1,52 @@
-"""The protocol of environments: who speaks next, what was said, and how an episode ended."""
+"""The protocol of environments, and of everything else that plays episodes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from megatron_rl.chat import Message
-from megatron_rl.types import Outcome, Stop
-
-
-class EnvironmentFailure(RuntimeError):
-    """An environment or a tool broke, through no fault of a model's: a lost sandbox, a server that does not answer. The
-    episode's samples are dropped and counted; they never get a reward of 0."""
+from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.moves import Episode, Move, Over, Said
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt
 
 
-class Tool(ABC):
-    """A function that models may call. A subclass is a dataclass whose fields are its settings; one object serves all
-    episodes, from several threads at a time."""
+@dataclass(frozen=True, kw_only=True)
+class EpisodeSettings:
+    """How episodes are played, whoever plays them."""
 
-    name: str  # by which a model calls it
-    description: str  # what a model is told of it
-    parameters: Mapping[str, Any]  # the JSON schema of its arguments, an object's
+    # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers: the
+    # library of that name, which also reads calls of tools.
+    dialogue: Literal["text", "chat", "renderers"] = "text"
+    episode_timeout_s: float = 600.0  # from an episode's begin on; a later one is given up
+    step_timeout_s: float = 120.0  # for one `begin` or `step`
+    workers: int = 64  # calls of environments that run at the same time
+
+
+class EpisodeMaker(ABC):
+    """Something that plays episodes with the roles' engines."""
 
     @abstractmethod
-    def run(self, arguments: Mapping[str, Any]) -> str:
-        """Returns what the model is told. A model's own mistake (wrong arguments, code that raises or does not end) is
-        such a text too. Raises EnvironmentFailure where the tool itself broke."""
+    def play(
+        self,
+        table: Table,
+        tasks: Sequence[Prompt],
+        seeds: Sequence[int],
+        samplings: Mapping[str, Sampling],
+        settings: EpisodeSettings,
+    ) -> list[Episode]:
+        """Plays one episode of every task, with its seed. [E] tasks and seeds -> [E] episodes, in order.
+
+        `samplings` is by role, with n = 1; the seed of each answer is a function of the role's seed, the episode's
+        place, the seat and the number of its answer. Raises EngineError where an engine fails; whatever happens to an
+        environment is an episode's outcome.
+        """
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a tool that a model wrote."""
-
-    name: str
-    arguments: Mapping[str, Any] | None  # None: what the model wrote cannot be read
-    id: str | None = None  # by which the answer refers to the call, where the template has such
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A seat that speaks next. A seat is one participant of one episode; it belongs to the role whose model it is."""
-
-    seat: str
-    role: str
-    messages: Sequence[Message]  # what is new to the seat since it spoke last
-    tools: Sequence[Tool] = ()  # offered to the model by the chat template; read at the seat's first move
-    stop: Sequence[str] = ()  # texts that end this answer, beside the role's own
-    max_tokens: int | None = None  # of this answer; None, or more than that: the role's sampling.max_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """The answer to a move."""
-
-    seat: str
-    text: str  # without special tokens
-    calls: Sequence[Call] = ()  # of tools, where the template has a form for them
-    stop: Stop | None = Stop.EOS  # None: the conversation has no room for an answer, and the model was not asked
-    tokens: int = 0  # that the model wrote
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
-    """The end of an episode."""
-
-    rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by seat, by name
-    answers: Mapping[str, str] = field(default_factory=dict)  # by seat: a text for the run's reward function to grade
-    outcome: Outcome = Outcome.SCORE  # TIMEOUT, ERROR: the samples of all seats are dropped
-    why: str = ""  # of another outcome than SCORE
-    payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values that are kept with every seat's sample
-
-
-class Environment(ABC):
+class Environment(EpisodeMaker):
     """A world that models act in. A subclass is a dataclass whose fields are its arguments in the config.
 
     It is built once. Every episode has a shallow copy of it, whose three methods are called one after the other, from

@@ -1,0 +1,94 @@
+"""What passes between an environment and the models that act in it: moves, answers, tools, and the end of an episode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.chat import Message
+from megatron_rl.types import Outcome, Prompt, Rollout, Stop
+
+SEAT = "seat"  # the name in a rollout's payload of the seat that it is the sample of
+
+
+class EnvironmentFailure(RuntimeError):
+    """An environment or a tool broke, through no fault of a model's: a lost sandbox, a server that does not answer. The
+    episode's samples are dropped and counted; they never get a reward of 0."""
+
+
+class Tool(ABC):
+    """A function that models may call. A subclass is a dataclass whose fields are its settings; one object serves all
+    episodes, from several threads at a time."""
+
+    name: str  # by which a model calls it
+    description: str  # what a model is told of it
+    parameters: Mapping[str, Any]  # the JSON schema of its arguments, an object's
+
+    @abstractmethod
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        """Returns what the model is told. A model's own mistake (wrong arguments, code that raises or does not end) is
+        such a text too. Raises EnvironmentFailure where the tool itself broke."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool that a model wrote."""
+
+    name: str
+    arguments: Mapping[str, Any] | None  # None: what the model wrote cannot be read
+    id: str | None = None  # by which the answer refers to the call, where the template has such
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A seat that speaks next. A seat is one participant of one episode; it belongs to the role whose model it is."""
+
+    seat: str
+    role: str
+    messages: Sequence[Message]  # what is new to the seat since it spoke last
+    tools: Sequence[Tool] = ()  # offered to the model by the chat template; read at the seat's first move
+    stop: Sequence[str] = ()  # texts that end this answer, beside the role's own
+    max_tokens: int | None = None  # of this answer; None, or more than that: the role's sampling.max_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """The answer to a move."""
+
+    seat: str
+    text: str  # without special tokens
+    calls: Sequence[Call] = ()  # of tools, where the template has a form for them
+    stop: Stop | None = Stop.EOS  # None: the conversation has no room for an answer, and the model was not asked
+    tokens: int = 0  # that the model wrote
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The end of an episode."""
+
+    rewards: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # by seat, by name
+    answers: Mapping[str, str] = field(default_factory=dict)  # by seat: a text for the run's reward function to grade
+    outcome: Outcome = Outcome.SCORE  # TIMEOUT, ERROR: the samples of all seats are dropped
+    why: str = ""  # of another outcome than SCORE
+    payload: Mapping[str, Any] = field(default_factory=dict)  # JSON values that are kept with every seat's sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """One episode that was played to its end, or given up."""
+
+    task: Prompt
+    number: int  # its place among the episodes of one call
+    # The samples of all seats, in the order in which they first spoke; payload["seat"] names the seat, and what the
+    # environment gave it stands in the rewards. A seat whose transcript was cut has several. None unless `outcome` is
+    # SCORE.
+    rollouts: Sequence[Rollout]
+    answers: Mapping[str, str] = field(default_factory=dict)  # by seat: what is still to be graded, see Over
+    outcome: Outcome = Outcome.SCORE
+    why: str = ""  # of another outcome
+    turns: int = 0  # answers of all seats
+    tool_calls: int = 0
+    cuts: int = 0  # of transcripts whose template renders the past in another way once a turn follows
