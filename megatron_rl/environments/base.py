@@ -61,9 +61,11 @@ class Environment(EpisodeMaker):
 
     @abstractmethod
     def step(self, said: Said) -> Sequence[Move] | Over:
-        """Takes one answer. -> the seats that speak next. The answers to moves that were returned together come one by
-        one, in the order of the moves; between them nothing need be returned. Raises EnvironmentFailure where something
-        broke; any other exception is taken for such a failure too."""
+        """Takes one answer. -> the seats that speak next; none while answers to earlier moves are still to come.
+
+        Answers come in the order in which their moves were returned. Raises EnvironmentFailure where something broke;
+        any other exception is taken for such a failure too.
+        """
         ...
 
     def close(self) -> None:

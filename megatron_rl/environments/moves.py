@@ -1,4 +1,4 @@
-"""What passes between an environment and the models that act in it: moves, answers, tools, and the end of an episode."""
+"""Types of what passes between an environment and the models that act in it: moves, answers, tools, episodes."""
 
 from __future__ import annotations
 
