@@ -115,11 +115,12 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
 
 def check_arguments(
     recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
-    shares: Sequence[str] = (), templates: Sequence[str] = (), one_of: Sequence[str] = (),
+    shares: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None, one_of: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
     small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
-    there, and switches of which none is on (one_of)."""
+    there or lack a name that they need, which stands in braces (templates: argument -> names), and switches of which
+    none is on (one_of). Conversations are put without a template, but one that is given must do for a text."""
     compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
     if compares:
         find_estimator(recipe.estimator)
@@ -136,11 +137,8 @@ def check_arguments(
         raise ConfigError(
             f"recipe.args: {' and '.join(one_of)} are {'both' if len(one_of) == 2 else 'all'} false; set one to true"
         )
-    for name in templates:
-        try:
-            read_template(getattr(recipe, name))
-        except FileNotFoundError as error:
-            raise ConfigError(f"recipe.args.{name}: {error}") from None
+    for name, needed in (templates or {}).items():
+        _check_template(name, getattr(recipe, name), needed)
 
 
 def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
@@ -158,6 +156,19 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
                     f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it "
                     "to the name of the column"
                 )
+
+
+def _check_template(name: str, template: str, needed: Sequence[str]) -> None:
+    try:
+        text = read_template(template)
+    except FileNotFoundError as error:
+        raise ConfigError(f"recipe.args.{name}: {error}") from None
+    missing = [word for each in needed if (word := "{" + each + "}") not in text]
+    if missing:
+        raise ConfigError(
+            f"recipe.args.{name} = {template!r}: the text has no {' and no '.join(missing)}; write the name, with its "
+            "braces, where that is to stand in the prompt"
+        )
 
 
 def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:

@@ -47,12 +47,13 @@ class Evolve(Recipe):
     answer_template: str = "evolve_judge_answer"  # with {question}, {answer}
 
     def __post_init__(self) -> None:
-        names = [f"{name}_template" for name in ("proposer", "reference", "solver", "question", "answer")]
+        templates = {"proposer_template": [], "reference_template": ["references"], "solver_template": ["question"]}
+        templates |= {"question_template": ["question"], "answer_template": ["question", "answer"]}
         check_arguments(
             self, positive=["updates", "proposals", "answers", "judgements", "references", "pool_size"],
-            shares=["reference_share", "least_quality"], templates=names,
+            shares=["reference_share", "least_quality"], templates=templates,
         )  # fmt: skip
-        self._templates = {name: read_template(vars(self)[name]) for name in names}
+        self._templates = {name: read_template(vars(self)[name]) for name in templates}
         self._pool: list[str] = []  # different questions, the oldest first
 
     def roles(self) -> Mapping[str, Part]:
@@ -119,17 +120,14 @@ class Evolve(Recipe):
         """Seats a role for one purpose of a turn, with draws of its own. Log-probs are asked for of what is trained."""
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
         own, seed = sampling_for(table, turn, role, n), table.seed_for(turn.number, role, purpose)
-        sampling = replace(own, seed=seed, logprobs=purpose in ("proposed", self._practised))
+        practised = "pool" if self.practice == "pool" else "tried"
+        sampling = replace(own, seed=seed, logprobs=purpose in ("proposed", practised))
 
         def ask(question: str, text: str = "") -> Prompt | None:
             filled = fill(self._templates[f"{name}_template"], question=question, answer=boxed(text) or text)
             return put(table, role, filled, question=question)
 
         return Speaker(role=role, sampling=sampling, ask=ask)
-
-    @property
-    def _practised(self) -> str:
-        return "pool" if self.practice == "pool" else "tried"
 
     def _answers(self, turn: Turn, table: Table, purpose: str, questions: Mapping[int, str]) -> list[JudgedAnswer]:
         n, votes = (self.answers, self.judgements) if purpose == "tried" else (1, 1)
