@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import accuracies, check_arguments, sampling_for
+from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.recipes.base import accuracies, check_arguments, check_length, sampling_for
 from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
@@ -68,6 +68,9 @@ class Evolve(Recipe):
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return fill(self._templates["reference_template"], references=str(payload["question"]))
 
+    def check(self, config: TrainConfig) -> None:
+        check_length(config, PROPOSER, "proposer_template", self._templates["proposer_template"])
+
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         seeds, rng = source.take(), random.Random(table.seed_for(turn.number, "pool"))
         self._remember(str(seed.payload["question"]) for seed in seeds)
@@ -119,9 +122,8 @@ class Evolve(Recipe):
     def _seat(self, turn: Turn, table: Table, role: str, purpose: str, n: int) -> Speaker:
         """Seats a role for one purpose of a turn, with draws of its own. Log-probs are asked for of what is trained."""
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
-        own, seed = sampling_for(table, turn, role, n), table.seed_for(turn.number, role, purpose)
-        practised = "pool" if self.practice == "pool" else "tried"
-        sampling = replace(own, seed=seed, logprobs=purpose in ("proposed", practised))
+        own = replace(sampling_for(table, turn, role, n), seed=table.seed_for(turn.number, role, purpose))
+        sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
 
         def ask(question: str, text: str = "") -> Prompt | None:
             filled = fill(self._templates[f"{name}_template"], question=question, answer=boxed(text) or text)

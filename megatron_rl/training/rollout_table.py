@@ -87,7 +87,7 @@ REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TextPiece:
     """A stretch of what stands behind a rollout's prompt that one author wrote, trained on with one advantage."""
 
     first: int  # position in the rollout's tokens
@@ -103,10 +103,10 @@ class RolloutText:
     prompt: str
     text: str  # everything behind the prompt
     steps: Sequence[str] = ()  # of each reasoning step
-    pieces: Sequence[tuple[Piece, str]] = ()  # those of `pieces_of`, with their texts
+    pieces: Sequence[tuple[TextPiece, str]] = ()  # those of `pieces_of`, with their texts
 
 
-def pieces_of(rollout: Rollout) -> list[Piece]:
+def pieces_of(rollout: Rollout) -> list[TextPiece]:
     """Cuts what stands behind the prompt of a rollout where the author or the advantage changes.
 
     Nothing is cut, and the list is empty, where the whole text and the reasoning steps say it all: in a rollout without
@@ -131,7 +131,7 @@ def pieces_of(rollout: Rollout) -> list[Piece]:
         changes, credit = turns, np.full(len(authors), np.nan)
     places = [0, *(np.flatnonzero(changes) + 1).tolist(), len(authors)]
     return [
-        Piece(
+        TextPiece(
             first=start + a, end=start + b, author=int(authors[a]),
             advantage=None if np.isnan(credit[a]) else float(credit[a]),
         )
@@ -231,7 +231,7 @@ def _readable_columns(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Ro
     }
 
 
-def _pieces(pieces: Sequence[tuple[Piece, str]]) -> list[dict[str, Any]] | None:
+def _pieces(pieces: Sequence[tuple[TextPiece, str]]) -> list[dict[str, Any]] | None:
     """Returns the pieces as rows of the table; None where the text is not cut."""
     return [
         {"author": own.author, "tokens": own.end - own.first, "advantage": own.advantage, "text": text}
