@@ -1,4 +1,4 @@
-"""What a plan takes the episodes of a role to be."""
+"""The estimate of a role's episodes that plans are made with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron_rl.config.base import ConfigError, config
 
 @config
 class EpisodeEstimate:
-    """How often a role answers in an episode, and what happens between two answers. Only plans read it. The defaults
-    are those of a role that answers once."""
+    """An estimate of how often a role answers in an episode, and of what happens between two answers. Only plans read
+    it. The defaults are those of a role that answers once."""
 
     answers: PositiveInt = 1  # of a seat in one episode
     told: NonNegativeInt = 0  # mean tokens that its environment puts before each answer but the first

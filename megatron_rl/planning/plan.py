@@ -53,7 +53,7 @@ class ServerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """What a turn's plan takes the samples of a role to be that answers several times in each."""
+    """The assumptions of a turn's plan on a role that answers several times in a sample, and what follows from them."""
 
     role: str
     estimate: EpisodeEstimate
