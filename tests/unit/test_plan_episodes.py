@@ -82,7 +82,7 @@ def test_what_stands_before_an_answer_is_read_once_where_it_is_kept_and_else_eac
     device = CLUSTER.device
     prefill = 8 * reading(*read) / (device.flops * device.dense_share * compute.PARTIAL)
     assert found.seconds == pytest.approx(prefill + 8 / found.rows * 150 * step, rel=1e-9)
-    assert found.kept == (len(read[1]) == 20) and found.rows == (8 if setup.kv_bytes == 4e10 else 7.5)
+    assert found.kept == (len(read[1]) == 20) and found.rows == pytest.approx(8 if setup.kv_bytes == 4e10 else 7.5)
 
 
 def test_a_role_that_answers_once_is_planned_as_before():
