@@ -25,7 +25,8 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
         f"a step: {plan.step_s:.0f} s, {plan.tokens_per_gpu:,.0f} tokens trained on a second and GPU, "
         f"{flops / plan.step_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone"
     )
-    for line in dict.fromkeys([*notes, *(str(one) for turn in plan.turns for one in turn.episodes)]):
+    assumed = [f"in {turn.role}'s turn {one}" for turn in plan.turns for one in turn.episodes]
+    for line in [*notes, *assumed]:
         console.print(f"[yellow]note[/] {line}", highlight=False)
     for problem in plan.problems:
         console.print(f"[red]does not fit[/] {problem}", highlight=False)

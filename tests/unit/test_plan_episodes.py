@@ -163,7 +163,8 @@ def test_the_command_takes_what_is_known_of_episodes_and_says_what_it_assumed(ca
     role, _ = planned(episode=EpisodeEstimate())
     longest = role.max_prompt_tokens + 4 * role.sampling.max_tokens + 3 * 300
     for part in (
-        f"generator is taken to answer 4 times in an episode, in {role.sampling.max_tokens // 2} tokens each;",
+        "note in generator's turn generator is taken to answer 4 times in an episode, "
+        f"in {role.sampling.max_tokens // 2} tokens each;",
         f"between two answers it is told 300 tokens, and its longest sample has {longest:,};",
         "tools take 2.5 s between two answers, 16 calls at once, beside the generation of other episodes",
         "a sample of more than 8,192 tokens would stop the run: raise roles.generator.micro_batch_tokens",
