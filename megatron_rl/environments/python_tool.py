@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.base import ConfigError
@@ -30,7 +30,6 @@ class PythonTool(Tool):
     max_characters: int = 4000  # of what is told; the end of a longer text is left out
     packages: tuple[str, ...] = ()  # directories of modules beside the standard library, such as a site-packages
     accept_weaker_isolation: bool = False  # run programs also where no sandbox can be built, see docs/tools.md
-    _settings: SandboxSettings = field(init=False, repr=False)
 
     description = (
         "Runs Python code and returns what it prints. Each call starts anew: nothing is kept from earlier calls. There "
@@ -76,7 +75,8 @@ class PythonTool(Tool):
     def _told(self, ran: Ran) -> str:
         """Returns the text that the model gets."""
         printed = ran.output.rstrip()
+        why = f"error: the code did not end within {self.timeout_s:g} s" if ran.late else "" if ran.cut else ran.why
         if len(printed) > self.max_characters or ran.cut:
-            return f"{printed[: self.max_characters]}\n... (only the first {self.max_characters} characters are shown)"
-        why = f"error: the code did not end within {self.timeout_s:g} s" if ran.late else ran.why
+            note = f"... (only the first {self.max_characters} characters are shown)"
+            printed = f"{printed[: self.max_characters]}\n{note}"
         return "\n".join(text for text in (printed, why) if text) or "(the code printed nothing)"

@@ -280,8 +280,8 @@ def _plain(value: Any) -> Any:
             raise ValueError(f"{value[:60]!r} is no JSON") from None
     try:
         return json.loads(_TextUnpickler(io.BytesIO(packed)).load())
-    except pickle.UnpicklingError as error:
-        raise ValueError(str(error)) from None
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"it is packed in another way: {error}") from None
 
 
 class _TextUnpickler(pickle.Unpickler):

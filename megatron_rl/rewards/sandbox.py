@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.rewards import sandbox_process, sandbox_ways
-from megatron_rl.rewards.sandbox_process import Ended, SandboxFailure, SandboxSettings, Way
+from megatron_rl.rewards.sandbox_process import ERROR_BYTES, Ended, SandboxFailure, SandboxSettings, Way
 
 __all__ = ["Ran", "SandboxFailure", "SandboxSettings", "call", "run_program"]
 
@@ -85,7 +85,7 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: dict[str, Any])
         output=ended.output.decode("utf-8", "replace"),
         why=_why(ended, settings),
         late=ended.how == "late",
-        cut=ended.how == "stopped",
+        cut=ended.how == "flooded",
         seconds=ended.seconds,
         isolation=way,
     )
@@ -94,8 +94,9 @@ def _run(code: str, stdin: str, settings: SandboxSettings, what: dict[str, Any])
 def _why(ended: Ended, settings: SandboxSettings) -> str:
     if ended.how == "late":
         return f"no answer within {settings.timeout_s:g} s"
-    if ended.how == "stopped":
-        return f"more than {settings.output_bytes} bytes of output"
+    if ended.how == "flooded":
+        most = settings.output_bytes if len(ended.output) == settings.output_bytes else ERROR_BYTES
+        return f"more than {most} bytes of output"
     if ended.status == 0:
         return ""
     if ended.status < 0:

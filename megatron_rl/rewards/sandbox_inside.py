@@ -18,15 +18,17 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_rl.rewards import sandbox_kernel as kernel
 
 FILE = "main.py"  # the code's name in tracebacks
+MAX_FRAMES = 50  # of a traceback, its last ones
 # Modules that are imported while the process may still read an installation which belongs to root alone. Only the audit
 # hook needs this; the other ways show the installation to everybody.
-USUAL_MODULES = ("ast", "bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "json", "math",
-                 "operator", "random", "re", "string", "traceback")  # fmt: skip
+USUAL_MODULES = ("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",
+                 "functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string",
+                 "traceback", "typing")  # fmt: skip
 # Audit events that the weaker isolation refuses, by the beginning of their names.
 FORBIDDEN = ("socket.", "subprocess.", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
              "os.kill", "ctypes.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink",
@@ -69,14 +71,12 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
         os.set_blocking(descriptor, False)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    root = os.geteuid() == 0
-    if not isolated:
-        for name in USUAL_MODULES:
-            importlib.import_module(name)
-        kernel.leave_network()
-    kernel.drop_rights(user=isolated or root)
-    with contextlib.nullcontext() if isolated else contextlib.suppress(OSError):
+    if isolated:
+        kernel.become_nobody()
+        kernel.drop_rights()
         kernel.filter_calls()
+    else:
+        _give_up_what_goes()
     kernel.set_attachable(False)
     os.write(report, b"ready\n")
     begun = time.monotonic()
@@ -94,6 +94,16 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
         os.kill(program, signal.SIGKILL)
         os.waitpid(program, 0)
     os._exit(0)
+
+
+def _give_up_what_goes() -> None:
+    """Does without a sandbox what a sandbox would do, as far as this machine allows."""
+    for name in USUAL_MODULES:
+        importlib.import_module(name)
+    kernel.leave_network()
+    for give_up in (kernel.become_nobody, kernel.drop_rights, kernel.filter_calls):
+        with contextlib.suppress(OSError):
+            give_up()
 
 
 def _wait(program: int, wake: int, lifeline: int, timeout_s: float) -> str:
@@ -121,10 +131,11 @@ def _run(order: Mapping[str, Any]) -> int:
     _set_limits(order)
     sys.argv = [FILE, *order["arguments"]]
     sys.path.extend(order["packages"])
+    answers = None if order["function"] is None else _take_standard_output()
     if order["way"] == "audit":
         sys.addaudithook(_refuse_forbidden)
-    if order["function"] is not None:
-        return _call_function(order)
+    if answers is not None:
+        _call_function(order, answers)
     space = _new_module("__main__")
     try:
         if order["show_value"]:
@@ -191,7 +202,8 @@ def _run_showing_value(code: str, space: dict[str, Any]) -> None:
 
 def _print_traceback(error: BaseException, code: str) -> None:
     """Prints the traceback as Python does, without this file's own frames."""
-    sys.stdout.flush()
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # the code may have put another file there
+        sys.stdout.flush()
     try:
         import linecache
         import traceback
@@ -200,21 +212,26 @@ def _print_traceback(error: BaseException, code: str) -> None:
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != FILE:
             frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames)
+        traceback.print_exception(type(error), error, frames, limit=-MAX_FRAMES)
     except (MemoryError, OSError, RecursionError):
-        os.write(2, f"{type(error).__name__}\n".encode())
+        told = str(error)
+        os.write(2, f"{type(error).__name__}{': ' * bool(told)}{told}\n".encode("utf-8", "backslashreplace"))
 
 
-def _call_function(order: Mapping[str, Any]) -> int:
-    """Calls one function of the code and writes "=" and the value's repr to standard output, or "!" and what it raised.
-
-    The function is a method of the class Solution where the code has it there, as LeetCode does. What the code
-    itself prints is thrown away.
-    """
+def _take_standard_output() -> int:
+    """Returns another number of standard output, which itself, like input and errors, becomes the null device."""
     answers = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
+    return answers
+
+
+def _call_function(order: Mapping[str, Any], answers: int) -> NoReturn:
+    """Calls one function of the code, writes "=" and the value's repr, or "!" and what it raised, and ends the process.
+
+    The function is a method of the class Solution where the code has it there, as LeetCode does.
+    """
     try:
         space = _new_module("__sandbox__")
         exec(compile(order["code"], FILE, "exec"), space)

@@ -103,15 +103,18 @@ def build_root(shown: Sequence[tuple[str, str]], scratch_bytes: int) -> None:
     os.chdir("/tmp")
 
 
-def drop_rights(*, user: bool) -> None:
-    """Gives up all capabilities for good, and with `user` becomes the user nobody. Raises OSError."""
-    if user:
-        if os.getresgid() != (NOBODY,) * 3:
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-        with contextlib.suppress(PermissionError):  # a namespace of an ordinary user keeps the groups of that user
-            os.setgroups([])
-        if os.getresuid() != (NOBODY,) * 3:
-            os.setresuid(NOBODY, NOBODY, NOBODY)
+def become_nobody() -> None:
+    """Makes this process the user nobody. Raises OSError."""
+    if os.getresgid() != (NOBODY,) * 3:
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+    with contextlib.suppress(PermissionError):  # a namespace of an ordinary user keeps the groups of that user
+        os.setgroups([])
+    if os.getresuid() != (NOBODY,) * 3:
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def drop_rights() -> None:
+    """Gives up all capabilities; no program gives any back. Raises OSError."""
     header, none = struct.pack("=Ii", CAPABILITIES_VERSION, 0), bytes(24)
     _check(LIBC.capset(header, none), "capset")
     _check(LIBC.prctl(SET_NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron_rl.rewards.sandbox_kernel import NOBODY
@@ -21,12 +21,14 @@ from megatron_rl.rewards.sandbox_kernel import NOBODY
 Way = Literal["bubblewrap", "namespaces", "audit"]  # how code is kept apart from the machine
 
 START_TIMEOUT_S = 30.0  # for a sandbox to stand, and once more to go, on a machine with much else to do
-ERROR_BYTES = 4096  # of standard error, from its end, that are kept
+ERROR_BYTES = 1 << 20  # of standard error; more of it ends the code
+KEPT_ERROR_BYTES = 4096  # of standard error, from its end
 CHUNK = 1 << 16
 # The whole environment of the code. Hashes of texts are the same in every run, and so is the order of a set of them.
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "PYTHONUTF8": "1",
     "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each arena takes 64 MiB of the memory limit, used or not
 }  # fmt: skip
 
 
@@ -43,7 +45,7 @@ class SandboxSettings:
     processes: int = 16  # processes and threads at a time, the first among them
     scratch_mib: int = 32  # size of /tmp, which is in memory, and of the largest file
     open_files: int = 64
-    output_bytes: int = 1 << 20  # of standard output, and of standard error; more of either ends the code
+    output_bytes: int = 1 << 20  # of standard output; more of it ends the code
     packages: Sequence[str] = ()  # directories of modules beside the standard library, shown to the code
     accept_weaker_isolation: bool = False  # run code also where this machine can build no sandbox, see docs/tools.md
 
@@ -58,7 +60,7 @@ class SandboxSettings:
 class Ended:
     """How the code in a sandbox ended."""
 
-    how: Literal["exit", "late", "stopped"]  # stopped: it wrote more than output_bytes
+    how: Literal["exit", "late", "flooded"]  # flooded: it wrote more than it may
     status: int = 0  # of an exit; negative: the number of the signal that killed it
     seconds: float  # from the code's start to its end
     output: bytes  # standard output, up to output_bytes
@@ -107,8 +109,10 @@ def _collect(
 ) -> Ended:
     """Reads the three pipes to their ends. Closes the lifeline when the code writes too much."""
     assert process.stdout is not None and process.stderr is not None
+    limits = {process.stdout.fileno(): settings.output_bytes, process.stderr.fileno(): ERROR_BYTES}
     read: dict[int, bytearray] = {}
     count: dict[int, int] = {}
+    flooded = False
     deadline = time.monotonic() + settings.timeout_s + START_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
         for pipe in (process.stdout, process.stderr, report):
@@ -124,13 +128,15 @@ def _collect(
                     selector.unregister(key.fd)
                 read[key.fd] += data
                 count[key.fd] += len(data)
-                if count[key.fd] > settings.output_bytes:
+                if count[key.fd] > limits.get(key.fd, math.inf):
+                    flooded = True
                     lifeline.close()
-                    del read[key.fd][settings.output_bytes :]
+                    del read[key.fd][limits[key.fd] :]
                 if key.fd == process.stderr.fileno():
-                    del read[key.fd][:-ERROR_BYTES]
-    output, errors, told = (bytes(read[pipe.fileno()]) for pipe in (process.stdout, process.stderr, report))
-    return _read(told.decode().splitlines(), output, errors)
+                    del read[key.fd][:-KEPT_ERROR_BYTES]
+    output, last, told = (bytes(read[pipe.fileno()]) for pipe in (process.stdout, process.stderr, report))
+    ended = _read(told.decode().splitlines(), output, last)
+    return replace(ended, how="flooded") if flooded else ended
 
 
 def _read(told: Sequence[str], output: bytes, errors: bytes) -> Ended:
@@ -143,7 +149,7 @@ def _read(told: Sequence[str], output: bytes, errors: bytes) -> Ended:
     if how == "exit":
         return Ended(how="exit", status=int(numbers[0]), seconds=float(numbers[1]), output=output, errors=errors)
     late = how == "late"
-    return Ended(how="late" if late else "stopped", seconds=float(numbers[0]), output=output, errors=errors)
+    return Ended(how="late" if late else "flooded", seconds=float(numbers[0]), output=output, errors=errors)
 
 
 def _file_of(data: bytes) -> io.FileIO:

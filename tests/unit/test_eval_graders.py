@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.answer_key import answer_key, normal_form
-from megatron_rl.rewards.code_answer import SandboxFailure, grade_input, grade_output
+from megatron_rl.rewards.code_answer import grade_input, grade_output
+from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.rewards.short_answer import grade_label, grade_text, stated_answer
 
 HOSTILE = [
@@ -104,12 +105,13 @@ CODE = "def f(text, n=1):\n    return text.upper() * n\n"
     ],
 )
 def test_inputs_are_tried_in_the_sandbox(said_arguments, score):
-    assert grade_input(f"\\boxed{{{said_arguments}}}", {"code": CODE, "input": "'ab', 2", "answer": "'ABAB'"}) == score
+    payload = {"code": CODE, "input": "'ab', 2", "answer": "'ABAB'"}
+    assert grade_input(f"\\boxed{{{said_arguments}}}", payload, accept_weaker_isolation=True) == score
 
 
 def test_a_problem_that_its_own_input_does_not_solve_is_an_error():
     with pytest.raises(SandboxFailure, match="the problem, or this machine, is broken"):
-        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"})
+        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"}, accept_weaker_isolation=True)
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
