@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -364,10 +365,11 @@ def test_the_order_of_a_set_is_the_same_in_every_run(any_way):
     assert len({run(code).output for _ in range(3)}) == 1
 
 
-def test_packages_are_shown_when_asked_for(any_way, tmp_path):
-    (tmp_path / "mine.py").write_text("value = 7\n")
-    tmp_path.chmod(0o755)  # code is the user nobody
-    assert run("import mine; print(mine.value)", packages=(str(tmp_path),)).output == "7\n"
+def test_packages_are_shown_when_asked_for(any_way):
+    with tempfile.TemporaryDirectory() as place:  # tmp_path belongs to root alone, and code is the user nobody
+        os.chmod(place, 0o755)
+        Path(place, "mine.py").write_text("value = 7\n")
+        assert run("import mine; print(mine.value)", packages=(place,)).output == "7\n"
 
 
 def test_a_function_is_called_with_plain_values(way):
