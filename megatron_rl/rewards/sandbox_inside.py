@@ -7,8 +7,6 @@ processes in it; and the one that runs the code, with all that the code starts.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import io
 import marshal
 import os
@@ -17,10 +15,13 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any, NoReturn
 
 from megatron_rl.rewards import sandbox_kernel as kernel
+
+TYPE_CHECKING = False  # typing's own costs several milliseconds of every start
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, NoReturn
 
 FILE = "main.py"  # the code's name in tracebacks
 MAX_FRAMES = 50  # of a traceback, its last ones
@@ -48,8 +49,7 @@ def main() -> None:
     with os.fdopen(order_file, "rb") as file:
         order = marshal.load(file)
     if order["way"] == "namespaces":
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # a machine that runs out of memory ends this before anything else
+        _offer_to_be_ended_first()
         if not kernel.enter_namespaces():
             order["processes"] = 0
         kernel.build_root(order["shown"], order["scratch_bytes"])
@@ -60,10 +60,19 @@ def main() -> None:
     _supervise(order, lifeline, report)
 
 
+def _offer_to_be_ended_first() -> None:
+    """Tells the kernel to end this, and not the trainer, when the machine runs out of memory."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except OSError:
+        pass  # the kernel may forbid even that
+
+
 def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
     """Starts the code's process, waits for its end, and ends; with the audit hook, ends that process too."""
     isolated = order["way"] != "audit"
-    with contextlib.suppress(PermissionError):  # a new session of bubblewrap's
+    if os.getsid(0) != os.getpid():
         os.setsid()  # signals to "my process group" must not reach the outside
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace only gets what it has a handler for
     wake, waker = os.pipe()
@@ -99,11 +108,13 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
 def _give_up_what_goes() -> None:
     """Does without a sandbox what a sandbox would do, as far as this machine allows."""
     for name in USUAL_MODULES:
-        importlib.import_module(name)
+        __import__(name)
     kernel.leave_network()
     for give_up in (kernel.become_nobody, kernel.drop_rights, kernel.filter_calls):
-        with contextlib.suppress(OSError):
+        try:
             give_up()
+        except OSError:
+            continue
 
 
 def _wait(program: int, wake: int, lifeline: int, timeout_s: float) -> str:
@@ -202,8 +213,10 @@ def _run_showing_value(code: str, space: dict[str, Any]) -> None:
 
 def _print_traceback(error: BaseException, code: str) -> None:
     """Prints the traceback as Python does, without this file's own frames."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # the code may have put another file there
+    try:  # noqa: SIM105 - contextlib takes milliseconds of every start
         sys.stdout.flush()
+    except (AttributeError, OSError, ValueError):
+        pass  # the code has put another file there
     try:
         import linecache
         import traceback

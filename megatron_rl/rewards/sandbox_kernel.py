@@ -5,12 +5,14 @@ It runs in the sandbox's own processes (sandbox_inside.py) and imports little, s
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import struct
-from collections.abc import Sequence
+
+TYPE_CHECKING = False  # typing's own costs several milliseconds of every start
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 NOBODY = 65534  # the user and the group that code in a sandbox has
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -107,8 +109,10 @@ def become_nobody() -> None:
     """Makes this process the user nobody. Raises OSError."""
     if os.getresgid() != (NOBODY,) * 3:
         os.setresgid(NOBODY, NOBODY, NOBODY)
-    with contextlib.suppress(PermissionError):  # a namespace of an ordinary user keeps the groups of that user
+    try:  # noqa: SIM105 - contextlib takes milliseconds of every start
         os.setgroups([])
+    except PermissionError:
+        pass  # a namespace of an ordinary user keeps the groups of that user
     if os.getresuid() != (NOBODY,) * 3:
         os.setresuid(NOBODY, NOBODY, NOBODY)
 
