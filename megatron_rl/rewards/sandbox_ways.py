@@ -81,7 +81,7 @@ def refusal(troubles: Mapping[Way, str], root: Path) -> str:
     tried = "; ".join(f"{way}: {why}" for way, why in troubles.items())
     return (
         f"this machine can build no sandbox, and code of models is not run without one ({tried}). Cures: install "
-        f"bubblewrap 0.7 or later (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)}. Or set "
+        f"bubblewrap (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)}. Or set "
         "accept_weaker_isolation: true, which keeps honest code from harm, but not an attacker (docs/tools.md)"
     )
 

@@ -427,6 +427,32 @@ def test_a_sandbox_that_is_lost_is_not_the_codes_fault(any_way, mark):
     assert len(found) >= 3
 
 
+def test_nothing_outlives_a_trainer_that_is_killed(any_way, mark):
+    code = (
+        "from megatron_rl.rewards import sandbox, sandbox_process\n"
+        f"sandbox_process.ENVIRONMENT['MARK'] = {mark!r}\n"
+        "settings = sandbox.SandboxSettings(timeout_s=100)\n"
+        "sandbox.run_program('import time; time.sleep(100)', settings=settings)\n"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    try:
+        assert within(20, lambda: len(marked(mark)) >= 3)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert within(20, lambda: not marked(mark))
+
+
+def within(seconds, holds):
+    """Waits until something holds. Returns whether it did in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def test_a_sandbox_that_does_not_start_is_not_the_codes_fault(any_way, monkeypatch):
     monkeypatch.setattr(sandbox_ways, "START", "raise OSError('no such thing')")
     with pytest.raises(SandboxFailure, match="no such thing"):
