@@ -157,6 +157,21 @@ $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
 	touch $@
 
+.PHONY: verifiers
+VERIFIERS ?= .venv-verifiers
+VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check
+VERIFIERS_TASKS ?= git+https://github.com/PrimeIntellect-ai/verifiers@a60a606ecc4d309247edf9ff92c3eabca362781f
+verifiers: $(VERIFIERS)/.ready ## the library verifiers in an environment of its own, .venv-verifiers, with two of its task sets
+
+$(VERIFIERS)/.ready: tools/verifiers/requirements.txt
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS_PIP) -r tools/verifiers/requirements.txt
+	@for name in proposer_solver reverse_text; do \
+		$(VERIFIERS_PIP) --no-deps "$$name @ $(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
+		|| echo "$$name is not to be had from $(VERIFIERS_TASKS): its tests are skipped"; done
+	$(VERIFIERS)/bin/python -c "import verifiers.v1"
+	touch $@
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -172,4 +187,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers runs
