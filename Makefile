@@ -161,12 +161,12 @@ $(ORACLES)/.ready: tools/oracles/requirements.txt
 VERIFIERS ?= .venv-verifiers
 VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check
 VERIFIERS_TASKS ?= git+https://github.com/PrimeIntellect-ai/verifiers@a60a606ecc4d309247edf9ff92c3eabca362781f
-verifiers: $(VERIFIERS)/.ready ## the library verifiers in an environment of its own, .venv-verifiers, with two of its task sets
+verifiers: $(VERIFIERS)/.ready ## the library verifiers in an environment of its own, .venv-verifiers, with three of its task sets
 
 $(VERIFIERS)/.ready: tools/verifiers/requirements.txt
 	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS_PIP) -r tools/verifiers/requirements.txt
-	@for name in proposer_solver reverse_text; do \
+	@for name in kuhn_poker proposer_solver reverse_text; do \
 		$(VERIFIERS_PIP) --no-deps "$$name @ $(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
 		|| echo "$$name is not to be had from $(VERIFIERS_TASKS): its tests are skipped"; done
 	$(VERIFIERS)/bin/python -c "import verifiers.v1"

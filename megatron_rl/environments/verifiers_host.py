@@ -1,7 +1,7 @@
 """Plays episodes of an environment of the library verifiers (0.4), as a program of that library's own Python.
 
-    python -I verifiers_host.py --list SETTINGS.json     writes the environment's tasks, one JSON line each
-    python -I verifiers_host.py                          plays: lines of JSON in, lines of JSON out
+    python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes its first tasks, one JSON line each
+    python -I verifiers_host.py                                        plays: lines of JSON in, lines of JSON out
 
 -I matters: else Python would look for `verifiers` in this file's own directory. Of this package nothing is imported
 here. The first line that comes in has the settings; {"ready": ...} answers it. Every further one is an episode, and its
@@ -11,6 +11,7 @@ result is one line. The program ends with its standard input.
 import asyncio
 import hashlib
 import json
+import logging
 import os
 import sys
 import threading
@@ -81,21 +82,26 @@ class Host:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--list"]:
-        return list_tasks(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what environments print must not get between the lines
+    if sys.argv[1:2] == ["--list"]:
+        sys.path.extend(sys.argv[4:])
+        return list_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), out)
+    logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.stdin.readline())
     asyncio.run(_serve(Host(settings), out))
 
 
-def list_tasks(environment: dict[str, Any]) -> None:
-    """Writes {"index", "question"} of every task, which is what `data.path` wants. `environment`: verifiers' settings
-    of it."""
+def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
+    """Writes {"index", "question"} of the first tasks, which is what `data.path` wants. `environment`: verifiers'
+    settings of it."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-    for index, task in enumerate(load_environment(resolve_env_config(environment)).taskset):
-        print(json.dumps({"index": index, "question": task.data.prompt_text or task.data.name or str(index)}))
+    tasks = load_environment(resolve_env_config(environment)).taskset.take(count)
+    for index, task in enumerate(tasks):
+        question = task.data.prompt_text or task.data.name or str(index)
+        out.write(json.dumps({"index": index, "question": question}) + "\n")
+    out.flush()
 
 
 async def _serve(host: Host, out: Any) -> None:
@@ -180,7 +186,7 @@ def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
             own.setdefault("runtime", {"type": "subprocess"})
         if agent.harness is None:
             own.setdefault("harness", {"id": "null" if usual == "bash" else usual})
-        client = {"type": "train", "base_url": settings["url"], "api_key_var": TOKEN_VARIABLE}
+        client = {"type": "train", "base_url": settings["url"] + "/v1", "api_key_var": TOKEN_VARIABLE}
         environment[name] = own | {"model": roles[name], "client": client | settings["clients"][roles[name]]}
     return environment
 
