@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -51,16 +52,18 @@ class Host:
 
     async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Plays one episode -> its line. Whatever goes wrong is a result too."""
+        number = asked["number"]
         try:
             async with asyncio.timeout(asked["timeout_s"]):
                 episode = await self._play(asked)
+            if episode.ok:
+                return {"number": number, "why": None, "traces": [_trace(trace) for trace in episode.traces]}
+            late, why = episode.is_timeout, _why(episode)
         except TimeoutError:
-            return {"number": asked["number"], "timeout": True, "why": f"it took longer than {asked['timeout_s']:g} s"}
+            late, why = True, f"it took longer than {asked['timeout_s']:g} s"
         except Exception as error:
-            return {"number": asked["number"], "timeout": False, "why": f"{type(error).__name__}: {error}"}
-        if not episode.ok:
-            return {"number": asked["number"], "timeout": episode.is_timeout, "why": _why(episode)}
-        return {"number": asked["number"], "why": None, "traces": [_trace(trace) for trace in episode.traces]}
+            late, why = False, f"{type(error).__name__}: {error}"
+        return {"number": number, "timeout": late, "why": why}
 
     async def _play(self, asked: dict[str, Any]) -> Any:
         from verifiers.v1.clients import ModelContext, TrainClientConfig
@@ -144,6 +147,7 @@ def _prepare(settings: dict[str, Any]) -> None:
     for name in ("NO_PROXY", "no_proxy"):  # its clients would ask a proxy for this machine's own address
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
     sys.path.extend(settings["paths"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # of the tools' servers; this program has ignored it
     local.CACHE_DIR = Path(settings["directory"])
     scripts = Path(settings["directory"]) / "scripts"
     scripts.mkdir()
@@ -195,6 +199,9 @@ def _trace(trace: Any) -> dict[str, Any]:
     """Returns what one agent did in an episode."""
     rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
     metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    for name, value in (rewards | metrics).items():
+        if not math.isfinite(value):
+            raise ValueError(f"{trace.agent.name} got {name} = {value}")
     return {
         "session": trace.id,
         "agent": trace.agent.name,
