@@ -12,15 +12,20 @@ import re
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from conftest import ROOT
-from cut_runs import write_speakers
+import torch
+from conftest import ROOT, program
+from cut_runs import role, write_speakers
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.environments.base import EpisodeSettings
 from megatron_rl.environments.verifiers import Verifiers
+from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Author, Outcome, Prompt, Rollout
 
@@ -205,10 +210,43 @@ def test_one_agent_reverses_text(maker, tmp_path):
 
 def test_an_environment_that_is_not_there_or_has_other_agents_is_refused(maker, tmp_path):
     table = table_of(solver=speaker(tmp_path, "solver", ["a"]))
-    from megatron_rl.config.base import ConfigError
-
     with pytest.raises(ConfigError, match="taskset 'nowhere' not found"):
         play(maker(environment={"taskset": {"id": "nowhere"}}, agents={"agent": "solver"}), table, [0])
     need("kuhn_poker")
     with pytest.raises(ConfigError, match="agents names agent, and the environment has player0, player1"):
         play(maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"agent": "solver"}), table, [0])
+
+
+@pytest.mark.multi
+def test_two_models_are_trained_on_the_same_hands(tmp_path):
+    """Two ranks, embedded engines: each role's own weights change by its own share of the hands, in both updates."""
+    need("kuhn_poker")
+    for name in "ab":
+        speaker(tmp_path, name, MOVES)
+    rows = [{"question": f"hand {i}", "index": i} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agents = {"player0": "a", "player1": "b"}
+    world = {"python": str(PYTHON), "environment": {"taskset": {"id": "kuhn-poker"}}, "agents": agents}
+    lengths = {"sampling": {"max_tokens": 3}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
+    settings = {
+        "roles": {name: role(tmp_path, model=name, **lengths) for name in "ab"},
+        "recipe": {"target": "episode_recipe:EpisodesOfVerifiers", "args": {"updates": 2, "world": world}},
+        "data": {"path": f"{tmp_path}/data.jsonl", "fields": {"question": "question", "index": "index"}},
+        "reward": {"target": "open_centre_rewards:share_of_vowels", "workers": 1},
+        "gate": {"enabled": False},
+        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_step": 2},
+        "launch": {"nproc": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    program("train", tmp_path / "run.yaml")
+    rows = read_metrics(tmp_path / "runs/hands")
+    for name in "ab":
+        own = [row.metrics for row in rows if row.scope == name]
+        assert [figures["played"] for figures in own] == [4.0, 4.0] and all(figures["tokens"] for figures in own)
+        before, after = (
+            load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
+        )
+        assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if any("verifiers_host" in w for w in p.info["cmdline"] or ())
+    ]
