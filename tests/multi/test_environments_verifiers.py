@@ -24,7 +24,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.base import Sampling
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.environments.base import EpisodeSettings
-from megatron_rl.environments.verifiers import Verifiers
+from megatron_rl.environments.verifiers import HOST, Verifiers
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Author, Outcome, Prompt, Rollout
@@ -247,6 +247,4 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
             load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
         )
         assert any(not torch.equal(before[key], after[key]) for key in before)
-    assert not [
-        p for p in psutil.process_iter(["cmdline"]) if any("verifiers_host" in w for w in p.info["cmdline"] or ())
-    ]
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(HOST) in (p.info["cmdline"] or ())]
