@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -29,6 +30,7 @@ from megatron_rl.types import Prompt, Rollout, Stop
 
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
 MOST_BYTES = 64 << 20  # of a request's body
+DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
 MOST_STOPS = 64  # stop tokens that a request may name
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
@@ -300,5 +302,16 @@ class _RouteHandler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")  # which also sets close_connection
         self.end_headers()
         self.wfile.write(data)
+        if self._unread:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Reads what the client still sends: one whose connection is closed before that may never see the answer."""
+        self.connection.settimeout(DRAIN_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            left = DRAIN_BYTES
+            while left > 0 and (data := self.rfile.read1(left)):
+                left -= len(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...
