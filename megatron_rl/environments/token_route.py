@@ -32,6 +32,7 @@ MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-I
 MOST_BYTES = 64 << 20  # of a request's body
 DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
 MOST_STOPS = 64  # stop tokens that a request may name
+POLL_S = 0.05  # between two looks whether the route is to be closed
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
 
@@ -56,7 +57,7 @@ class TokenRoute:
         self._names = map(str, itertools.count())
         self._server = _Listener(("127.0.0.1", 0), functools.partial(_RouteHandler, self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, name="token route", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="token route", daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
