@@ -14,8 +14,8 @@ from megatron_rl.environments.moves import Move, Over, Said
 from megatron_rl.text import fill, read_template
 
 RENDERED = "ansi"  # the render mode of gymnasium that is a text
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_INTEGER = re.compile(r"(?<![\w.])-?\d+(?![\w.]*\d)")
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m")
+_INTEGER = r"(?<![\w.])-?\d+(?![\w.]*\d)"
 
 
 @dataclass(kw_only=True)
@@ -30,14 +30,14 @@ class GymnasiumText(Environment):
     id: str  # of the environment, as gymnasium.make takes it: a name, or module:name
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of gymnasium.make
     role: str = "agent"  # also the seat's name
-    template: str = (
-        "gymnasium"  # first message: a text file or a packaged prompt, with {observation}, {actions} and {question}
-    )
+    # First message: a text file or a packaged prompt, with {observation}, {actions} and the task's {question}.
+    template: str = "gymnasium"
     observation: str = "{observation}"  # later messages
     unreadable: str = "This names no action. The actions are: {actions}."  # told instead of a step
     actions: tuple[str, ...] = ()  # names of the numbered actions, in order; their numbers are understood, too
     tag: str | None = None  # an action stands between <tag> and </tag>, where the last of these is; null: anywhere
-    render: bool = False  # show the environment's own picture in letters (render_mode: ansi) as the observation
+    # Show the environment's picture in letters (render_mode: ansi) as the observation; what it colours has brackets.
+    render: bool = False
     turns: int = 20  # most answers of an episode
 
     def __post_init__(self) -> None:
@@ -118,20 +118,20 @@ class GymnasiumText(Environment):
             text = found[-1]
         if isinstance(self._space, self._gymnasium.spaces.Text):
             return text.strip() if self._space.contains(text.strip()) else None
-        words = "|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.actions)
-        found = re.findall(f"{_INTEGER.pattern}|{words}" if words else _INTEGER, text, re.IGNORECASE)
+        names = [rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.actions]
+        found = re.findall("|".join([*names, _INTEGER]), text, re.IGNORECASE)
         return self._numbers.get(found[-1].lower()) if found else None
 
     def _shown(self, observation: Any) -> str:
         if self.render:
-            return _COLOURS.sub("", str(self._world.render())).strip("\n")
+            return _COLOURED.sub(r"[\1]", str(self._world.render())).strip("\n")
         return str(_plain(observation))
 
 
 def _plain(value: Any) -> Any:
     """Returns an observation with Python's numbers and lists in place of numpy's, whose text shows their type."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_plain(one) for one in value)
+        return tuple(map(_plain, value)) if isinstance(value, tuple) else [*map(_plain, value)]
     if isinstance(value, Mapping):
         return {name: _plain(one) for name, one in value.items()}
     return value.tolist() if hasattr(value, "tolist") else value

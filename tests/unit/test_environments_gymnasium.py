@@ -132,10 +132,10 @@ def test_the_last_number_or_name_is_the_action(text, action):
     assert adapter("FrozenLake-v1", actions=NAMES)._action(text) == action
 
 
-def test_the_picture_of_the_lake_has_no_colour_codes():
+def test_the_picture_of_the_lake_shows_colours_as_brackets():
     own, first = begun(adapter("FrozenLake-v1", args=LAKE, actions=NAMES, render=True))
-    assert first.endswith("SFFF\nFHFH\nFFFH\nHFFG") and "\x1b" not in first
-    assert content(own.step(said("down"))) == "  (Down)\nSFFF\nFHFH\nFFFH\nHFFG"
+    assert first.endswith("[S]FFF\nFHFH\nFFFH\nHFFG") and "\x1b" not in first
+    assert content(own.step(said("down"))) == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
 
 
 @pytest.mark.parametrize("id, turns", [("Taxi-v3", 12), ("Blackjack-v1", 8), ("FrozenLake-v1", 15)])
