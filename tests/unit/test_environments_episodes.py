@@ -58,6 +58,7 @@ class Echo(Environment):
 
     turns: int = 3
     delay_s: float = 0.0
+    quiet: bool = False  # it says how long the text was
 
     def begin(self, task: Mapping[str, Any], seed: int):
         self.left, self.rng = self.turns, random.Random(time.perf_counter_ns())
@@ -68,7 +69,8 @@ class Echo(Environment):
         self.left -= 1
         if not self.left:
             return Over(rewards={"one": {"length": float(len(said.text))}}, answers={"one": said.text})
-        return [Move(seat="one", role="agent", messages=[{"role": "user", "content": f"[{said.text}]"}])]
+        heard = len(said.text) if self.quiet else said.text
+        return [Move(seat="one", role="agent", messages=[{"role": "user", "content": f"[{heard}]"}])]
 
 
 def test_what_a_model_wrote_and_what_it_was_told_stand_in_one_sample_token_for_token():
@@ -261,9 +263,8 @@ def test_a_chat_goes_on_as_its_template_would_render_the_whole():
 def test_a_transcript_is_cut_where_the_template_forgets_what_the_model_thought():
     tokenizer = chat_tokenizer(THINKING)
     engine = chat_speaker(tokenizer, "ab</think>x", "c", "def")
-    [one] = play(
-        Echo(), table_of({"agent": engine}, tokenizer=tokenizer, room=2000), settings=EpisodeSettings(dialogue="chat")
-    )
+    table = table_of({"agent": engine}, tokenizer=tokenizer, room=2000)
+    [one] = play(Echo(quiet=True), table, settings=EpisodeSettings(dialogue="chat"))
     assert one.cuts == 1 and len(one.rollouts) == 2
     first, second = one.rollouts
     assert first.rewards == second.rewards == {"length": 3.0}
