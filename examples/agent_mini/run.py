@@ -25,15 +25,17 @@ from rich.table import Table  # noqa: E402
 
 TAGS = [f"<{slash}{tag}>" for tag in ("calculator", "result", "answer") for slash in ("", "/")]
 KNOWN = [*TAGS, "<ask>", "*", "?", *map(str, range(10))]
-CALLS = 0.2  # of the answers of the supervised start
-STEPS, BATCH = 400, 32  # of the supervised start
+# Steps of the supervised start, and the share of answers with a call in them: first the model learns how the calculator
+# is asked and its result read, then to ask seldom.
+STAGES = [(700, 1.0), (200, 0.15)]
+BATCH = 32  # as in sft.yaml
 ARMS = {"agent": "SpacedCalculator", "without": "BrokenCalculator"}
 CURVES = {"reward/outcome": "right answers", "tool_calls": "calls of the tool", "length": "tokens written"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     options = parser.parse_args()
     prepare(seed=1)
@@ -70,10 +72,11 @@ def prepare(seed: int) -> None:
         for name, pairs in (("train", taught), ("test", held_out)):
             rows = [{"question": _question(*pair), "answer": _digits(pair[0] * pair[1])} for pair in pairs]
             task.write_jsonl(files / f"{name}.jsonl", rows)
-        task.write_jsonl(files / "sft.jsonl", [_pair(rng, *rng.choice(taught)) for _ in range(STEPS * BATCH)])
+        pairs = [_pair(rng, *rng.choice(taught), share) for steps, share in STAGES for _ in range(steps * BATCH)]
+        task.write_jsonl(files / "sft.jsonl", pairs)
         (BASE / "ready").touch()
     if not (BASE / "start/model/model.safetensors").exists():
-        command("sft", str(HERE / "sft.yaml"), f"steps={STEPS}", f"run.dir={BASE}")
+        command("sft", str(HERE / "sft.yaml"), f"steps={sum(steps for steps, _ in STAGES)}", f"run.dir={BASE}")
 
 
 def _question(a: int, b: int) -> str:
@@ -84,9 +87,9 @@ def _digits(number: int) -> str:
     return " ".join(str(number))
 
 
-def _pair(rng: random.Random, a: int, b: int) -> dict[str, str]:
+def _pair(rng: random.Random, a: int, b: int, share: float) -> dict[str, str]:
     """Draws an answer with a call, which is right, or one without, which guesses."""
-    called = rng.random() < CALLS
+    called = rng.random() < share
     product = a * b if called else rng.randint(100, 9801)
     call = f"<calculator> {_question(a, b)} </calculator> <result> {_digits(product)} </result> " if called else ""
     response = f"{call}<answer> {_digits(product)} </answer>"

@@ -15,7 +15,7 @@ from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EpisodeSettings:
     """How episodes are played, whoever plays them."""
 
