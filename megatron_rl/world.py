@@ -89,6 +89,7 @@ class OneProcess:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
+        self._calling = threading.Lock()
 
     def barrier(self) -> None:
         return None
@@ -104,7 +105,8 @@ class OneProcess:
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         [argument] = args_per_rank
-        return [self._handlers[name](argument)]
+        with self._calling:
+            return [self._handlers[name](argument)]
 
     def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         return make(0)
