@@ -225,7 +225,7 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     """Two ranks, embedded engines: each role's own weights change by its own share of the hands, in both updates."""
     need("kuhn_poker")
     for name in "ab":
-        speaker(tmp_path, name, MOVES)
+        speaker(tmp_path, name, [move + end for move in MOVES[:4] for end in ("", "!", ".")])
     rows = [{"question": f"hand {i}", "index": i} for i in range(4)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     agents = {"player0": "a", "player1": "b"}
@@ -233,7 +233,7 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
     args = {"updates": 2, "environment": maker, "seats": {"a": 1, "b": 1}, "group_size": 2, "workers": 2}
     args |= {"rewards": {"payoff": 1.0}, "compared": "ema"}  # as SPIRAL does
-    lengths = {"sampling": {"max_tokens": 3}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
+    lengths = {"sampling": {"max_tokens": 2}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
     settings = {
         "roles": {name: role(tmp_path, model=name, **lengths) for name in "ab"},
         "recipe": {"target": "megatron_rl.recipes.agents:Agents", "args": args},
@@ -248,7 +248,9 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     rows = read_metrics(tmp_path / "runs/hands")
     for name in "ab":
         own = [row.metrics for row in rows if row.scope == name]
-        assert len(own) == 2 and all(figures["tokens"] and "reward/payoff" in figures for figures in own)
+        trained = [figures for figures in own if figures["tokens"]]
+        assert len(own) == 2 and trained, "a seat may have had no turn in a hand"
+        assert all(f["engine_gap"] < 1e-5 and abs(f["reward/payoff"]) <= 2 for f in trained)
         before, after = (
             load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
         )
