@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: evolve-mini self-play-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: demo-agent evolve-mini self-play-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -84,6 +84,9 @@ evolve-mini: setup ## three roles that learn from the same episodes (Multi-Agent
 
 self-play-mini: setup ## a proposer whose questions grow with the solver (self-play with checkable answers), tiny models, no GPU
 	$(PY) examples/self_play_mini/run.py
+
+demo-agent: setup ## a tiny model learns to ask a calculator rather than to guess (several turns, tools), 2 ranks, no GPU
+	$(PY) examples/agent_mini/run.py
 
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
 	$(PY) examples/gsm8k_cpu.py
@@ -182,7 +185,7 @@ check: setup ## format, lint, types, layering
 	$(PY) -m pytest tests/unit/test_layering.py -q
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed (DATA=folder with gsm8k/, ...: the graders too)
-	@missed=0; for name in data_path rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published; \
+	@missed=0; for name in data_path episodes rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published; \
 	do $(PY) benchmarks/$$name.py --check || missed=1; done; \
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
