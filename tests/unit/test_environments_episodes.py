@@ -310,7 +310,7 @@ def test_a_renderer_reads_calls_of_tools_and_goes_on_token_for_token():
     written = [tokenizer.decode(rollout.tokens[a:b]) for a, b, author, _ in rollout.spans if author == Author.POLICY]
     assert call in written[0] and written[1].endswith("42<|im_end|>")
     renderer = renderers.create_renderer(tokenizer, renderers.config_from_name("qwen3"))
-    tools = [{key: getattr(Calculator, key) for key in ("description", "parameters")} | {"name": "calculator"}]
+    tools = [{key: getattr(Calculator(), key) for key in ("name", "description", "parameters")}]
     opening = renderer.render_ids(
         [{"role": "user", "content": "What is 6 * 7?"}], tools=tools, add_generation_prompt=True
     )
