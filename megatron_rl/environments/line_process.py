@@ -57,7 +57,9 @@ class LineProcess:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            return None
+            if not self.ended:
+                return None
+            line = None  # a child of its own may hold its standard output
         if line is None:
             self._lines.put(None)  # for the next who asks
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -29,7 +30,9 @@ from megatron_rl.types import Prompt, Rollout, Stop
 
 MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
 MOST_BYTES = 64 << 20  # of a request's body
+DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
 MOST_STOPS = 64  # stop tokens that a request may name
+POLL_S = 0.05  # between two looks whether the route is to be closed
 REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
 
 
@@ -54,7 +57,7 @@ class TokenRoute:
         self._names = map(str, itertools.count())
         self._server = _Listener(("127.0.0.1", 0), functools.partial(_RouteHandler, self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, name="token route", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="token route", daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -300,5 +303,16 @@ class _RouteHandler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")  # which also sets close_connection
         self.end_headers()
         self.wfile.write(data)
+        if self._unread:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Reads what the client still sends: one whose connection is closed before that may never see the answer."""
+        self.connection.settimeout(DRAIN_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            left = DRAIN_BYTES
+            while left > 0 and (data := self.rfile.read1(left)):
+                left -= len(data)
 
     def log_message(self, format: str, *args: Any) -> None: ...

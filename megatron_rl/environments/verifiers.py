@@ -30,6 +30,7 @@ from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
 
 HOST = Path(__file__).with_name("verifiers_host.py")
+REWARD = "reward"  # the name of the sum of what a seat got, under which all agents of an environment have something
 START_S = 600.0  # for the library and the task set, which may come from a slow disk or a network
 LATE_S = 30.0  # beyond an episode's time-out: a host that has not given it up then hangs
 LOOK_S = 0.2  # between two looks at the engines
@@ -188,6 +189,7 @@ class _Results:
         """Plays the tasks at these places of the task set. [E] -> [E]. Raises what an engine raised."""
         waiting = deque(range(len(indices)))
         while len(self._found) < len(indices):
+            self._table.watch.beat()
             process = self._running.ready(self._table)
             while waiting and len(self._deadlines) < self._settings.workers:
                 self._begin(process, waiting.popleft(), indices)
@@ -227,10 +229,11 @@ def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: M
     for trace in traces:
         seat = trace["session"].removeprefix(play.session_id(number, ""))
         payload = {**task.payload, SEAT: seat, "metrics": trace["metrics"]}
+        rewards = {**trace["rewards"], REWARD: sum(trace["rewards"].values())}
         for branch in trace["branches"] if trace["trained"] else ():
             role, group = agents[trace["agent"]], f"{number}:{task.id}"
             answers = list(_answers(play, number, seat, branch))
-            rollouts.append(_rollout(branch, answers, role, group, payload, trace["rewards"]))
+            rollouts.append(_rollout(branch, answers, role, group, payload, rewards))
     return Episode(
         task=task,
         number=number,

@@ -158,7 +158,8 @@ def test_two_models_play_poker_over_several_turns(maker, tmp_path):
         assert count == sum(map(len, said.values())) == episode.turns
         for number, own in seats.items():
             assert {r.role for r in own} <= {"ab"[number]}
-            assert all(r.rewards == {"payoff": float(chips * (1, -1)[number])} for r in own)
+            gained = float(chips * (1, -1)[number])
+            assert all(r.rewards == {"payoff": gained, "reward": gained} for r in own)
     assert any(len(r.spans) > 2 for e in episodes for r in e.rollouts), "a seat that spoke twice has one rollout"
     again = play(one, table, [0, 1, 2, 3], settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
     for old, new in zip(episodes, again, strict=True):
@@ -182,9 +183,10 @@ def test_a_proposer_is_paid_for_what_its_problem_does_to_the_solvers(maker, tmp_
         check_logprobs(table, episode.rollouts)
         contract = json.loads(replies(table, [proposer])[0])
         right = [float(str(contract["answer"]) in replies(table, [solver])[0]) for solver in solvers]
-        assert [solver.rewards for solver in solvers] == [{"correct": value} for value in right]
+        assert [solver.rewards for solver in solvers] == [{"correct": value, "reward": value} for value in right]
         rate = sum(right) / 2
-        assert proposer.rewards == {"learnability": 4 * rate * (1 - rate)}
+        worth = 4 * rate * (1 - rate)
+        assert proposer.rewards == {"learnability": worth, "reward": worth}
         assert proposer.payload["metrics"] == {"solve_rate": rate}
 
 
@@ -205,7 +207,8 @@ def test_one_agent_reverses_text(maker, tmp_path):
         [rollout] = episode.rollouts
         check_logprobs(table, [rollout])
         [said] = replies(table, [rollout])
-        assert rollout.rewards == {"lcs": ratios.get((text, said), 0.0)}
+        ratio = ratios.get((text, said), 0.0)
+        assert rollout.rewards == {"lcs": ratio, "reward": ratio}
 
 
 def test_an_environment_that_is_not_there_or_has_other_agents_is_refused(maker, tmp_path):
@@ -227,14 +230,17 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     agents = {"player0": "a", "player1": "b"}
     world = {"python": str(PYTHON), "environment": {"taskset": {"id": "kuhn-poker"}}, "agents": agents}
+    maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
+    args = {"updates": 2, "environment": maker, "seats": {"a": 1, "b": 1}, "group_size": 2, "workers": 2}
+    args |= {"rewards": {"payoff": 1.0}, "compared": "ema"}  # as SPIRAL does
     lengths = {"sampling": {"max_tokens": 3}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
     settings = {
         "roles": {name: role(tmp_path, model=name, **lengths) for name in "ab"},
-        "recipe": {"target": "episode_recipe:EpisodesOfVerifiers", "args": {"updates": 2, "world": world}},
+        "recipe": {"target": "megatron_rl.recipes.agents:Agents", "args": args},
         "data": {"path": f"{tmp_path}/data.jsonl", "fields": {"question": "question", "index": "index"}},
         "reward": {"target": "open_centre_rewards:share_of_vowels", "workers": 1},
         "gate": {"enabled": False},
-        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_step": 2},
+        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_step": 1},
         "launch": {"nproc": 2},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(settings))
@@ -242,7 +248,7 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
     rows = read_metrics(tmp_path / "runs/hands")
     for name in "ab":
         own = [row.metrics for row in rows if row.scope == name]
-        assert [figures["played"] for figures in own] == [4.0, 4.0] and all(figures["tokens"] for figures in own)
+        assert len(own) == 2 and all(figures["tokens"] and "reward/payoff" in figures for figures in own)
         before, after = (
             load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
         )

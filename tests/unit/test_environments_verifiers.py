@@ -236,7 +236,8 @@ def test_rollouts_are_made_of_the_engines_own_numbers(maker):
             assert rollout.spans[:, 2:].tolist() == [[Author.ENVIRONMENT, -1], [Author.POLICY, VERSION]]
             expected = table.engines[rollout.role].score([rollout.tokens])[0]
             assert rollout.logprobs.tolist() == [0.0, 0.0, *expected[2:].tolist()]
-            assert rollout.rewards == {"right": rollout.length} and rollout.payload["metrics"] == {"seen": 1.0}
+            assert rollout.rewards == {"right": rollout.length, "reward": rollout.length}
+            assert rollout.payload["metrics"] == {"seen": 1.0}
             assert rollout.stop is (Stop.EOS if rollout.tokens[-1] == 0 else Stop.LENGTH)
     assert [r.payload["seat"] for r in episodes[4].rollouts] == ["solver"], "an agent that is not trained leaves none"
     again = play(one, table, [0, 1, 0, 2, 3])
