@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.environments.calculator import Calculator
-
 from megatron_rl.rewards.role_tags import last_inside
 
 

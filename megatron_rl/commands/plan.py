@@ -15,7 +15,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import shapes, tables
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
-from megatron_rl.planning.workload import build_recipe, step_work
+from megatron_rl.planning.workload import build_recipe, episodes_of, step_work
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
 Nothing is started; no GPU is needed.
@@ -47,6 +47,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--fill", type=float, default=0.5, help="mean lengths as a share of the longest allowed (default: 0.5)"
     )
+    parser.add_argument(
+        "--episode",
+        action="append",
+        default=[],
+        metavar="ROLE.NAME=VALUE",
+        help="episodes of a role that answers several times, over what the recipe says: answers, told (tokens between "
+        "two answers), tool_s (seconds of tools between them), calls_at_once",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, in bytes and seconds")
 
 
@@ -61,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = parse_cluster(args.cluster or plans.own_cluster(config))
     models = shapes.models_of(config, args.shape)
     recipe, notes = build_recipe(config)
-    work = step_work(config, recipe, args.fill)
+    work = step_work(config, recipe, args.fill, episodes_of(config, recipe, args.episode))
     config_checks.check(config, plans.trainer_gpus(config, cluster), to_come=True)
     made = plans.make(config, cluster, models, work)
     found = searching.search(config, cluster, models, work) if args.search else []

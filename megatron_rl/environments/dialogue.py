@@ -171,7 +171,8 @@ class RendererDialogue:
         from renderers import config_from_name, create_renderer
 
         self._tokenizer = tokenizer
-        self._renderer: Any = create_renderer(tokenizer, config_from_name(name))
+        settings: Any = config_from_name(name)
+        self._renderer: Any = create_renderer(tokenizer, settings)
         self.stop_tokens = tuple(self._renderer.get_stop_token_ids())
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:

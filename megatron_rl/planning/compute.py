@@ -55,6 +55,7 @@ class EngineSetup:
     kv_bytes: float  # bytes on one GPU for keys and values
     expert_parallel: bool = False
     compiled: bool = True  # true: a server's fused kernels; false: plain torch, one kernel for every operation
+    keeps_prefix: bool = True  # the keys and values of a sequence stay for its next answer, as far as there is room
 
 
 def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
@@ -221,31 +222,66 @@ def kv_bytes(shape: Shape, width: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCost:
-    """The time that a role's completions take, and how many are decoded at once."""
+    """The time that a role's samples take, and how many are decoded at once."""
 
     seconds: float
     rows: float  # sequences decoded together at one engine
     waves: float  # how many times one engine fills its rows
+    alone: float  # seconds of the generation of one sample, among as many others as are decoded at once
+    kept: bool  # what stands before an answer was kept since the last one; false: it is read again
+    waiting: float = 0.0  # of the seconds, those in which the engines have nothing to do, because tools run
 
 
 def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw, *, width: int) -> RolloutCost:
-    """Returns the cost of generating `draw`, spread over the replicas. `width`: bytes of a weight."""
-    prompt, response, longest = draw.prompt, draw.response, draw.longest
+    """Returns the cost of generating `draw`, spread over the replicas, were its tools to take no time.
+
+    `width`: bytes of a weight. What stands before an answer is kept where one engine has room for all of its samples;
+    else later samples take the room of earlier ones before these go on.
+    """
+    answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
     heads = max(1, engine.tp // shape.sizes.kv_heads)  # key/value heads are repeated when there are fewer than ranks
-    room = engine.kv_bytes * engine.tp / heads / kv_bytes(shape, width) / (prompt + response)
+    room = engine.kv_bytes * engine.tp / heads / kv_bytes(shape, width) / draw.length
     rows = max(1.0, min(own, engine.max_batch, room))
     waves = own / rows
-    context = prompt + response / 2
+    context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # in the mean of all answers
     full = decode_step_seconds(shape, engine, cluster, rows=rows, context=context, width=width)
-    late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=prompt + longest, width=width)
-    device = cluster.device
-    prefill = (
-        own * prompt * sum(forward_flops(shape, prompt)[:2]) / engine.tp / (device.flops * device.dense_share * PARTIAL)
-    )
+    behind = max(0.0, draw.longest - response) * answers  # tokens of the longest sample, when most others are done
+    late_context = draw.context(answers - 1) + behind + response
+    late = decode_step_seconds(shape, engine, cluster, rows=max(1.0, rows / 8), context=late_context, width=width)
+    kept = engine.keeps_prefix and own <= room
+    rate = engine.tp * cluster.device.flops * cluster.device.dense_share * PARTIAL
+    prefill = own * _reading_flops(shape, draw, kept=kept) / rate
+    one = response * answers * full
     return RolloutCost(
-        seconds=prefill + waves * response * full + max(0.0, longest - response) * late, rows=rows, waves=waves
-    )
+        seconds=prefill + waves * one + behind * late, rows=rows, waves=waves,
+        alone=prefill / waves + one + behind * late, kept=kept,
+    )  # fmt: skip
+
+
+def tool_seconds(draw: Draw, alone: float) -> float:
+    """Returns the least seconds that a draw takes because of its tools; 0 without any.
+
+    All calls take their time, so many at once. And one sample by itself takes the time of its own calls between its
+    answers, which others' do not shorten. `alone`: seconds of its answers.
+    """
+    episode = draw.episode
+    calls = (episode.answers - 1) * episode.tool_s
+    return max(draw.samples * calls / episode.calls_at_once, alone + calls) if calls else 0.0
+
+
+def _reading_flops(shape: Shape, draw: Draw, *, kept: bool) -> float:
+    """Returns the operations of reading what stands before the answers of one sample.
+
+    `kept`: of what stands before an answer only what is told after the last one is read, else all of it.
+    """
+    total = 0.0
+    for answer in range(draw.episode.answers):
+        end = draw.context(answer)
+        start = end - draw.episode.told if kept and answer else 0.0
+        # a token at place p attends to p others: from start to end as many as in the mean of a sequence of their sum
+        total += (end - start) * sum(forward_flops(shape, start + end)[:2])
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision, TrainingBytes
 from megatron_rl.planning.shapes import Parallel, Shape
-from megatron_rl.planning.workload import Draw, TurnWork
+from megatron_rl.planning.workload import Draw, TurnWork, longest_context
 
 GRADING_S = 0.02  # one of reward.workers grades one response
 PER_NODE = 8  # GPUs of a node where no cluster is named
 ENGINE_WORKSPACE = 3 * memory.GIB  # a server's activations of a prefill and its CUDA graphs, on each GPU
+NO_CACHE = frozenset(["--no-enable-prefix-caching", "--disable-radix-cache"])  # words of engine.args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,41 @@ class ServerPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EpisodePlan:
+    """The assumptions of a turn's plan on a role that answers several times in a sample, and what follows from them."""
+
+    role: str
+    estimate: EpisodeEstimate
+    answer: float  # mean tokens of an answer
+    longest: int  # tokens of the longest sample
+    micro_batch: int | None  # tokens that a micro-batch of the role takes; None: it has no policy
+    kept: bool  # what stands before an answer is kept in the engine
+    waiting: float  # seconds that tools take longer than the generation that runs beside them
+
+    def __str__(self) -> str:
+        own = self.estimate
+        parts = [
+            f"{self.role} is taken to answer {own.answers} times in an episode, in {self.answer:.0f} tokens each",
+            f"between two answers it is told {own.told} tokens, and its longest sample has {self.longest:,}",
+            "an engine keeps what it has read of an episode until the next answer"
+            if self.kept
+            else "before each answer an engine reads again all that stands before it",
+        ]
+        if own.tool_s:
+            beside = f"{self.waiting:,.0f} s longer than generation takes" if self.waiting else "hidden by generation"
+            parts.append(
+                f"tools take {own.tool_s:g} s between two answers, {own.calls_at_once} calls at once, beside the "
+                f"generation of other episodes: {beside}"
+            )
+        if self.micro_batch is not None and self.longest > self.micro_batch:
+            parts.append(
+                f"a sample of more than {self.micro_batch:,} tokens would stop the run: raise "
+                f"roles.{self.role}.micro_batch_tokens, or let episodes end before"
+            )
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TurnPlan:
     """The seconds of one turn by phase, in order, and the tokens of it."""
 
@@ -62,6 +99,7 @@ class TurnPlan:
     flops: float  # operations of the training itself, all GPUs together
     sent: float  # bytes that the refit sends
     rows: Mapping[str, float]  # sequences decoded together at one engine, by role
+    episodes: Sequence[EpisodePlan] = ()  # of the roles that answer several times in one
 
     @property
     def seconds(self) -> float:
@@ -194,13 +232,13 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
         name: Parallel.of(role.layout, ranks, experts=bool(models[name].sizes.experts))
         for name, role in config.roles.items()
     }
-    samples = {draw.role: draw.samples for turn in work for draw in turn.draws}
+    draws = {draw.role: draw for turn in work for draw in turn.draws}
     trained = {turn.role for turn in work}
     held = [name for name, role in config.roles.items() if role.has_policy]
-    roles = [_role(config, name, models[name], parallels[name], samples.get(name, 1)) for name in held]
+    roles = [_role(config, name, models[name], parallels[name], draws.get(name)) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster) for name in config.engine_roles]
+        [_server(config, config.engine, name, models[name], cluster, draws.get(name)) for name in config.engine_roles]
         if isinstance(config.engine, Servers)
         else []
     )
@@ -257,8 +295,13 @@ def check_cut(name: str, shape: Shape, layout: Layout) -> None:
         )
 
 
-def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samples: int) -> RolePlan:
-    """Plans a role on the trainer's ranks. `samples`: the role's completions in a turn."""
+def _longest(config: TrainConfig, name: str, draw: Draw | None) -> int:
+    """Returns the most tokens of one sample of a role; of a role that nothing is drawn of, of one answer."""
+    return longest_context(config.roles[name], draw.episode if draw is not None else EpisodeEstimate())
+
+
+def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw: Draw | None) -> RolePlan:
+    """Plans a role on the trainer's ranks. `draw`: the role's samples in a turn."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
     held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
@@ -270,10 +313,8 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, samp
                 "set engine.kind to vllm or sglang"
             )
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
-        rows = min(engine.max_batch, -(-samples // parallel.world))
-        cache = _writers(role) * float(
-            rows * (role.max_prompt_tokens + role.sampling.max_tokens) * compute.kv_bytes(shape, numbers.width)
-        )
+        rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
+        cache = _writers(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
     asleep = held.optimizer if role.sleep else 0.0
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
@@ -292,7 +333,9 @@ def _micro(role: RoleConfig) -> MicroBatchLoad:
     return MicroBatchLoad(tokens=role.micro_batch_tokens * role.layout.cp, recompute=memory.recomputed(role.model))
 
 
-def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster) -> ServerPlan:
+def _server(
+    config: TrainConfig, settings: Servers, name: str, shape: Shape, cluster: Cluster, draw: Draw | None
+) -> ServerPlan:
     role = config.roles[name]
     width = Precision.gpu(role.model.dtype).width
     if shape.sizes.heads % settings.tp:
@@ -302,7 +345,7 @@ def _server(config: TrainConfig, settings: Servers, name: str, shape: Shape, clu
         )
     weights = _writers(role) * width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
-    longest = role.max_prompt_tokens + role.sampling.max_tokens
+    longest = _longest(config, name, draw)
     copies = max(1, settings.tp // shape.sizes.kv_heads)
     sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / _writers(role)
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
@@ -318,16 +361,19 @@ def _engine(config: TrainConfig, ranks: int, cache: float) -> EngineSetup:
             max_batch=rows,
             kv_bytes=cache,
             expert_parallel=settings.expert_parallel,
+            keeps_prefix=not NO_CACHE & set(settings.args),
         )
     # the embedded engine's cache grows as it must
-    return EngineSetup(replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False)
+    return EngineSetup(
+        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False
+    )
 
 
 def _turn(
     config: TrainConfig, cluster: Cluster, work: TurnWork, models: Mapping[str, Shape],
     parallels: Mapping[str, Parallel], engines: Mapping[str, EngineSetup],
 ) -> TurnPlan:  # fmt: skip
-    phases, rows, before = {}, {}, 0.0
+    phases, rows, episodes, before = {}, {}, [], 0.0
     servers = isinstance(config.engine, Servers)
     for draw in work.draws:
         found = _rollout(config, cluster, draw, models[draw.role], engines[draw.role])
@@ -336,7 +382,12 @@ def _turn(
         if servers and before:  # answers go on to the next role as they come: only the part behind the first counts
             seconds = max(seconds - before, seconds / max(1.0, found.waves) / 4)
         before += seconds
-        phases[f"rollout {draw.role}"] = seconds
+        waiting = min(found.waiting, seconds)
+        phases[f"rollout {draw.role}"] = seconds - waiting
+        if waiting:
+            phases[f"rollout {draw.role}, waiting for tools"] = waiting
+        if draw.episode.answers > 1:
+            episodes.append(_episode(config, draw, found))
     phases["reward"] = (
         sum(draw.samples for draw in work.draws[:1]) * GRADING_S / config.reward.workers / (8 if servers else 1)
     )
@@ -352,22 +403,31 @@ def _turn(
     )
     return TurnPlan(
         role=work.role, times=work.times, phases=phases, hidden=beside,
-        generated=sum(d.samples * d.response for d in work.draws), trained=batch.tokens,
-        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows,
+        generated=sum(d.samples * d.written for d in work.draws), trained=batch.tokens,
+        flops=compute.train_flops(shape, batch), sent=sent.sent, rows=rows, episodes=episodes,
     )  # fmt: skip
 
 
 def _rollout(
     config: TrainConfig, cluster: Cluster, draw: Draw, shape: Shape, engine: EngineSetup
 ) -> compute.RolloutCost:
-    """Returns the cost of generating `draw`.
+    """Returns the cost of generating `draw`. Tools run beside the generation of other samples.
 
     The two models of a tandem both read every token, one after the other, and share the cache.
     """
     role = config.roles[draw.role]
     width, writers = Precision.gpu(role.model.dtype).width, _writers(role)
     alone = compute.rollout_cost(shape, replace(engine, kv_bytes=engine.kv_bytes / writers), cluster, draw, width=width)
-    return replace(alone, seconds=writers * alone.seconds)
+    generating, tools = writers * alone.seconds, compute.tool_seconds(draw, writers * alone.alone)
+    return replace(alone, seconds=max(generating, tools), waiting=max(0.0, tools - generating))
+
+
+def _episode(config: TrainConfig, draw: Draw, found: compute.RolloutCost) -> EpisodePlan:
+    role = config.roles[draw.role]
+    return EpisodePlan(
+        role=draw.role, estimate=draw.episode, answer=draw.response, longest=longest_context(role, draw.episode),
+        micro_batch=_micro(role).tokens if role.has_policy else None, kept=found.kept, waiting=found.waiting,
+    )  # fmt: skip
 
 
 def _writers(role: RoleConfig) -> int:

@@ -14,7 +14,7 @@ from megatron_rl.planning.search import Proposal
 
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
-    """Prints tables of memory and time, then notes, problems and advice."""
+    """Prints tables of memory and time, then notes, what is assumed of episodes among them, problems and advice."""
     console.print(_memory_table(plan))
     if plan.servers:
         console.print(_servers_table(plan))
@@ -25,7 +25,7 @@ def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Seque
         f"a step: {plan.step_s:.0f} s, {plan.tokens_per_gpu:,.0f} tokens trained on a second and GPU, "
         f"{flops / plan.step_s / plan.cluster.gpus / device.flops:.1%} of the cluster's peak for training alone"
     )
-    for line in notes:
+    for line in dict.fromkeys([*notes, *(str(one) for turn in plan.turns for one in turn.episodes)]):
         console.print(f"[yellow]note[/] {line}", highlight=False)
     for problem in plan.problems:
         console.print(f"[red]does not fit[/] {problem}", highlight=False)

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_rl.config import checks as config_checks
-from megatron_rl.config.schema import ConfigError, TrainConfig, Use
+from megatron_rl.config import files as config_files
+from megatron_rl.config.episodes import EpisodeEstimate
+from megatron_rl.config.schema import ConfigError, RoleConfig, TrainConfig, Use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The completions of one role in one turn."""
+    """The samples of one role in one turn, each with the answers that `episode` says."""
 
     role: str
     samples: int
     prompt: float  # mean tokens of a prompt
-    response: float  # mean tokens of a completion
-    longest: int  # most tokens of a completion
+    response: float  # mean tokens of an answer
+    longest: int  # most tokens of an answer
+    episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)
+
+    @property
+    def written(self) -> float:
+        """Returns the mean tokens of all answers of a sample."""
+        return self.episode.answers * self.response
 
     @property
     def length(self) -> float:
-        return self.prompt + self.response
+        """Returns the mean tokens of a sample: its prompt, its answers and what it is told between them."""
+        return self.prompt + self.written + (self.episode.answers - 1) * self.episode.told
+
+    def context(self, answer: int) -> float:
+        """Returns the mean tokens that stand before answer number `answer`, from 0 on."""
+        return self.prompt + answer * (self.response + self.episode.told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +51,19 @@ class TurnWork:
         return next(draw for draw in self.draws if draw.role == self.role)
 
 
-def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[TurnWork]:
+def step_work(
+    config: TrainConfig, recipe: Any | None, fill: float, episodes: Mapping[str, EpisodeEstimate] | None = None
+) -> list[TurnWork]:
     """Returns the turns of a step in the middle of the run.
 
     `fill` is the mean length as a share of max_prompt_tokens and sampling.max_tokens. Without a recipe (there is no
-    torch here to build it) each role has a turn that draws its `group_size`, or one sample for each prompt. Raises
-    ConfigError for a `fill` outside (0, 1].
+    torch here to build it) each role has a turn that draws its `group_size`, or one sample for each prompt.
+    `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. Raises ConfigError for a `fill`
+    outside (0, 1].
     """
     if not 0 < fill <= 1:
         raise ConfigError(f"--fill {fill}: mean lengths as a share of the longest, above 0 and at most 1")
+    episodes = episodes_of(config, recipe, ()) if episodes is None else episodes
     if recipe is None:
         turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
         drawn = {name: {name: group} for name in turns}
@@ -55,9 +72,35 @@ def step_work(config: TrainConfig, recipe: Any | None, fill: float) -> list[Turn
         turns = [name for roles in schedule[len(schedule) // 2] for name in roles]
         drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
     return [
-        TurnWork(role=name, draws=_draws(config, drawn[name], fill), times=turns.count(name))
+        TurnWork(role=name, draws=_draws(config, drawn[name], fill, episodes), times=turns.count(name))
         for name in dict.fromkeys(turns)
     ]
+
+
+def episodes_of(config: TrainConfig, recipe: Any | None, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
+    """Returns what the episodes of each role are taken to be: what the recipe says, and over it `settings`, each of the
+    form ROLE.name=value. Raises ConfigError for a role or a name that is not there, and for a wrong value."""
+    own: dict[str, list[str]] = {name: [] for name in config.roles}
+    for text in settings:
+        role, _, rest = text.partition(".")
+        if role not in own:
+            raise ConfigError(f"--episode {text}: it has the form ROLE.name=value; the roles are {', '.join(own)}")
+        own[role].append(rest)
+    parts = {} if recipe is None else recipe.roles()
+    out = {}
+    for name, given in own.items():
+        said = asdict(parts[name].episode) if name in parts else {}
+        try:
+            out[name] = config_files.load(EpisodeEstimate, [], [*(f"{k}={v}" for k, v in said.items()), *given])
+        except ConfigError as error:
+            raise ConfigError(f"--episode of {name}: {error}") from error
+    return out
+
+
+def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
+    """Returns the most tokens of one sample of a role: the longest prompt, all answers at their longest, and what is
+    told between them, at its mean."""
+    return role.max_prompt_tokens + episode.answers * role.sampling.max_tokens + (episode.answers - 1) * episode.told
 
 
 def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
@@ -76,7 +119,9 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
     return recipe, []
 
 
-def _draws(config: TrainConfig, drawn: Mapping[str, int], fill: float) -> list[Draw]:
+def _draws(
+    config: TrainConfig, drawn: Mapping[str, int], fill: float, episodes: Mapping[str, EpisodeEstimate]
+) -> list[Draw]:
     out = []
     for name, each in drawn.items():
         role = config.roles[name]
@@ -87,6 +132,7 @@ def _draws(config: TrainConfig, drawn: Mapping[str, int], fill: float) -> list[D
                 prompt=fill * role.max_prompt_tokens,
                 response=fill * role.sampling.max_tokens,
                 longest=role.sampling.max_tokens,
+                episode=episodes[name],
             )
         )
     return out

@@ -7,19 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, TypeVar
 
 from megatron_rl.algorithms.estimators import ESTIMATORS, UNGROUPED, find_estimator, word_of
-from megatron_rl.chat import problem_text
+from megatron_rl.chat import ChatTokenizer, problem_text, tokenizer_of
 from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import step_spans
 from megatron_rl.text import Decoded, decode, read_template
-from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain
+from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain, tokenize
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
 
@@ -115,11 +116,12 @@ def question_text(template: str, payload: Mapping[str, object]) -> str:
 
 def check_arguments(
     recipe: Any, *, groups: Sequence[str] = (), positive: Sequence[str] = (), natural: Sequence[str] = (),
-    shares: Sequence[str] = (), templates: Sequence[str] = (), one_of: Sequence[str] = (),
+    shares: Sequence[str] = (), templates: Mapping[str, Sequence[str]] | None = None, one_of: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Raises ConfigError for the first argument of a recipe, of those named, that cannot be: group sizes that are too
     small for recipe.estimator, numbers below 1 (positive) or 0 (natural), shares outside [0, 1], templates that are not
-    there, and switches of which none is on (one_of)."""
+    there or lack a name that they need, which stands in braces (templates: argument -> names), and switches of which
+    none is on (one_of). Conversations are put without a template, but one that is given must do for a text."""
     compares = "estimator" in {each.name for each in fields(recipe)}  # distillation has no rewards
     if compares:
         find_estimator(recipe.estimator)
@@ -136,11 +138,8 @@ def check_arguments(
         raise ConfigError(
             f"recipe.args: {' and '.join(one_of)} are {'both' if len(one_of) == 2 else 'all'} false; set one to true"
         )
-    for name in templates:
-        try:
-            read_template(getattr(recipe, name))
-        except FileNotFoundError as error:
-            raise ConfigError(f"recipe.args.{name}: {error}") from None
+    for name, needed in (templates or {}).items():
+        _check_template(name, getattr(recipe, name), needed)
 
 
 def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, held_out: bool) -> None:
@@ -158,6 +157,34 @@ def check_fields(config: TrainConfig, role: str, fields: Mapping[str, str], *, h
                     f"{place}.fields.{name} is not set, and {reader} reads the field {name!r} of every problem: set it "
                     "to the name of the column"
                 )
+
+
+def check_length(config: TrainConfig, role: str, name: str, text: str) -> None:
+    """Raises ConfigError for a prompt of recipe.args.NAME that is longer than a role takes, where its tokenizer is on
+    this machine. One from the hub is not fetched: such a prompt is found when it is asked."""
+    own = config.roles[role]
+    if not Path(own.model.tokenizer or own.model.path).is_dir():
+        return
+    tokenizer = tokenizer_of(own.model)
+    length = len(tokenize(ChatTokenizer(tokenizer) if own.chat else tokenizer, text))
+    if length > own.max_prompt_tokens:
+        raise ConfigError(
+            f"roles.{role}.max_prompt_tokens = {own.max_prompt_tokens}: recipe.args.{name} has {length} tokens; raise "
+            "the one, or shorten the other"
+        )
+
+
+def _check_template(name: str, template: str, needed: Sequence[str]) -> None:
+    try:
+        text = read_template(template)
+    except FileNotFoundError as error:
+        raise ConfigError(f"recipe.args.{name}: {error}") from None
+    missing = [word for each in needed if (word := "{" + each + "}") not in text]
+    if missing:
+        raise ConfigError(
+            f"recipe.args.{name} = {template!r}: the text has no {' and no '.join(missing)}; write the name, with its "
+            "braces, where that is to stand in the prompt"
+        )
 
 
 def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:

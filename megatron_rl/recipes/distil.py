@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_rl.algorithms.objectives import find
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for
 from megatron_rl.training.rollouts import sample
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
 
 STUDENT, TEACHER = "student", "teacher"
+CANDIDATES = {"candidates", "candidate_logprobs", "teacher_candidate_logprobs"}  # what an objective may need of top_k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,8 @@ class Distil(Recipe):
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
 
     def __post_init__(self) -> None:
-        check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=["template"])
+        needed = {"template": ["question"]}
+        check_arguments(self, positive=["updates", "group_size"], natural=["top_k"], templates=needed)
 
     def roles(self) -> Mapping[str, Part]:
         return {STUDENT: Part(samples=self.group_size, drawn={STUDENT: self.group_size}), TEACHER: Part(trained=False)}
@@ -37,6 +41,21 @@ class Distil(Recipe):
 
     def prompt(self, payload: Mapping[str, object]) -> str:
         return question_text(self.template, payload)
+
+    def check(self, config: TrainConfig) -> None:
+        loss = config.roles[STUDENT].loss
+        objective = find(loss.objective, loss.objective_args)
+        reads_top = bool(objective.needs & CANDIDATES)
+        said = f"roles.{STUDENT}.loss.objective = {loss.objective!r}"
+        if objective.uses_advantages:
+            raise ConfigError(f"{said} wants advantages, and nothing is rewarded here: give distilled")
+        if reads_top and not self.top_k:
+            raise ConfigError(f"recipe.args.top_k = 0: {said} reads the teacher's likeliest tokens; give at least 1")
+        if self.top_k and not reads_top:
+            raise ConfigError(
+                f"recipe.args.top_k = {self.top_k}: {said} reads no likeliest tokens, and the teacher would be asked "
+                "for them in vain; give 0, or loss.objective: distilled_top_k"
+            )
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         with table.watch("rollout"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.recipes.base import GENERATOR, check_fields
+from megatron_rl.recipes.base import GENERATOR, check_arguments, check_fields
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.text import fill, read_template
 
@@ -20,6 +20,10 @@ class Entailment(Grpo):
 
     group_size: int = 8
     template: str = "entailment_verifier"  # with {question}, {response}, {criterion}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_arguments(self, templates={"template": ["response", "criterion"]})
 
     def check(self, config: TrainConfig) -> None:
         reader = "the template"

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.recipes.base import accuracies, check_arguments, sampling_for
+from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.recipes.base import accuracies, check_arguments, check_length, sampling_for
 from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
@@ -47,12 +47,13 @@ class Evolve(Recipe):
     answer_template: str = "evolve_judge_answer"  # with {question}, {answer}
 
     def __post_init__(self) -> None:
-        names = [f"{name}_template" for name in ("proposer", "reference", "solver", "question", "answer")]
+        templates = {"proposer_template": [], "reference_template": ["references"], "solver_template": ["question"]}
+        templates |= {"question_template": ["question"], "answer_template": ["question", "answer"]}
         check_arguments(
             self, positive=["updates", "proposals", "answers", "judgements", "references", "pool_size"],
-            shares=["reference_share", "least_quality"], templates=names,
+            shares=["reference_share", "least_quality"], templates=templates,
         )  # fmt: skip
-        self._templates = {name: read_template(vars(self)[name]) for name in names}
+        self._templates = {name: read_template(vars(self)[name]) for name in templates}
         self._pool: list[str] = []  # different questions, the oldest first
 
     def roles(self) -> Mapping[str, Part]:
@@ -66,6 +67,9 @@ class Evolve(Recipe):
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
         return fill(self._templates["reference_template"], references=str(payload["question"]))
+
+    def check(self, config: TrainConfig) -> None:
+        check_length(config, PROPOSER, "proposer_template", self._templates["proposer_template"])
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         seeds, rng = source.take(), random.Random(table.seed_for(turn.number, "pool"))
@@ -118,18 +122,14 @@ class Evolve(Recipe):
     def _seat(self, turn: Turn, table: Table, role: str, purpose: str, n: int) -> Speaker:
         """Seats a role for one purpose of a turn, with draws of its own. Log-probs are asked for of what is trained."""
         name = "solver" if role == SOLVER else "question" if purpose == "questions" else "answer"
-        own, seed = sampling_for(table, turn, role, n), table.seed_for(turn.number, role, purpose)
-        sampling = replace(own, seed=seed, logprobs=purpose in ("proposed", self._practised))
+        own = replace(sampling_for(table, turn, role, n), seed=table.seed_for(turn.number, role, purpose))
+        sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
 
         def ask(question: str, text: str = "") -> Prompt | None:
             filled = fill(self._templates[f"{name}_template"], question=question, answer=boxed(text) or text)
             return put(table, role, filled, question=question)
 
         return Speaker(role=role, sampling=sampling, ask=ask)
-
-    @property
-    def _practised(self) -> str:
-        return "pool" if self.practice == "pool" else "tried"
 
     def _answers(self, turn: Turn, table: Table, purpose: str, questions: Mapping[int, str]) -> list[JudgedAnswer]:
         n, votes = (self.answers, self.judgements) if purpose == "tried" else (1, 1)

@@ -19,7 +19,7 @@ class Grpo(Recipe):
     template: str = "grpo_generator"  # a text file with {question}, or the name of a packaged prompt
 
     def __post_init__(self) -> None:
-        check_arguments(self, groups=["group_size"], positive=["updates"], templates=["template"])
+        check_arguments(self, groups=["group_size"], positive=["updates"], templates={"template": ["question"]})
 
     def roles(self) -> Mapping[str, Part]:
         return {GENERATOR: Part(samples=self.group_size, drawn={GENERATOR: self.group_size})}

@@ -39,7 +39,8 @@ class Pairwise(Recipe):
     judge_template: str = "pairwise_judge"  # with {question}, {first}, {second}
 
     def __post_init__(self) -> None:
-        templates, natural = ["generator_template", "judge_template"], ["judge_warmup", "judge_turns"]
+        templates = {"generator_template": ["question"], "judge_template": ["first", "second"]}
+        natural = ["judge_warmup", "judge_turns"]
         groups = ["judgements"] if self.judge_warmup + self.judge_turns > 0 else []
         check_arguments(self, positive=["updates", "judgements"], groups=groups, templates=templates, natural=natural)
         if self.group_size < 3:

@@ -61,7 +61,7 @@ class Rubric(Recipe):
 
     def __post_init__(self) -> None:
         groups = ["group_size", "judgements"] if self.train_judge else ["group_size"]
-        templates = ["generator_template", "judge_template"]
+        templates = {"generator_template": ["question"], "judge_template": ["response", "criterion"]}
         check_arguments(self, groups=groups, positive=["updates", "judgements", "criteria"], templates=templates)
         if self.labels is not None:
             find_function(self.labels)

@@ -58,9 +58,9 @@ class SelfPlay(Recipe):
 
     def __post_init__(self) -> None:
         check_arguments(
-            self, groups=["answers"], positive=["updates", "proposals", "rule_workers"],
-            shares=["ema_decay", "cluster_distance", "least_accuracy", "most_accuracy"],
-            templates=["proposer_template", "solver_template"], natural=["proposer_turns", "solver_turns"],
+            self, groups=["answers"], shares=["ema_decay", "cluster_distance", "least_accuracy", "most_accuracy"],
+            positive=["updates", "proposals", "rule_workers"], natural=["proposer_turns", "solver_turns"],
+            templates={"proposer_template": [], "solver_template": ["question"]},  # a proposer may need no material
         )  # fmt: skip
         if (self.proposer_turns > 0) != (self.solver_turns > 0):
             raise ConfigError(

@@ -47,10 +47,10 @@ class Tango(Recipe):
 
     def __post_init__(self) -> None:
         base.check_arguments(
-            self, groups=["group_size", "verifications"], templates=["generator_template", "verifier_template"],
+            self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
+            templates={"generator_template": ["question"], "verifier_template": ["question", "solution"]},
             positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
-            natural=["warmup_updates", "verifier_turns"], shares=["alpha_start", "alpha_min"],
-            one_of=["train_generator", "train_verifier"],
+            shares=["alpha_start", "alpha_min"], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         self._counts = ClassCounts().updated([], self.class_weight_decay)

@@ -101,7 +101,7 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
     if name == COMPOSITE:
         made["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
     try:
-        return reasoning_gym.create_dataset(name, **made)
+        return reasoning_gym.create_dataset(name, **made)  # pyright: ignore[reportAttributeAccessIssue]  # not this file
     except (AssertionError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"reasoning_gym:{name} refuses data.generated = {dict(args)}: {type(error).__name__}: {error}"

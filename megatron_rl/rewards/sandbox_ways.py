@@ -123,8 +123,7 @@ def command(way: Way, settings: SandboxSettings) -> list[str]:
 
 @functools.cache
 def _python_paths() -> tuple[str, ...]:
-    library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
-    return (*SYSTEM, sys.base_prefix, sys.base_exec_prefix, *library)
+    return (*SYSTEM, sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"))
 
 
 def shown_paths(more: Sequence[str]) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -17,6 +16,7 @@ import yaml
 from megatron_rl.run import report_figures as figures
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.metrics import MetricsRow, read_metrics
+from megatron_rl.run.report_samples import RolloutEnds, num_answers, samples
 from megatron_rl.training.store import read_rows, readable_files
 
 # Settings that the head of the page shows, as patterns of their names.
@@ -32,19 +32,8 @@ FACTS = (
     r"launch\.nproc",
     r"recipe\.args\.\w+",
 )
-MAX_SAMPLES = 2  # rollouts shown for each role, end of the run and outcome
-MAX_CHARACTERS = 20000  # longer texts are cut
 WINDOW = 0.2  # the first turns are this share of all, and so are the last turns
 MAX_FILES = 5  # most rollout files read for each role and end of the run
-_MARKS = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect"), None: ("unread", "no verdict")}
-
-
-@dataclass(slots=True)
-class _Rollouts:
-    """The rollouts of one role from both ends of a run. `late` is empty when there is only one turn."""
-
-    early: list[dict[str, Any]] = field(default_factory=list)
-    late: list[dict[str, Any]] = field(default_factory=list)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -67,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
         ("Where the time went", _time(rows)),
         ("Refits", _refits(directory.refits)),
         ("First turns and last turns", grid(_histograms(rollouts))),
-        ("Sample rollouts", _samples(rollouts)),
+        ("Sample rollouts", samples(rollouts)),
         ("Summary", _key_values(_flatten(summary))),
         ("Config", _config(config_text)),
     ]
@@ -124,25 +113,6 @@ def confusion(rows: Sequence[MetricsRow]) -> dict[str, float]:
     return {cell: sum(metrics[f"confusion/{cell}"] for metrics in having) for cell in cells} if having else {}
 
 
-def split_steps(text: str, steps: Sequence[str]) -> list[tuple[int | None, str]]:
-    """Cuts `text` at its reasoning steps into (step number, its text) and (None, text between steps), in order.
-
-    Joined, the parts give `text`, unless a step is not found in it, as a tokenizer may decode parts differently. Such a
-    step is inserted where it was due.
-    """
-    parts: list[tuple[int | None, str]] = []
-    place = 0
-    for number, step in enumerate(steps):
-        found = text.find(step, place)
-        if found > place:
-            parts.append((None, text[place:found]))
-        parts.append((number, step))
-        place = found + len(step) if found >= 0 else place
-    if place < len(text):
-        parts.append((None, text[place:]))
-    return parts
-
-
 def _rows(run_dir: Path) -> list[MetricsRow]:
     directory = RunDirectory(Path(run_dir))
     if not directory.metrics.exists() and not directory.config.exists():
@@ -150,13 +120,13 @@ def _rows(run_dir: Path) -> list[MetricsRow]:
     return read_metrics(directory.path)
 
 
-def _read_ends(rollouts: Path) -> dict[str, _Rollouts]:
+def _read_ends(rollouts: Path) -> dict[str, RolloutEnds]:
     """Returns the rollouts of a run's first and last turns, by role."""
     ends = {}
     for role, paths in sorted(readable_files(rollouts).items()):
         count = min(MAX_FILES, max(1, int(WINDOW * len(paths))))
         late = paths[-count:] if len(paths) > 1 else []
-        ends[role] = _Rollouts(
+        ends[role] = RolloutEnds(
             early=[row for path in paths[:count] for row in read_rows(path, role)],
             late=[row for path in reversed(late) for row in read_rows(path, role)],
         )
@@ -287,13 +257,14 @@ def _refits(path: Path) -> str:
     return table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
 
 
-def _histograms(rollouts: Mapping[str, _Rollouts]) -> Iterable[str]:
+def _histograms(rollouts: Mapping[str, RolloutEnds]) -> Iterable[str]:
     for role, ends in rollouts.items():
         names = sorted({name for row in [*ends.early, *ends.late] for name in row["rewards"]})
         columns: dict[str, Callable[[dict[str, Any]], Any]] = {f"reward {name}": _reward(name) for name in names}
         columns |= {
             "length (tokens)": lambda row: row["num_tokens"],
             "steps per solution": lambda row: len(row["steps"] or []) or None,
+            "answers in an episode": num_answers,
         }
         for name, value in columns.items():
             early, late = (
@@ -305,81 +276,6 @@ def _histograms(rollouts: Mapping[str, _Rollouts]) -> Iterable[str]:
 
 def _reward(name: str) -> Callable[[dict[str, Any]], Any]:
     return lambda row: row["rewards"].get(name)
-
-
-def _samples(rollouts: Mapping[str, _Rollouts]) -> str:
-    blocks = []
-    for role, ends in rollouts.items():
-        for when, rows in (("early", ends.early), ("late", ends.late)):
-            for outcome in (True, False, None):
-                chosen = [row for row in rows if _is_right(row) is outcome]
-                several = sorted(chosen, key=lambda row: not row["steps"])[:MAX_SAMPLES]  # rollouts with steps first
-                shown = when == "late" or not ends.late
-                blocks += [_sample(role, when, row, is_open=shown and place == 0) for place, row in enumerate(several)]
-    return "\n".join(blocks)
-
-
-def _sample(role: str, when: str, row: Mapping[str, Any], *, is_open: bool) -> str:
-    kind, mark = _MARKS[{True: 1, False: -1, None: None}[_is_right(row)]]
-    rewards = "  ".join(f"{name} {value:.3g}" for name, value in row["rewards"].items())
-    advantage = f"advantage {row['advantage']:+.2f}" if row["advantage"] is not None else ""
-    facts = (
-        f"turn {row['turn'] + 1}",
-        f"{row['num_tokens']} tokens",
-        f"stop: {row['stop']}",
-        f"weights {row['version']}",
-        rewards,
-        advantage,
-    )
-    head = f'<span class="tag {kind}">{mark if kind != "unread" else "not graded"}</span> {when} {escape(role)} · '
-    title = escape((row["question"] or row["group"] or "")[:120])
-    extra = [("Question", row["question"]), ("Answer", row["answer"])]
-    lines = "".join(f"<p><b>{name}</b> {escape(_cut(value))}</p>" for name, value in extra if value)
-    hidden = [("Prompt", row["prompt"]), ("Review by the verifier", row["review"])]
-    more = "".join(
-        f"<details><summary>{name}</summary><pre>{escape(_cut(value))}</pre></details>"
-        for name, value in hidden
-        if value
-    )
-    return (
-        f'<details class="sample"{" open" if is_open else ""}><summary>{head}{title}</summary>'
-        f'<p class="meta">{escape(" · ".join(fact for fact in facts if fact))}</p>{lines}'
-        f'<div class="text">{_coloured(row)}</div>{more}</details>'
-    )
-
-
-def _coloured(row: Mapping[str, Any]) -> str:
-    """Returns the text as HTML, with each step in the colour of its verdict and its advantage behind it."""
-    steps, verdicts, advantages = row["steps"] or [], row["verdicts"] or [], row["step_advantages"] or []
-    matching = len(verdicts) == len(steps)
-    parts = []
-    for number, text in split_steps(row["text"], steps):
-        if number is None:
-            parts.append(escape(_cut(text)))
-            continue
-        kind, mark = _MARKS[verdicts[number]] if matching else _MARKS[None]
-        badge = f"{mark}  A {advantages[number]:+.2f}" if number < len(advantages) else mark
-        parts.append(f'<span class="step {kind}">{escape(_cut(text))}<span class="badge">{badge}</span></span>')
-    if verdicts and not matching:
-        parts.append(f'<span class="meta">\n{len(verdicts)} verdicts for {len(steps)} steps: no step rewards</span>')
-    return "".join(parts)
-
-
-def _is_right(row: Mapping[str, Any]) -> bool | None:
-    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above 0.5."""
-    if row["correct"] is not None:
-        return row["correct"]
-    rewards = row["rewards"]
-    value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
-    return None if value is None else value > 0.5
-
-
-def _cut(text: str) -> str:
-    return (
-        text
-        if len(text) <= MAX_CHARACTERS
-        else f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS} more characters)"
-    )
 
 
 def _config(text: str) -> str:
@@ -475,6 +371,18 @@ pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px 
 .step.right { background: color-mix(in srgb, var(--good) 20%, transparent); border-left: 3px solid var(--good); }
 .step.wrong { background: color-mix(in srgb, var(--bad) 20%, transparent); border-left: 3px solid var(--bad); }
 .step.unread { background: color-mix(in srgb, var(--dim) 15%, transparent); border-left: 3px solid var(--dim); }
+.seat { margin-top: .9rem; padding-top: .6rem; border-top: 1px solid var(--line); }
+.seat h3 small, .who { color: var(--dim); font-weight: 400; }
+.said { margin: .5rem 0; padding: .4rem .75rem; border-radius: 6px; border-left: 3px solid var(--accent);
+  background: color-mix(in srgb, var(--accent) 7%, transparent); }
+.said.environment { margin-left: 2.5rem; border-left: 0; border-right: 3px solid var(--dim);
+  background: color-mix(in srgb, var(--dim) 10%, transparent); }
+.who { margin: 0 0 .2rem; font-size: .78rem; }
+.words { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; }
+.call { outline: 1px dashed var(--accent); outline-offset: 1px; border-radius: 3px; }
+.partner { font-style: italic; color: var(--dim); }
+.legend { color: var(--dim); font-size: .78rem; } .legend span { padding: 1px .5rem; color: var(--ink); }
 .badge { color: var(--dim); font-size: .72rem; margin-left: .6em; white-space: pre; }
 .tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff;
   background: var(--dim); }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from megatron_rl.types import STEP, Author, Marks, Rollout, Stop
+
+MAX_PIECES = 1000  # of one rollout; where its credit changes more often, its text is cut by author alone
 
 
 def _values_of(kind: pa.DataType) -> pa.DataType:
@@ -29,6 +32,14 @@ _VALUE = pa.struct(
         pa.field("type", pa.string(), nullable=False),  # float32 or int32
         pa.field("shape", _values_of(pa.int32()), nullable=False),
         pa.field("numbers", pa.large_binary(), nullable=False),
+    ]
+)
+_PIECE = pa.struct(
+    [
+        pa.field("author", pa.int8(), nullable=False),
+        pa.field("tokens", pa.int32(), nullable=False),  # number of them
+        pa.field("advantage", pa.float64()),  # of each token; null: it is not trained on, or has none
+        pa.field("text", pa.string(), nullable=False),
     ]
 )
 READABLE = pa.schema(
@@ -51,6 +62,9 @@ READABLE = pa.schema(
         ("step_advantages", pa.list_(pa.float64())),
         ("advantage", pa.float64()),
         ("review", pa.string()),
+        ("seat", pa.string()),  # of an episode
+        ("episode", pa.string()),
+        ("pieces", pa.list_(pa.field("element", _PIECE, nullable=False))),  # see pieces_of
     ]
 )
 EXACT = pa.schema(
@@ -68,12 +82,65 @@ EXACT = pa.schema(
     ]
 )
 SCHEMA = pa.schema([*READABLE, *EXACT])
-REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload"]  # columns whose rows are often equal
+# columns whose rows are often equal
+REPEATED = ["role", "group", "question", "answer", "prompt", "stop", "payload", "seat", "episode"]
 
 
-def to_table(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]] | None) -> pa.Table:
-    """Returns one row per rollout. `texts`: of each those of its prompt, of all that follows it,
-    and of each reasoning step; None leaves the readable texts out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """A stretch of what stands behind a rollout's prompt that one author wrote, trained on with one advantage."""
+
+    first: int  # position in the rollout's tokens
+    end: int
+    author: int
+    advantage: float | None  # of each of its tokens; None: it is not trained on, or has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutText:
+    """The texts of one rollout that people read."""
+
+    prompt: str
+    text: str  # everything behind the prompt
+    steps: Sequence[str] = ()  # of each reasoning step
+    pieces: Sequence[tuple[TextPiece, str]] = ()  # those of `pieces_of`, with their texts
+
+
+def pieces_of(rollout: Rollout) -> list[TextPiece]:
+    """Cuts what stands behind the prompt of a rollout where the author or the advantage changes.
+
+    Nothing is cut, and the list is empty, where the whole text and the reasoning steps say it all: in a rollout without
+    a seat, and without an environment's words behind the prompt, whose trained tokens have one advantage or whose
+    reasoning steps are marked.
+    """
+    start, behind = rollout.start, rollout.spans[rollout.spans[:, 0] >= rollout.start]
+    talks = "seat" in rollout.payload or bool((behind[:, 2] == Author.ENVIRONMENT).any())
+    if not talks and (not isinstance(rollout.advantages, np.ndarray) or len(rollout.marks_of(STEP))):
+        return []
+    authors = rollout.authors[start:]
+    trained = authors == Author.POLICY
+    credit = np.full(len(authors), np.nan)
+    if rollout.advantages is not None:
+        own = np.broadcast_to(np.asarray(rollout.advantages, np.float64), len(rollout.tokens))[start:]
+        credit[trained] = own[trained]
+    if not len(authors) or not (talks or len(np.unique(credit[trained])) > 1):
+        return []
+    turns = authors[1:] != authors[:-1]
+    changes = turns | ~((credit[1:] == credit[:-1]) | (np.isnan(credit[1:]) & np.isnan(credit[:-1])))
+    if changes.sum() >= MAX_PIECES:
+        changes, credit = turns, np.full(len(authors), np.nan)
+    places = [0, *(np.flatnonzero(changes) + 1).tolist(), len(authors)]
+    return [
+        TextPiece(
+            first=start + a, end=start + b, author=int(authors[a]),
+            advantage=None if np.isnan(credit[a]) else float(credit[a]),
+        )
+        for a, b in zip(places[:-1], places[1:], strict=True)
+    ]  # fmt: skip
+
+
+def to_table(turn: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> pa.Table:
+    """Returns one row per rollout. `texts`: of each rollout; None leaves the readable texts out.
 
     Raises TypeError for a payload that is not JSON, and for values and experts of another type than their column's.
     """
@@ -135,7 +202,7 @@ def _exact_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def _readable_columns(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Sequence[str]] | None) -> dict[str, Any]:
+def _readable_columns(turn: int, rollouts: Sequence[Rollout], texts: Sequence[RolloutText] | None) -> dict[str, Any]:
     none = [None] * len(rollouts)
     payloads = [r.payload for r in rollouts]
     steps = [r.marks_of(STEP) for r in rollouts]
@@ -145,20 +212,31 @@ def _readable_columns(turn: int, rollouts: Sequence[Rollout], texts: Sequence[Se
         "group": [r.group for r in rollouts],
         "question": none if texts is None else [_text(p.get("question")) for p in payloads],
         "answer": none if texts is None else [_text(p.get("answer")) for p in payloads],
-        "prompt": none if texts is None else [parts[0] for parts in texts],
-        "text": none if texts is None else [parts[1] for parts in texts],
+        "prompt": none if texts is None else [own.prompt for own in texts],
+        "text": none if texts is None else [own.text for own in texts],
         "stop": [r.stop.value for r in rollouts],
         "version": [r.version for r in rollouts],
         "num_tokens": [r.length for r in rollouts],
         "correct": [None if (right := p.get("correct")) is None else bool(right) for p in payloads],
         "rewards": _map_column([r.rewards for r in rollouts], lambda found: pa.array(np.array(found, np.float64))),
-        "steps": none if texts is None else [list(parts[2:]) for parts in texts],
+        "steps": none if texts is None else [list(own.steps) for own in texts],
         "verdicts": [_verdicts(p.get("verdicts")) for p in payloads],
         "step_rewards": _lists([m.scores if m.scores is not None else np.empty(0) for m in steps], np.float64),
         "step_advantages": [_step_advantages(r, m.ranges) for r, m in zip(rollouts, steps, strict=True)],
         "advantage": [_advantage(r) for r in rollouts],
         "review": none if texts is None else [_text(p.get("review")) for p in payloads],
+        "seat": [_text(p.get("seat")) for p in payloads],
+        "episode": [_text(p.get("episode")) for p in payloads],
+        "pieces": none if texts is None else [_pieces(own.pieces) for own in texts],
     }
+
+
+def _pieces(pieces: Sequence[tuple[TextPiece, str]]) -> list[dict[str, Any]] | None:
+    """Returns the pieces as rows of the table; None where the text is not cut."""
+    return [
+        {"author": own.author, "tokens": own.end - own.first, "advantage": own.advantage, "text": text}
+        for own, text in pieces
+    ] or None
 
 
 def _lists(arrays: Sequence[np.ndarray | None], dtype: type[np.generic]) -> pa.ListArray:

@@ -15,11 +15,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from megatron_rl.training.rollout_table import READABLE, REPEATED, SCHEMA, from_table, num_bytes, to_table
+from megatron_rl.training.rollout_table import (
+    READABLE,
+    REPEATED,
+    SCHEMA,
+    RolloutText,
+    from_table,
+    num_bytes,
+    pieces_of,
+    to_table,
+)
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Rollout
 
-FORMAT = 2  # of a file; a file of another format is not read
+FORMAT = 3  # of a file; a file of another format is not read
 ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
@@ -249,8 +258,7 @@ def _chunks(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout]]:
             first, size = place + 1, 0
 
 
-def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[list[str]]:
-    """Returns of each rollout the text of its prompt, of all that follows it, and of each reasoning step."""
+def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[RolloutText]:
     prompts: dict[bytes, str] = {}  # a group has one prompt
     out = []
     for rollout in rollouts:
@@ -263,7 +271,8 @@ def _texts(role: str, rollouts: Sequence[Rollout], decode: Decode) -> list[list[
             rest.text_of(first - start, end - start) if first >= start else decode(role, rollout.tokens[first:end]).text
             for first, end in rollout.marks_of(STEP).ranges.tolist()
         ]
-        out.append([prompts[key], rest.text, *steps])
+        pieces = [(own, rest.text_of(own.first - start, own.end - start)) for own in pieces_of(rollout)]
+        out.append(RolloutText(prompt=prompts[key], text=rest.text, steps=steps, pieces=pieces))
     return out
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.engines.base import Engine, Sampling, Session
 from megatron_rl.rewards.pool import Graded
@@ -101,6 +102,7 @@ class Part:
     drawn: Mapping[str, int] = field(
         default_factory=dict
     )  # samples per problem that each role draws in a turn of this one; for plans
+    episode: EpisodeEstimate = field(default_factory=EpisodeEstimate)  # of a role that answers several times; for plans
 
 
 class Recipe(ABC):

@@ -79,7 +79,9 @@ def write_players(base: Path) -> None:
     """Writes what the runs of this file need besides the data."""
     write_speakers(base, PLAYERS, WORDS)
     (base / "plain.txt").write_text("{question} a")
-    (base / "judged.txt").write_text("{question} {answer} {response} {criterion} {first} {second} b")
+    judged = "{question} {answer} {response} {criterion} {first} {second} b"
+    (base / "judged.txt").write_text(judged)
+    (base / "referring.txt").write_text(judged.replace("question", "references"))
     (base / "token").write_text(TOKEN)
 
 
@@ -234,6 +236,7 @@ def _single(base: Path, name: str, target: str, options: Mapping[str, Any]) -> d
 def _evolve(base: Path, name: str, roles: Mapping[str, Any]) -> dict[str, Any]:
     parts = ("proposer", "reference", "solver", "question", "answer")
     templates = {f"{each}_template": f"{base}/judged.txt" for each in parts}
+    templates["reference_template"] = f"{base}/referring.txt"
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, **templates}
     return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=8)
 

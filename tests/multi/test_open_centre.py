@@ -63,8 +63,10 @@ def judge():
 
 def evolve(base, name, roles):
     (base / "evolve.txt").write_text("{question} {answer} a")
+    (base / "referring.txt").write_text("{references} {answer} a")
     names = ("proposer", "reference", "solver", "question", "answer")
     templates = {f"{each}_template": f"{base}/evolve.txt" for each in names}
+    templates["reference_template"] = f"{base}/referring.txt"
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, "reference_share": 0.5, **templates}
     return config(base, name, "megatron_rl.recipes.evolve:Evolve", roles, args=args, prompts_per_step=16)
 

@@ -16,9 +16,10 @@ from toys import EOS, characters, graded
 
 from megatron_rl.engines.base import Sampling
 from megatron_rl.environments.base import Environment, EpisodeSettings
+from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Move, Over, Said
 from megatron_rl.training.turns import Table
-from megatron_rl.types import Outcome, Prompt, Stop
+from megatron_rl.types import Author, Outcome, Prompt, Stop
 
 TEXT = characters()
 
@@ -272,3 +273,51 @@ def test_a_transcript_is_cut_where_the_template_forgets_what_the_model_thought()
         second.tokens[: second.start]
     )
     assert second.num_trainable == len(told(tokenizer, "cdef")) + 2  # what was cut off is trained on once
+
+
+@dataclass
+class Asks(Environment):
+    """Calls a tool of the model's choice, until it calls none."""
+
+    def begin(self, task, seed):
+        return self._move([{"role": "user", "content": "What is 6 * 7?"}], tools=[Calculator()])
+
+    def step(self, said):
+        if not said.calls:
+            return Over(rewards={"one": {"right": float(said.text == "42")}})
+        told_back = [
+            {"role": "tool", "name": call.name, "content": Calculator().run(call.arguments or {})}
+            for call in said.calls
+        ]
+        return self._move(told_back)
+
+    def _move(self, messages, tools=()):
+        return [Move(seat="one", role="agent", messages=messages, tools=tools)]
+
+
+def test_a_renderer_reads_calls_of_tools_and_goes_on_token_for_token():
+    renderers = pytest.importorskip("renderers")
+    tokenizer = chat_tokenizer()
+    special = ["<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*special, "</tool_response>"]})
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
+    engine = chat_speaker(tokenizer, f"<think>\n\n</think>\n\n{call}", "<think>\n\n</think>\n\n42")
+    table = table_of({"agent": engine}, tokenizer=tokenizer, room=4000, most=200)
+    [one] = play(Asks(), table, settings=EpisodeSettings(dialogue="renderers:qwen3"))
+    [rollout] = one.rollouts
+    assert (one.outcome, one.why, rollout.rewards) == (Outcome.SCORE, "", {"right": 1.0})
+    assert (one.turns, one.tool_calls, one.cuts) == (2, 1, 0)
+    written = [tokenizer.decode(rollout.tokens[a:b]) for a, b, author, _ in rollout.spans if author == Author.POLICY]
+    assert call in written[0] and written[1].endswith("42<|im_end|>")
+    renderer = renderers.create_renderer(tokenizer, renderers.config_from_name("qwen3"))
+    tools = [{key: getattr(Calculator(), key) for key in ("name", "description", "parameters")}]
+    opening = renderer.render_ids(
+        [{"role": "user", "content": "What is 6 * 7?"}], tools=tools, add_generation_prompt=True
+    )
+    assert rollout.tokens[: rollout.start].tolist() == opening
+    first_answer = engine.asked[1][0][: len(opening) + len(told(tokenizer, written[0]))]
+    bridged = renderer.bridge_to_next_turn(
+        opening, first_answer[len(opening) :], [{"role": "tool", "name": "calculator", "content": "42"}], tools=tools
+    )
+    assert engine.asked[1][0] == bridged.token_ids
+    assert set(renderer.get_stop_token_ids()) <= set(engine.asked[0][1].stop_tokens)

@@ -138,9 +138,10 @@ def test_the_picture_of_the_lake_shows_colours_as_brackets():
     assert content(own.step(said("down"))) == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
 
 
-@pytest.mark.parametrize("id, turns", [("Taxi-v3", 12), ("Blackjack-v1", 8), ("FrozenLake-v1", 15)])
-def test_observations_and_returns_are_those_of_the_world_itself(id, turns):
+@pytest.mark.parametrize("name, turns", [("Taxi", 12), ("Blackjack", 8), ("FrozenLake", 15)])
+def test_observations_and_returns_are_those_of_the_world_itself(name, turns):
     gymnasium = pytest.importorskip("gymnasium")
+    id = max(each for each in gymnasium.registry if each.startswith(f"{name}-v"))  # the newest version
     environment = adapter(id, turns=turns)
     for seed in range(6):
         world, rng = gymnasium.make(id), random.Random(seed)

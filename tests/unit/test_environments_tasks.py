@@ -286,7 +286,7 @@ def test_the_packaged_prompt_of_the_calculator_names_its_tags():
         ({"tools": [{"target": ECHO}, {"target": ECHO}]}, "echo, echo"),
         ({"answer": "echo", "tools": [{"target": ECHO}]}, "other than args.answer"),
         ({"tools": [{"target": "task_tools:Pair"}]}, "'pair' requires text, times"),
-        ({"tools": [{"target": "megatron_rl.types:Prompt", "args": {"id": "", "tokens": []}}]}, "is no tool"),
+        ({"tools": [{"target": "megatron_rl.engines.base:Sampling", "args": {"max_tokens": 3}}]}, "is no tool"),
         ({"tools": [{"target": CALCULATOR, "args": {"digits": 3}}]}, "unknown argument 'digits'"),
         ({"calls": "xml"}, "args.calls"),
     ],

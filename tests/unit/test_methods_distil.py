@@ -2,6 +2,7 @@
 torch's kl_div, and against what released code gave for the same numbers (tests/golden/distillation.json)."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import STATISTICS, Statistics, by_name, pack, statistics_needed
 from megatron_rl.batches.dealing import deal
 from megatron_rl.batches.work import Work
-from megatron_rl.config.schema import ConfigError, LossConfig
+from megatron_rl.config import checks, plugins
+from megatron_rl.config.files import load
+from megatron_rl.config.schema import ConfigError, LossConfig, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.recipes.distil import Distil
@@ -255,3 +258,36 @@ def test_arguments_that_cannot_be_are_refused():
     ):
         with pytest.raises(ConfigError, match=says):
             Distil(**args)
+
+
+def own_objective(live, batch):
+    return -live.logprobs * batch.values["teacher_logprobs"]
+
+
+@objectives.objective(needs=["teacher_logprobs", "teacher_candidate_logprobs"], uses_advantages=False)
+def own_over_candidates(live, batch):
+    return batch.values["teacher_candidate_logprobs"].sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("objective", "top_k", "says"),
+    [
+        ("distilled_top_k", 0, "recipe.args.top_k = 0: roles.student.loss.objective = 'distilled_top_k' reads the"),
+        (f"{__name__}:own_over_candidates", 0, "reads the teacher's likeliest tokens; give at least 1"),
+        ("distilled", 8, "recipe.args.top_k = 8: roles.student.loss.objective = 'distilled' reads no likeliest tokens"),
+        ("clipped", 0, "roles.student.loss.objective = 'clipped' wants advantages"),
+        (f"{__name__}:own_objective", 0, "wants advantages"),  # it does not say that it does without
+        ("distilled", 0, None),
+        ("distilled_top_k", 1, None),
+        (f"{__name__}:own_over_candidates", 4, None),
+    ],
+)
+def test_a_loss_and_a_top_k_that_do_not_go_together_are_refused_before_anything_starts(objective, top_k, says):
+    settings = [f"roles.student.loss.objective={objective}", "roles.student.model.path=x/y", "data.path=p.jsonl"]
+    settings += ["roles.teacher={policy: none, model: {path: x/z}}", "recipe.target=megatron_rl.recipes.distil:Distil"]
+    config = load(TrainConfig, [], [*settings, f"recipe.args={{updates: 1, top_k: {top_k}}}"])
+    if says is None:
+        checks.check_recipe(config, plugins.build(config.recipe))
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        checks.check_recipe(config, plugins.build(config.recipe))

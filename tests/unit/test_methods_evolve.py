@@ -11,8 +11,10 @@ import pytest
 from fake_engines import ScriptedEngine
 from toys import EOS, characters, graded
 
+from megatron_rl.config import checks
+from megatron_rl.config.files import load
 from megatron_rl.config.plugins import build
-from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes.evolve import JUDGE, PROPOSER, SOLVER, Evolve
 from megatron_rl.rewards.role_tags import judged_score, last_inside, proposal_form, tag_form
@@ -301,3 +303,30 @@ def test_evaluation_measures_the_solver_on_held_out_problems(texts):
 def test_wrong_arguments_are_refused_with_their_name(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         build(Use(target="megatron_rl.recipes.evolve:Evolve", args={"updates": 1, **args}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"max_prompt_tokens": 9}, "roles.proposer.max_prompt_tokens = 9: recipe.args.proposer_template has 10 tokens"),
+        ({"max_prompt_tokens": 10}, None),
+        ({"max_prompt_tokens": 9, "model": {"path": "org/on_the_hub"}}, None),  # nothing is fetched for a check
+        ({"max_prompt_tokens": 10, "chat": True}, "recipe.args.proposer_template has 12 tokens"),
+    ],
+)
+def test_a_proposer_that_could_never_be_asked_is_refused_before_anything_starts(tmp_path, changes, says):
+    tokenizer = characters()
+    tokenizer.chat_template = "<{% for m in messages %}{{ m.content }}{% endfor %}>"
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "proposer.txt").write_text("Ask, now: ")
+    (tmp_path / "run.yaml").write_text(
+        f"roles: {{proposer: {{model: {{path: {tmp_path}/model}}}}, solver: {{same_as: proposer}}, "
+        "judge: {same_as: proposer}}\ndata: {path: p.jsonl}\nrecipe: {target: megatron_rl.recipes.evolve:Evolve, "
+        f"args: {{updates: 1, proposer_template: {tmp_path}/proposer.txt}}}}\n"
+    )
+    config = load(TrainConfig, [tmp_path / "run.yaml"], [f"roles.proposer={json.dumps(changes)}"])
+    if says is None:
+        checks.check_recipe(config, build(config.recipe))
+        return
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        checks.check_recipe(config, build(config.recipe))

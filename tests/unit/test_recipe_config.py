@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import checks, plugins
 from megatron_rl.config.files import load
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 
 TANDEM = "roles.generator.tandem={}"
 HINTS = "recipe.args.hints={field: proof}"
@@ -72,3 +72,57 @@ def test_what_the_config_alone_tells_is_refused(check, recipe, overrides, messag
 @pytest.mark.parametrize(("recipe", "overrides"), ACCEPTED)
 def test_what_can_be_played_with_is_accepted(check, recipe, overrides):
     check(recipe, overrides)
+
+
+LACKING = [
+    ("grpo:Grpo", {"template": "Solve it."}, "question"),
+    ("ssrl:Ssrl", {"template": "{Question}"}, "question"),
+    ("dapo:Dapo", {"template": "{ question }"}, "question"),
+    ("distil:Distil", {"template": "{answer}"}, "question"),
+    ("entailment:Entailment", {"template": "{question} {criterion}"}, "response"),
+    ("tango:Tango", {"generator_template": "Solve it."}, "question"),
+    ("tango:Tango", {"verifier_template": "{question} {num_steps}"}, "solution"),
+    ("rubric:Rubric", {"generator_template": "Write."}, "question"),
+    ("rubric:Rubric", {"judge_template": "{question} {criterion} {tiers}"}, "response"),
+    ("rubric:Rubric", {"judge_template": "{question} {response}"}, "criterion"),
+    ("pairwise:Pairwise", {"generator_template": "Write."}, "question"),
+    ("pairwise:Pairwise", {"judge_template": "{question} {first}"}, "second"),
+    ("self_play:SelfPlay", {"solver_template": "Solve it."}, "question"),
+    ("evolve:Evolve", {"reference_template": "Something new."}, "references"),
+    ("evolve:Evolve", {"solver_template": "Solve it."}, "question"),
+    ("evolve:Evolve", {"question_template": "Is it good?"}, "question"),
+    ("evolve:Evolve", {"answer_template": "{question}"}, "answer"),
+]
+ENOUGH = [
+    ("self_play:SelfPlay", {"proposer_template": "Write a problem."}),  # of nothing, as in R-Zero
+    ("evolve:Evolve", {"proposer_template": "Write a problem."}),
+    ("tango:Tango", {"verifier_template": "{question} {solution}"}),
+    ("rubric:Rubric", {"judge_template": "{response} {criterion}"}),  # a criterion may speak for itself
+    ("pairwise:Pairwise", {"judge_template": "{first} {second}"}),
+]
+
+
+def built(recipe, templates, tmp_path):
+    args = {"generator_updates" if recipe == "tango:Tango" else "updates": 1}
+    for name, text in templates.items():
+        (tmp_path / name).write_text(text)
+        args[name] = str(tmp_path / name)
+    return plugins.build(Use(target=f"megatron_rl.recipes.{recipe}", args=args))
+
+
+@pytest.mark.parametrize(("recipe", "templates", "lacks"), LACKING)
+def test_a_template_without_what_it_is_about_is_refused(tmp_path, recipe, templates, lacks):
+    [name] = templates
+    said = f"recipe.args.{name} = '{tmp_path / name}': the text has no {{{lacks}}}; write the name"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        built(recipe, templates, tmp_path)
+
+
+@pytest.mark.parametrize(("recipe", "templates"), ENOUGH)
+def test_a_template_needs_no_more_than_what_it_is_about(tmp_path, recipe, templates):
+    built(recipe, templates, tmp_path)
+
+
+def test_all_that_a_template_lacks_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape("has no {first} and no {second}; write")):
+        built("pairwise:Pairwise", {"judge_template": "Which?"}, tmp_path)

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run import report_figures as figures
+from megatron_rl.run import report_samples
 from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
-from megatron_rl.run.report import confusion, pairs, split_steps, write_figure, write_report
+from megatron_rl.run.report import confusion, pairs, write_figure, write_report
+from megatron_rl.run.report_samples import split_steps
 from megatron_rl.run.report_sweep import write_sweep_report
 from megatron_rl.text import Decoded
 from megatron_rl.training.store import TurnStore
@@ -339,3 +342,125 @@ def test_a_mean_over_seeds_counts_only_runs_that_have_the_figure(tmp_path):
 
 def test_a_sweep_without_a_begun_run_has_no_means(tmp_path):
     assert re.findall(r"<td>([^<]*)</td>", sweep(tmp_path, [None, None])) == ["all", "0 of 2"]
+
+
+SAID = [*WORDS, "<tool_call>", "</tool_call>", "4 & 5", " = 9", "w" * 80, "\n"]
+TOOL, ENDS, SUM, NINE, LONG, LINE = range(len(WORDS), len(SAID))
+
+
+def say(role, tokens):
+    words = [SAID[token].encode() for token in tokens]
+    return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
+
+
+def talk(*parts, role="solver", seat=None, episode=None, **changes):
+    """A conversation. `parts`: (author, tokens) behind a prompt of one token."""
+    tokens = [0, *(token for _, own in parts for token in own)]
+    spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(own), author, 3) for author, own in parts))
+    payload = {"question": "how <many>?", "answer": "9", "seat": seat, "episode": episode}
+    values = {
+        "group": "problem", "tokens": tokens, "logprobs": [0.0] * len(tokens), "spans": spans, "advantages": 0.5,
+        "payload": {name: value for name, value in payload.items() if value is not None},
+    }  # fmt: skip
+    return Rollout(role=role, **{**values, **changes})
+
+
+def page_of(tmp_path, **rollouts):
+    run = open_run(Run(dir=str(tmp_path), name="talks"), CONFIG)
+    turn = Turn(step=0, index=0, roles=tuple(rollouts), number=0)
+    TurnStore(run.rollouts, decode=say).put(turn, Played(rollouts=rollouts, metrics={}), {})
+    text = write_report(run.path).read_text()
+    page = Page(text)
+    assert page.problems == [] and "script" not in {tag for tag, _ in page.tags}
+    return text[text.index("<h2>Sample rollouts</h2>") : text.index("<h2>Config</h2>")]
+
+
+POLICY, PARTNER, ENVIRONMENT = Author.POLICY, Author.PARTNER, Author.ENVIRONMENT
+CALLING = (POLICY, [3, TOOL, SUM, ENDS]), (ENVIRONMENT, [LINE, NINE, LINE]), (POLICY, [6, NINE])
+
+
+def test_an_episode_is_a_conversation_turn_by_turn(tmp_path):
+    rewards = {"outcome": 1.0, "tool_calls": 0.25}
+    text = page_of(tmp_path, solver=[talk(*CALLING, seat="solver-1", episode="e7", rewards=rewards)])
+    assert "turn 1 · episode e7" in text and "how &lt;many&gt;?" in text
+    assert '<h3>solver-1 <small>solver</small></h3><p class="meta">6 tokens · stop: eos · weights 3' in text
+    assert "outcome 1  tool_calls 0.25 · advantage +0.50" in text
+    turns = re.findall(
+        r'<div class="said (\w+)"><p class="who">([^<]*)</p><div class="words">(.*?)</div></div>', text, re.S
+    )
+    assert turns == [
+        ("answer", "answer 1 of 2 · 4 tokens",
+         'a&amp;b<span class="call">&lt;tool_call&gt;4 &amp; 5&lt;/tool_call&gt;</span>'),
+        ("environment", "environment · 3 tokens", "\n = 9\n"),
+        ("answer", "answer 2 of 2 · 2 tokens", "&lt;script&gt;alert(1)&lt;/script&gt; = 9"),
+    ]  # fmt: skip
+    assert 'class="legend"' not in text, "one advantage needs no colours"
+
+
+def test_seats_of_one_episode_stand_together_and_others_apart(tmp_path):
+    def seats(episode, good):
+        solver = talk(*CALLING, seat="a", episode=episode, rewards={"outcome": float(good)})
+        judge = talk((POLICY, [3]), seat="b", episode=episode, role="judge", rewards={"form": 1.0, "kind": 0.0})
+        return solver, judge
+
+    pairs_of = [seats(str(number), number % 2) for number in range(6)]
+    text = page_of(tmp_path, judge=[b for _, b in pairs_of], solver=[a for a, _ in pairs_of])
+    found = [re.findall(r"· episode (\d)|<h3>(.)", part) for part in text.split('<details class="sample')[1:]]
+    assert found == [[(number, ""), ("", "b"), ("", "a")] for number in ("1", "3", "0", "2")], "two of each outcome"
+    assert text.count('<details class="sample episode" open>') == 2
+    both = [talk(*CALLING, seat=s, episode="9", rewards={"outcome": r}) for s, r in (("x", 1.0), ("y", 0.0))]
+    text = page_of(tmp_path / "game", solver=both)
+    assert text.count('class="sample episode"') == 1 and "seats differ</span> early solver" in text
+
+
+def test_credit_that_differs_is_coloured_by_its_value_with_a_legend(tmp_path):
+    credit = [0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0, 0.0, 1.0, 1.0]  # a call of which the last token earned something
+    text = page_of(tmp_path, solver=[talk(*CALLING, seat="a", advantages=credit)])
+    colour = "background: color-mix(in srgb, var(--{}) {}%, transparent)"
+    good, bad, half = colour.format("good", 60), colour.format("bad", 30), colour.format("good", 30)
+    assert (
+        f'<span style="{bad}" title="-1">a&amp;b</span><span class="call">'  # it was one piece, cut by the call's frame
+        f'<span style="{bad}" title="-1">&lt;tool_call&gt;4 &amp; 5</span>'
+        f'<span style="{good}" title="+2">&lt;/tool_call&gt;</span></span>'
+    ) in text
+    assert f'answer 2 of 2 · 2 tokens · advantage +1.00</p><div class="words"><span style="{half}"' in text
+    assert "answer 1 of 2 · 4 tokens</p>" in text and "advantages from -1.00 to +2.00" in text
+    shown = re.search(r'<p class="legend">(.*?)</p>', text)[1]
+    assert re.sub("<[^>]*>", "|", shown) == "advantage of each token: |-2.00||-1.00||0||+1.00||+2.00|"
+
+
+def test_credit_by_token_of_a_single_answer_is_coloured_where_no_steps_show_it(tmp_path):
+    per_token = talk((POLICY, [3, SUM]), advantages=[0.0, 1.0, -1.0])
+    text = page_of(tmp_path, solver=[per_token])
+    assert 'class="sample episode"' not in text and 'class="legend"' in text
+    assert 'title="+1">a&amp;b</span>' in text and 'title="-1">4 &amp; 5</span>' in text
+
+
+def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(tmp_path):
+    text = page_of(tmp_path, solver=[talk((POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE]))])
+    assert 'a&amp;b<span class="partner" title="written by a partner">4 &amp; 5</span>' in text
+    assert "answer 1 of 2 · 2 tokens" in text and 'class="said environment"' not in text
+    assert "<h3>solver</h3>" in text, "no seat was named"
+
+
+def test_long_turns_are_folded_and_longer_ones_cut_within_a_call(tmp_path, monkeypatch):
+    few = -(-report_samples.MAX_OPEN // 80)
+    text = page_of(tmp_path, solver=[talk((POLICY, [TOOL, *[LONG] * few]), (ENVIRONMENT, [SUM]), (POLICY, [3]))])
+    start = escape("<tool_call>" + "w" * 109)
+    assert f"<details><summary>{start} … ({11 + few * 80} characters)</summary>" in text
+    monkeypatch.setattr(report_samples, "MAX_CHARACTERS", 20)
+    text = page_of(tmp_path / "cut", solver=[talk((POLICY, [3, TOOL, LONG]), (ENVIRONMENT, [SUM]), (POLICY, [3]))])
+    assert f'a&amp;b<span class="call">&lt;tool_call&gt;{"w" * 6}</span> … (74 more characters)' in text
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("a <tool_call>{}</tool_call> b <tool_call>x", ["<tool_call>{}</tool_call>", "<tool_call>x"]),
+        ("<function=f><p=1>2</p></function>.", ["<function=f><p=1>2</p></function>"]),
+        ("see ```py\n1\n``` and <search>who?</search>", ["```py\n1\n```", "<search>who?</search>"]),
+        ("<toolbox>1</toolbox> x < tool > <code", []),
+    ],
+)
+def test_calls_of_tools_are_found_in_the_forms_that_models_write(text, calls):
+    assert [match[0] for match in report_samples._CALL.finditer(text)] == calls

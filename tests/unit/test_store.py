@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.text import Decoded
+from megatron_rl.training import rollout_table
 from megatron_rl.training import store as store_module
 from megatron_rl.training.store import (
     ROLLOUTS,
@@ -293,7 +294,7 @@ def test_files_of_others_and_of_another_format_are_not_read(tmp_path, caplog):
     head = {**json.loads(table.schema.metadata[b"megatron_rl"]), "format": 99}
     pq.write_table(table.replace_schema_metadata({b"megatron_rl": json.dumps(head)}), path)
     store_module._seal(path)
-    assert store.get(TURN) is None and "its format is 99, and this version reads 2" in caplog.text
+    assert store.get(TURN) is None and "its format is 99, and this version reads 3" in caplog.text
 
 
 def put_turns(store: TurnStore, count: int, first: int = 0) -> None:
@@ -406,6 +407,9 @@ def test_the_readable_columns_are_those_of_the_report(tmp_path):
         "step_advantages": [1.5, 3.5],
         "advantage": 1.5,
         "review": "fine",
+        "seat": None,
+        "episode": None,
+        "pieces": None,
     }
     assert (empty["text"], empty["advantage"], empty["verdicts"], empty["correct"]) == ("é<>&", None, None, None)
     assert (empty["steps"], empty["step_rewards"], empty["step_advantages"], one["advantage"]) == ([], [], [], 0.5)
@@ -434,3 +438,49 @@ def test_rows_of_one_role(tmp_path):
     path = store.put(turn, Played(rollouts=by_role, metrics={}), {})
     assert [len(read_rows(path, role)) for role in ("a", "b", None)] == [1, 2, 3]
     assert readable_files(tmp_path) == {"a": [path], "b": [path]}
+
+
+TALK = spans_of((2, 2, -1), (1, 0, 4), (2, 2, -1), (1, 0, 5))  # a prompt, an answer, a tool, an answer
+
+
+def pieces(tmp_path, what: Rollout):
+    [row] = read_rows(TurnStore(tmp_path, decode=decode).put(TURN, played(what), {}))
+    found = row["pieces"]
+    return found and [(p["author"], p["tokens"], p["advantage"], p["text"]) for p in found]
+
+
+def test_what_was_said_is_cut_by_author_with_the_advantage_of_each_answer(tmp_path):
+    tokens, per_token = [1, 2, 7, 1, 2, 6], [9.0, 9.0, 0.5, 9.0, 9.0, -1.5]
+    talk = {"tokens": tokens, "spans": TALK, "marks": {}}
+    said = [(0, 1, 0.5, "é<>&"), (2, 2, None, "Q?"), (0, 1, -1.5, "!")]
+    assert pieces(tmp_path, rollout(**talk, advantages=per_token)) == said
+    assert [p[2] for p in pieces(tmp_path, rollout(**talk, advantages=0.25))] == [0.25, None, 0.25]
+    assert [p[2] for p in pieces(tmp_path, rollout(**talk, advantages=None))] == [None] * 3
+    seated = rollout(payload={"seat": "solver-2", "episode": "7"}, advantages=None)
+    assert pieces(tmp_path, seated) == [(0, 4, None, "<step>a</step><step>b</step>!")]
+    [row] = read_rows(TurnStore(tmp_path, decode=decode).put(TURN, played(seated), {}))
+    assert (row["seat"], row["episode"]) == ("solver-2", "7")
+
+
+def test_a_text_that_one_author_wrote_is_cut_only_where_nothing_else_shows_its_credit(tmp_path):
+    assert pieces(tmp_path, rollout()) is None, "its steps have marks"
+    assert pieces(tmp_path, rollout(marks={}, advantages=0.5)) is None
+    assert pieces(tmp_path, rollout(marks={}, advantages=[1.0, 2.0, 3.0, 3.0, 3.0, 3.0])) is None, (
+        "a prompt has no credit"
+    )
+    tandem = spans_of((2, 2, -1), (1, 0, 4), (2, 1, -1), (1, 0, 4))
+    assert pieces(tmp_path, rollout(marks={}, spans=tandem, advantages=0.5)) is None
+    found = pieces(tmp_path, rollout(marks={}, advantages=[0.0, 0.0, 1.5, 1.5, math.nan, 2.5]))
+    assert found == [
+        (0, 2, 1.5, "<step>a</step><step>b"), (0, 1, None, "</step>"), (0, 1, 2.5, "!")
+    ]  # fmt: skip
+
+
+def test_credit_that_changes_with_every_token_of_a_long_text_is_left_out(tmp_path, monkeypatch):
+    spans = spans_of((1, 2, -1), (4, 0, 0), (1, 2, -1), (4, 0, 0))
+    long = rollout(
+        tokens=[1] * 10, logprobs=[0.0] * 10, spans=spans, marks={}, advantages=[float(i) for i in range(10)]
+    )
+    assert [p[1] for p in pieces(tmp_path, long)] == [1] * 9
+    monkeypatch.setattr(rollout_table, "MAX_PIECES", 8)  # of the nine
+    assert [p[:3] for p in pieces(tmp_path, long)] == [(0, 4, None), (2, 1, None), (0, 4, None)]
