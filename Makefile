@@ -182,7 +182,7 @@ $(VERIFIERS)/.ready: tools/verifiers/requirements.txt
 	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS_PIP) -r tools/verifiers/requirements.txt
 	@for name in kuhn_poker proposer_solver reverse_text; do \
-		$(VERIFIERS_PIP) --no-deps "$$name @ $(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
+		$(VERIFIERS_PIP) --no-deps "$(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
 		|| echo "$$name is not to be had from $(VERIFIERS_TASKS): its tests are skipped"; done
 	$(VERIFIERS)/bin/python -c "import verifiers.v1"
 	touch $@
