@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: demo-agent evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -85,6 +85,9 @@ evolve-mini: setup ## three roles that learn from the same episodes (Multi-Agent
 self-play-mini: setup ## a proposer whose questions grow with the solver (self-play with checkable answers), tiny models, no GPU
 	$(PY) examples/self_play_mini/run.py
 
+demo-agent: setup ## a tiny model learns to ask a calculator rather than to guess (several turns, tools), 2 ranks, no GPU
+	$(PY) examples/agent_mini/run.py
+
 pairwise-mini: setup ## a pairwise judge with a bias, asked in one order and in both (BRPO), tiny model, no GPU
 	$(PY) examples/pairwise_mini/run.py
 
@@ -121,7 +124,10 @@ test-layouts: setup ## every axis and every pair of axes on four ranks, packed a
 	$(PY) -m pytest tests/multi/test_layouts.py -m "matrix or not matrix"
 
 test-resume: setup ## every method, with and without turns played ahead: cut in the middle and resumed, against the whole run
-	$(PY) -m pytest tests/multi/test_resume_methods.py -m matrix
+	$(PY) -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py -m matrix
+
+test-hosts: setup engines ## vLLM servers on another host than the trainer, in network namespaces (needs root)
+	$(PY) -m pytest tests/multi/test_two_hosts.py -m matrix
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest
@@ -166,6 +172,21 @@ $(ORACLES)/.ready: tools/oracles/requirements.txt
 	$(ORACLES_PIP) $(CONSTRAINTS) -r tools/oracles/requirements.txt
 	touch $@
 
+.PHONY: verifiers
+VERIFIERS ?= .venv-verifiers
+VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check
+VERIFIERS_TASKS ?= git+https://github.com/PrimeIntellect-ai/verifiers@a60a606ecc4d309247edf9ff92c3eabca362781f
+verifiers: $(VERIFIERS)/.ready ## the library verifiers in an environment of its own, .venv-verifiers, with three of its task sets
+
+$(VERIFIERS)/.ready: tools/verifiers/requirements.txt
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS_PIP) -r tools/verifiers/requirements.txt
+	@for name in kuhn_poker proposer_solver reverse_text; do \
+		$(VERIFIERS_PIP) --no-deps "$(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
+		|| echo "$$name is not to be had from $(VERIFIERS_TASKS): its tests are skipped"; done
+	$(VERIFIERS)/bin/python -c "import verifiers.v1"
+	touch $@
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -176,9 +197,9 @@ check: setup ## format, lint, types, layering
 	$(PY) -m pytest tests/unit/test_layering.py -q
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed (DATA=folder with gsm8k/, ...: the graders too)
-	@missed=0; for name in data_path rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published; \
+	@missed=0; for name in data_path episodes rollout tandem train_step memory refit import_export convert loop_overhead plan_memory plan_published; \
 	do $(PY) benchmarks/$$name.py --check || missed=1; done; \
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers runs

@@ -42,8 +42,13 @@ setup(
         "datasets": ["datasets>=2.19"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
+        "tasks": ["reasoning-gym==0.1.25", "gymnasium>=1.0", "bm25s>=0.2.6"],
+        "agents": ["renderers==0.1.12", "httpx"],
         "te": ["transformer-engine[pytorch]"],
-        "dev": ["pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"],
+        "dev": [
+            *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),
+            *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.2.6"),
+        ],
     },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},
 )

@@ -19,6 +19,7 @@ from megatron_rl.weights.hf import local_directory
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 TOKENIZERS = 16  # whose tables of pieces are kept
+TEMPLATES = 64  # whose texts are kept
 WIDTH = 16  # bytes; longer pieces of a vocabulary are rare
 FILLING = b"\xff"  # a byte that no UTF-8 text has
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # how a vocabulary with byte fallback writes a single byte
@@ -78,13 +79,18 @@ def decode_all(tokenizer: Any, sequences: Iterable[Sequence[int] | np.ndarray]) 
 
 
 def read_template(name: str) -> str:
-    """Reads a prompt text: a packaged name (`tango_generator`) or a path to a text file. Raises FileNotFoundError with
-    both places."""
+    """Reads a prompt text: a packaged name (`tango_generator`) or a path to a text file, which is read once in a run.
+    Raises FileNotFoundError with both places."""
     packaged = PROMPTS / f"{name}.txt"
     path = packaged if packaged.exists() else Path(name)
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in PROMPTS.glob("*.txt")))
         raise FileNotFoundError(f"no prompt template {name!r}: give a text file, or one of {known}")
+    return _read_file(path.absolute())
+
+
+@lru_cache(maxsize=TEMPLATES)
+def _read_file(path: Path) -> str:
     return path.read_text(encoding="utf-8").removesuffix("\n")
 
 

@@ -4,6 +4,7 @@ behalf."""
 from __future__ import annotations
 
 import pickle
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,7 +62,8 @@ class World(Protocol):
         ...
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Inside `from_driver`, on rank 0: runs the handler on every rank at the same time -> results by rank.
+        """Inside `from_driver`, on rank 0, in any thread: runs the handler on every rank at the same time -> results by
+        rank. Several threads' calls run one after the other.
 
         Raises FollowerError with the rank and its traceback when a handler raised anywhere, after all ranks have
         answered.
@@ -87,6 +89,7 @@ class OneProcess:
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
+        self._calling = threading.Lock()
 
     def barrier(self) -> None:
         return None
@@ -102,7 +105,8 @@ class OneProcess:
 
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         [argument] = args_per_rank
-        return [self._handlers[name](argument)]
+        with self._calling:
+            return [self._handlers[name](argument)]
 
     def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         return make(0)
@@ -123,6 +127,7 @@ class TorchWorld:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self._handlers: dict[str, Handler] = {}
         self._driving = False  # inside from_driver, on rank 0
+        self._calling = threading.Lock()  # one order at a time, whichever threads of rank 0 give them
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -164,8 +169,9 @@ class TorchWorld:
                 "call_all outside from_driver: the other ranks do not listen; call it from a function given to "
                 "from_driver"
             )
-        self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
-        answers = self._collect(name, args_per_rank[0])
+        with self._calling:
+            self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
+            answers = self._collect(name, args_per_rank[0])
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.chat import ASSISTANT, ChatTokenizer, tokenizer_of
 from megatron_rl.config import plugins
+from megatron_rl.config.data_settings import generated_name
 from megatron_rl.config.schema import ConfigError, EvalConfig, GenerateConfig, Model, PromptSet, SftConfig, TrainConfig
 from megatron_rl.data.conversations import MESSAGES, QUESTION
 from megatron_rl.data.problems import Problem, fields_of, read_problems
@@ -45,14 +46,14 @@ def _train_lines(config: TrainConfig) -> list[str]:
     sets = training_sets(config)
     if config.evaluation.prompts is not None:
         sets[HELD_OUT] = config.evaluation.prompts
-    sets = {name: source for name, source in sets.items() if Path(source.path).exists()}
+    sets = {name: source for name, source in sets.items() if _has_rows(source)}
     problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT)
     model, chat = config.roles[role].model, config.roles[role].chat
     return [f"{name}: {_prompts(sets[name], own, model, chat=chat)}" for name, own in problems.items()]
 
 
 def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet) -> list[str]:
-    if not Path(source.path).exists():
+    if not _has_rows(source):
         return []
     problems = read_problems(source)
     if _is_here(config.model):
@@ -106,6 +107,11 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
     goes_on = f"; {open_ended} end with an assistant's turn, which the model goes on with" if open_ended else ""
     answer = f"column `{fields['answer']}`" if "answer" in fields else "none, so that the reward must do without"
     return f"{asked}{goes_on}; answers: {answer}"
+
+
+def _has_rows(source: PromptSet) -> bool:
+    """Says whether the problems of a set can be read on this machine."""
+    return generated_name(source.path) is not None or Path(source.path).exists()
 
 
 def _is_here(model: Model) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.config.data_settings import resolve
+from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.schema import (
     ConfigError,
     Embedded,
@@ -38,6 +38,7 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     """
     problems = _train_problems(config, ranks, to_come) if isinstance(config, TrainConfig) else []
     problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
+    problems += _overlaps(config)
     if isinstance(config, SftConfig):
         problems += _sft_problems(config, ranks, to_come)
     if isinstance(config, TrainConfig | SftConfig):
@@ -191,7 +192,9 @@ def absent_files(config: Any) -> list[Absent]:
     models |= {"model.path": cast(Any, config).model.path} if hasattr(config, "model") else {}
     absent = [Absent(name, path, _is_hub_name(path)) for name, path in models.items() if not Path(path).is_dir()]
     local = {
-        name: path for name, path in places.items() if path and path.count("/") != 1 or Path(path).suffix in _DATA_FILES
+        name: path
+        for name, path in places.items()
+        if path and generated_name(path) is None and (path.count("/") != 1 or Path(path).suffix in _DATA_FILES)
     }
     return absent + [Absent(name, path, False) for name, path in local.items() if not Path(path).exists()]
 
@@ -210,7 +213,7 @@ def _prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:
 
 
 def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
-    problems = []
+    problems = _generated_problems(name, source)
     try:
         resolve(source)
     except ConfigError as error:
@@ -220,6 +223,42 @@ def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
     except re.error as error:
         problems.append(f"{name}.answer_pattern = {source.answer_pattern!r} is not a regular expression: {error}")
     return problems
+
+
+def _generated_problems(name: str, source: PromptSet) -> list[str]:
+    """Returns what is wrong with the settings of problems that reasoning-gym generates."""
+    if generated_name(source.path) is None:
+        if source.generated is None:
+            return []
+        return [
+            f"{name}.generated is set, but {name}.path = {source.path!r} is not generated: write reasoning_gym:NAME"
+        ]
+    problems = [
+        f"{name}.{key} = {value!r} with {name}.path = {source.path!r}: generated problems have none; set it to null"
+        for key, value in {"settings": source.settings, "subset": source.subset, "file": source.file}.items()
+        if value is not None
+    ]
+    if source.split not in (TRAIN, TEST, ALL):
+        problems.append(f"{name}.split = {source.split!r}: generated problems have {TRAIN}, {TEST} and {ALL}")
+    if importlib.util.find_spec("reasoning_gym") is None:
+        problems.append(
+            f"{name}.path = {source.path!r}: reasoning-gym is not installed; run `pip install reasoning-gym`"
+        )
+    return problems
+
+
+def _overlaps(config: Any) -> list[str]:
+    """Returns a line for each set of generated problems to train on that may have questions of those held out."""
+    sets = dict(_prompt_sets(config))
+    held = sets.pop("evaluation.prompts", None)
+    return [
+        f"evaluation.prompts may have questions of {name}: both are of {', '.join(sorted(common))}; set "
+        f"{name}.split to {TRAIN} and evaluation.prompts.split to {TEST}, which have none in common"
+        for name, source in sets.items()
+        if held is not None
+        and (common := generated_names(source) & generated_names(held))
+        and {source.split, held.split} != {TRAIN, TEST}
+    ]
 
 
 def check_recipe(config: TrainConfig, recipe: Any) -> None:

@@ -6,6 +6,9 @@ import dataclasses
 
 from megatron_rl.config.schema import ConfigError, PromptSet
 
+_GENERATED = "reasoning_gym:"  # the beginning of a path of generated problems
+TRAIN, TEST, ALL = "train", "test", "all"  # splits of generated problems
+
 _BOXED_SUFFIX = "\n\nPresent the answer in LaTex format: \\boxed{Your answer}"
 
 # Settings with one value, which are null when a config leaves them open.
@@ -45,10 +48,12 @@ def settings_table() -> dict[str, PromptSet]:
 
 def resolve(source: PromptSet) -> PromptSet:
     """Returns `source` with its ready-made settings filled in where it sets nothing itself. Where the config names a
-    conversation (fields.messages), their question is left out.
+    conversation (fields.messages), their question is left out. Generated problems have settings of their own.
 
     Raises ConfigError for an unknown name of settings.
     """
+    if generated_name(source.path) is not None:
+        return dataclasses.replace(source, fields={"question": "question", "entry": "entry", **source.fields})
     if source.settings is None:
         return source
     table = settings_table()
@@ -63,3 +68,17 @@ def resolve(source: PromptSet) -> PromptSet:
         filters={**ready.filters, **source.filters},
         **{name: getattr(ready, name) for name in _SINGLE if getattr(source, name) is None},
     )
+
+
+def generated_name(path: str) -> str | None:
+    """Returns NAME of a path `reasoning_gym:NAME`; None for any other path."""
+    return path.removeprefix(_GENERATED) if path.startswith(_GENERATED) else None
+
+
+def generated_names(source: PromptSet) -> set[str]:
+    """Returns the data sets of reasoning-gym that make the problems of `source`: NAME, or those that a composite one
+    mixes; none of other problems."""
+    name = generated_name(source.path)
+    parts = source.generated.args.get("datasets") if source.generated else None
+    mixed = {str(part.get("name")) for part in parts if isinstance(part, dict)} if isinstance(parts, list) else set()
+    return set() if name is None else mixed or {name}

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
 from pydantic import PositiveInt
 
 from megatron_rl.config.base import Share, config
 
+Seed = Annotated[int, pydantic.Field(ge=0, lt=2**31)]  # with the number of a draw added it stays below numpy's limit
+
+
+@config
+class Generated:
+    """The problems of a path `reasoning_gym:NAME`: how many, and how they are drawn."""
+
+    size: PositiveInt = 1000  # number of problems
+    seed: Seed = 0  # of the draws, 0 to 2^31 - 1
+    args: dict[str, Any] = field(default_factory=dict)  # settings of the data set NAME itself, such as min_terms
+
 
 @config
 class PromptSet:
-    """A set of problems. `path` is a JSONL or Parquet file, a directory of them, or a Hugging Face data set."""
+    """A set of problems. `path` is a JSONL or Parquet file, a directory of them, a Hugging Face data set, or one that
+    reasoning-gym generates."""
 
-    path: str  # JSONL or Parquet file, directory of them, or Hugging Face data set
+    path: str  # JSONL or Parquet file, directory of them, Hugging Face data set, or reasoning_gym:NAME
+    generated: Generated | None = None  # size, seed and settings of reasoning_gym:NAME; null: their defaults
     # Name of a ready-made mapping: eurus2_rl, eurus2_sft, deepscaler, gsm8k, math, last_letter, solutions.
     settings: str | None = None
     subset: str | None = None  # configuration of a Hugging Face data set; null: that of `settings`, else its only one
-    split: str = "train"  # split of a Hugging Face data set, or of a directory with files train*, test*, ...
+    # Split of a Hugging Face data set, or of a directory with files train*, test*, ...; of reasoning_gym:NAME train and
+    # test, which have no question in common, or all.
+    split: str = "train"
     # One file of a data set on the hub, where its splits hold other files, too; null: the split's files.
     file: str | None = None
     # Our field name -> the row's key; dots reach inside nested values. Example: {question: problem}. `messages` names a

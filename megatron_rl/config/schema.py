@@ -13,7 +13,7 @@ import pydantic
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from megatron_rl.config.base import ConfigError, Share, Use, config
-from megatron_rl.config.datasets import PromptSet, SftData
+from megatron_rl.config.datasets import Generated, PromptSet, SftData
 from megatron_rl.config.engines import Embedded, EndpointConfig, RefitConfig, Rollouts, Servers, Sglang, Vllm
 from megatron_rl.config.evaluation import EvalConfig, Evaluation, GradingConfig, JudgingConfig, Reward
 from megatron_rl.config.model import (
@@ -40,6 +40,7 @@ __all__ = [
     "EvalConfig",
     "Evaluation",
     "Gate",
+    "Generated",
     "GenerateConfig",
     "GradingConfig",
     "JobConfig",

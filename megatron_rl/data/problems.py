@@ -1,4 +1,4 @@
-"""Reads problems from files and Hugging Face data sets.
+"""Reads problems from files and Hugging Face data sets, and has others generated.
 
 `PromptReader` deals the problems out; its place among them is part of a checkpoint.
 """
@@ -11,12 +11,12 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.chat import ChatError, last_user
-from megatron_rl.config.data_settings import resolve
+from megatron_rl.config.data_settings import generated_name, resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.conversations import (
     ANSWER,
@@ -70,7 +70,7 @@ def fields_of(source: PromptSet) -> dict[str, str]:
     """Returns {our field: the row's key} as `read_problems` finds them; nothing where it finds no prompt. Raises what
     `read_problems` raises for a path without data."""
     source = resolve(source)
-    for _, row in rows_of(source.path, source.split, source.subset, source.file):
+    for _, row in _rows(source):
         if not isinstance(row, BadRow) and _passes(row, source) and (found := prompt_fields(source, row)):
             return found
     return {}
@@ -79,13 +79,13 @@ def fields_of(source: PromptSet) -> dict[str, str]:
 def read_rows(source: PromptSet, read: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> list[Problem]:
     """Returns problems as `read_problems` does, but `read` turns each row into its values.
 
-    `read` returns None for a row to pass over and raises DataError for a bad one. Of `source` only path, split, subset,
-    file, limit and max_bad_share are used.
+    `read` returns None for a row to pass over and raises DataError for a bad one. Of `source` only path, generated,
+    split, subset, file, limit and max_bad_share are used.
     """
     problems: list[Problem] = []
     bad: list[BadRow] = []
     count = total = 0
-    for where, row in rows_of(source.path, source.split, source.subset, source.file):
+    for where, row in _rows(source):
         if source.limit is not None and len(problems) >= source.limit:
             break
         count += 1
@@ -211,6 +211,15 @@ class PromptReader:
         for problem in self._problems:
             digest.update(json.dumps(dict(problem.values), sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
+
+
+def _rows(source: PromptSet) -> Iterator[tuple[str, Any]]:
+    """Yields (place, row) as rows_of does, also of generated problems."""
+    if generated_name(source.path) is None:
+        return rows_of(source.path, source.split, source.subset, source.file)
+    from megatron_rl.data.generated import generated_rows  # its library is optional
+
+    return generated_rows(source)
 
 
 def _passes(row: Mapping[str, Any], source: PromptSet) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 
 from megatron_rl.engines.base import Completion, EngineError, Sampling, Tokens
 
+SETTLE_S = 0.01  # without a new ask, after which a round begins although more may be asked
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
@@ -96,9 +98,14 @@ class RoundSession:
         self._call_off()
 
     def _next_round(self) -> list[tuple[int, np.ndarray, Sampling]]:
-        """Waits until something is asked, and takes all of it. Empty: nothing is, and nobody is in `asking`."""
+        """Waits until something is asked, and takes all of it. Empty: nothing is, and nobody is in `asking`. While
+        somebody is, it also waits until nothing more comes: a round of many costs little more than a round of one."""
         with self._change:
             self._change.wait_for(lambda: self._pending or not self._askers or self._closed)
+            known = 0
+            while self._askers and known < len(self._pending) and not self._closed:
+                known = len(self._pending)
+                self._change.wait_for(lambda: self._closed, SETTLE_S)
             asks, self._pending = self._pending, []
             return asks
 

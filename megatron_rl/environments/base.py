@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Self
 
 from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.episodes import EpisodesPlay
 from megatron_rl.environments.moves import Episode, Move, Over, Said
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EpisodeSettings:
     """How episodes are played, whoever plays them."""
 
-    # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers: the
-    # library of that name, which also reads calls of tools.
-    dialogue: Literal["text", "chat", "renderers"] = "text"
-    episode_timeout_s: float = 600.0  # from an episode's begin on; a later one is given up
+    # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers:NAME: that
+    # renderer of the library `renderers`, which also reads calls of tools.
+    dialogue: str = "text"
+    episode_timeout_s: float = 3600.0  # from an episode's begin on; a later one is given up
     step_timeout_s: float = 120.0  # for one `begin` or `step`
     workers: int = 64  # calls of environments that run at the same time
 
@@ -67,6 +69,21 @@ class Environment(EpisodeMaker):
         any other exception is taken for such a failure too.
         """
         ...
+
+    def play(
+        self,
+        table: Table,
+        tasks: Sequence[Prompt],
+        seeds: Sequence[int],
+        samplings: Mapping[str, Sampling],
+        settings: EpisodeSettings,
+    ) -> list[Episode]:
+        """See EpisodeMaker."""
+        return EpisodesPlay(self, table, samplings, settings).play(tasks, seeds)
+
+    def copy(self) -> Self:
+        """Returns the environment of one episode."""
+        return copy.copy(self)
 
     def close(self) -> None:
         """Ends what the episode still holds. It is called once, also while `step` hangs in another thread."""

@@ -12,14 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.rewards import sandbox
+from megatron_rl.rewards.sandbox import SandboxFailure, SandboxSettings
 from megatron_rl.rewards.tags import boxed
 
 MAX_CHARACTERS = 10_000  # longer answers are not read
 _NO_LITERAL = object()  # stands for a text that is no Python literal
-
-
-class SandboxFailure(RuntimeError):
-    """A sandbox that does not give the known value of the data set's own function: the answer cannot be graded."""
 
 
 def grade_output(response: str, payload: Mapping[str, Any]) -> float:
@@ -36,18 +33,19 @@ def grade_output(response: str, payload: Mapping[str, Any]) -> float:
     return float(any(_equal(_literal(answer), known) for answer in answers))
 
 
-def grade_input(response: str, payload: Mapping[str, Any]) -> float:
+def grade_input(response: str, payload: Mapping[str, Any], *, accept_weaker_isolation: bool = False) -> float:
     """Returns 1.0 when payload["code"]'s function f returns payload["answer"] for the response's arguments, else 0.0.
 
     Raises SandboxFailure when the known input does not give the known answer either: then the fault is not the model's.
     """
+    settings = SandboxSettings(timeout_s=3.0, accept_weaker_isolation=accept_weaker_isolation)
     known = str(payload["answer"])
     for answer in _stated_answers(response):
         found = _arguments(answer)
-        if found is not None and _returns(payload["code"], found, known):
+        if found is not None and _returns(payload["code"], found, known, settings):
             return 1.0
     own = _arguments(str(payload["input"]))
-    if own is not None and not _returns(payload["code"], own, known):
+    if own is not None and not _returns(payload["code"], own, known, settings):
         raise SandboxFailure(
             f"f({str(payload['input'])[:60]}) is not {known[:60]} in the sandbox: the problem, or this machine, is "
             "broken"
@@ -55,15 +53,15 @@ def grade_input(response: str, payload: Mapping[str, Any]) -> float:
     return 0.0
 
 
-def _returns(code: str, arguments: tuple[list[str], dict[str, str]], known: str) -> bool:
-    ran = sandbox.call(code, *arguments)
-    if ran.value is None:
+def _returns(code: str, arguments: tuple[list[Any], dict[str, Any]], known: str, settings: SandboxSettings) -> bool:
+    ran = sandbox.call(code, *arguments, settings=settings)
+    if ran.why:
         return False
-    value, wanted = _literal(ran.value), _literal(known)
+    value, wanted = _literal(ran.output), _literal(known)
     return (
         _equal(value, wanted)
         if wanted is not _NO_LITERAL
-        else _syntax_tree(ran.value) == _syntax_tree(known) is not None
+        else _syntax_tree(ran.output) == _syntax_tree(known) is not None
     )
 
 
@@ -115,14 +113,14 @@ def _syntax_tree(text: str) -> str | None:
         return None
 
 
-def _arguments(text: str) -> tuple[list[str], dict[str, str]] | None:
-    """Reads `1, 'a', n=2` or `f(1, 'a', n=2)` and returns the arguments' reprs; None unless all are literals."""
+def _arguments(text: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """Reads `1, 'a', n=2` or `f(1, 'a', n=2)` and returns the arguments; None unless all are literals."""
     own = text[2:-1] if text.startswith("f(") and text.endswith(")") else text
     try:
         node = ast.parse(f"f({own})", mode="eval").body
         if not isinstance(node, ast.Call) or any(word.arg is None for word in node.keywords):
             return None
-        given = [repr(ast.literal_eval(argument)) for argument in node.args]
-        return given, {str(word.arg): repr(ast.literal_eval(word.value)) for word in node.keywords}
+        given = [ast.literal_eval(argument) for argument in node.args]
+        return given, {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None

@@ -1,221 +1,105 @@
-"""Calls a Python function of a data set in a process without network, children or files, with little memory and time.
+"""Runs Python code that nobody has read: a whole program, or one function of it, in a process that reaches nothing.
 
-The arguments are literals, never code. The process runs this file as a script.
+The code has no network, sees of the machine's files only Python and shared libraries, writes only to a small /tmp of
+its own, sees no other process, and has limits on memory, time, processes, files and output. When its main process
+ends, or its time, all processes that it started are killed by the kernel. docs/tools.md says how this is done, what a
+machine must allow, and what is not kept out.
 
-The network is taken away by a network namespace where the kernel allows one (as root, or with unprivileged user
-namespaces), and always by an audit hook that refuses sockets, programs, foreign code and writing files. Without a
-namespace there is only the hook: it keeps honest code from the network, but not an attacker who breaks the interpreter.
-`SandboxResult.isolated` says whether there was a namespace.
+A run ends in one of three ways: the code's own end (`Ran` without `why`), the code's own fault (`Ran.why`, a text that
+a model can be told), or the sandbox's (SandboxFailure, which must never become a reward of 0). Calls may come from
+many threads and processes at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
-import os
-import resource
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TIMEOUT_S = 3.0
-MEMORY_MIB = 512
-MAX_BYTES = 1 << 18  # largest answer
-NOBODY = 65534
-CLONE_NEWUSER, CLONE_NEWNET, PR_SET_NO_NEW_PRIVS = 0x10000000, 0x40000000, 38
-# Audit events that are refused, by the beginning of their names.
-FORBIDDEN = (
-    "socket.",
-    "subprocess.",
-    "os.exec",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.system",
-    "os.kill",
-    "ctypes.",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.mkdir",
-    "os.link",
-    "os.symlink",
-    "os.truncate",
-    "os.chmod",
-    "os.chown",
-    "os.putenv",
-    "shutil.",
-    "webbrowser.",
-    "urllib.",
-    "http.",
-    "ftplib.",
-    "smtplib.",
-    "pty.",
-    "signal.pthread_kill",
-    "fcntl.",
-)
+from megatron_rl.rewards import sandbox_process, sandbox_ways
+from megatron_rl.rewards.sandbox_process import ERROR_BYTES, Ended, SandboxFailure, SandboxSettings, Way
 
-_USUAL_MODULES = ("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator",
-                  "random", "re", "string")  # fmt: skip
+__all__ = ["Ran", "SandboxFailure", "SandboxSettings", "call", "run_program"]
+
+DEFAULTS = SandboxSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxResult:
-    """The result of a call: `value` is the repr of the returned value, or None; then `why` says what went wrong."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """The end of code that ran in a sandbox."""
 
-    value: str | None
-    why: str = ""
-    isolated: bool = False  # the process had a network namespace of its own
+    output: str  # what a program printed, up to the limit; of a call: the repr of the returned value
+    why: str = ""  # one line that says what went wrong: the last of the traceback, a limit; empty: nothing did
+    late: bool = False  # it did not end in time
+    cut: bool = False  # it was ended because it printed more than the limit
+    seconds: float  # from the code's start to its end
+    isolation: Way
+
+
+def run_program(
+    code: str,
+    stdin: str = "",
+    *,
+    arguments: Sequence[str] = (),
+    show_value: bool = False,
+    settings: SandboxSettings = DEFAULTS,
+) -> Ran:
+    """Runs `code` as Python runs a file, with `stdin` as its standard input and `arguments` in sys.argv.
+
+    With `show_value`, the value of a last expression counts as printed where nothing else was. Raises SandboxFailure.
+    """
+    return _run(code, stdin, settings, {"arguments": list(arguments), "show_value": show_value})
 
 
 def call(
     code: str,
-    arguments: Sequence[str],
-    keywords: Mapping[str, str] | None = None,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any] | None = None,
     *,
-    timeout_s: float = TIMEOUT_S,
-    memory_mib: int = MEMORY_MIB,
     name: str = "f",
-) -> SandboxResult:
-    """Runs `code` and calls its function `name` with arguments, which are the reprs of literals.
+    settings: SandboxSettings = DEFAULTS,
+) -> Ran:
+    """Runs `code` and calls its function `name`, or that method of its class Solution, with plain values.
 
-    Never raises for what the code does.
+    A plain value is what a Python literal can be. What the code prints is thrown away. Raises SandboxFailure.
     """
-    order = {"code": code, "arguments": list(arguments), "keywords": dict(keywords or {}), "name": name}
-    order |= {"cpu_s": max(1, round(timeout_s)), "memory_mib": memory_mib}
-    with tempfile.TemporaryDirectory(prefix="sandbox_") as place:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=place,
-            env={},
-            start_new_session=True,
-            close_fds=True,
-        )
-        late = threading.Timer(timeout_s, _kill, [process])
-        late.start()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(order).encode())
-                process.stdin.close()
-            said = process.stdout.read(MAX_BYTES + 1)
-        finally:
-            timed_out = not late.is_alive()
-            late.cancel()
-            _kill(process)
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        pipe.close()
-    if timed_out:
-        return SandboxResult(None, f"no answer within {timeout_s:g} s")
-    return _read(said, process.returncode)
+    what = {"function": name, "values": list(arguments), "keywords": dict(keywords or {})}
+    ran = _run(code, "", settings, what)
+    if ran.why:
+        return ran
+    if not ran.output.startswith(("=", "!")):
+        why = f"it ended without a value of {name}"
+        return Ran(output="", why=why, seconds=ran.seconds, isolation=ran.isolation)
+    raised = ran.output[1:] if ran.output.startswith("!") else ""
+    value = "" if raised else ran.output[1:]
+    return Ran(output=value, why=raised, seconds=ran.seconds, isolation=ran.isolation)
 
 
-def _read(said: bytes, status: int) -> SandboxResult:
-    if len(said) > MAX_BYTES:
-        return SandboxResult(None, f"more than {MAX_BYTES} bytes")
-    try:
-        answer = json.loads(said)
-        return SandboxResult(answer["value"], str(answer["why"]), bool(answer["isolated"]))
-    except (ValueError, KeyError, TypeError):
-        return SandboxResult(None, f"it ended with status {status}, without an answer")
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-
-
-def main() -> None:
-    """Runs in the new process: reads the order, gives up every right, runs the code, and answers."""
-    import ast
-
-    order = json.loads(sys.stdin.buffer.read())
-    answers = os.fdopen(os.dup(1), "wb")
-    _close_standard_streams()
-    _load_usual_modules()
-    isolated = _give_up_rights(order["memory_mib"], order["cpu_s"])
-    sys.addaudithook(_refuse_forbidden)
-    value, why = None, ""
-    try:
-        space: dict[str, Any] = {"__name__": "__sandbox__"}
-        exec(compile(order["code"], "<data set>", "exec"), space)
-        given = [ast.literal_eval(text) for text in order["arguments"]]
-        named = {name: ast.literal_eval(text) for name, text in order["keywords"].items()}
-        value = repr(space[order["name"]](*given, **named))
-    except BaseException as error:  # whatever a data set's code raises, an exit among it, is its answer
-        why = f"{type(error).__name__}: {str(error)[:200]}"
-    answers.write(json.dumps({"value": value, "why": why, "isolated": isolated}).encode())
-    answers.flush()
-    os._exit(0)
-
-
-def _close_standard_streams() -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in (0, 1, 2):
-        os.dup2(nothing, number)
-
-
-def _load_usual_modules() -> None:
-    """Imports common modules while the process may still read them.
-
-    An installation may be readable by its owner alone.
-    """
-    for name in _USUAL_MODULES:
-        importlib.import_module(name)
-
-
-def _give_up_rights(memory_mib: int, cpu_s: int) -> bool:
-    """Gives up network, user and resources. Returns whether the process now has a network namespace of its own."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    isolated = False
-    if sys.platform == "linux":
-        isolated = libc.unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET) == 0
-        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if os.geteuid() == 0:
-            with contextlib.suppress(OSError):
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-    limits = {
-        resource.RLIMIT_AS: memory_mib << 20,
-        resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: 16,
-    }
-    for kind, limit in limits.items():
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(kind, (limit, limit))
-    return isolated
-
-
-def _refuse_forbidden(event: str, arguments: tuple[Any, ...]) -> None:
-    """Raises PermissionError for forbidden events. It is an audit hook, which cannot be removed again."""
-    writes = event == "open" and (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
-    creates = (
-        event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+def _run(code: str, stdin: str, settings: SandboxSettings, what: dict[str, Any]) -> Ran:
+    way = sandbox_ways.choose(settings.accept_weaker_isolation)
+    order = sandbox_ways.order_of(way, code, settings, **what)
+    given = stdin.encode("utf-8", "replace")
+    ended = sandbox_process.run(sandbox_ways.command(way, settings), order, given, settings)
+    return Ran(
+        output=ended.output.decode("utf-8", "replace"),
+        why=_why(ended, settings),
+        late=ended.how == "late",
+        cut=ended.how == "flooded",
+        seconds=ended.seconds,
+        isolation=way,
     )
-    if writes or creates or event.startswith(FORBIDDEN):
-        raise PermissionError(f"{event} is not for code in the sandbox")
 
 
-if __name__ == "__main__":
-    main()
+def _why(ended: Ended, settings: SandboxSettings) -> str:
+    if ended.how == "late":
+        return f"no answer within {settings.timeout_s:g} s"
+    if ended.how == "flooded":
+        most = settings.output_bytes if len(ended.output) == settings.output_bytes else ERROR_BYTES
+        return f"more than {most} bytes of output"
+    if ended.status == 0:
+        return ""
+    if ended.status < 0:
+        return f"it was killed ({signal.strsignal(-ended.status)})"
+    lines = ended.errors.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip() if lines else f"it ended with status {ended.status}"

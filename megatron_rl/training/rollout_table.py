@@ -376,11 +376,13 @@ def _step_advantages(rollout: Rollout, ranges: np.ndarray) -> list[float]:
     """Returns the advantage of each step's last trained token, 0 where none is; empty before credit is assigned."""
     if rollout.advantages is None or not len(ranges):
         return []
+    if not isinstance(rollout.advantages, np.ndarray):
+        own = [(a, b) for a, b, author, _ in rollout.spans.tolist() if author == Author.POLICY]
+        inside = (any(a < end and start < b for a, b in own) for start, end in ranges.tolist())
+        return [float(rollout.advantages) if there else 0.0 for there in inside]
     trained = np.flatnonzero(rollout.trainable)
     places = np.searchsorted(trained, ranges[:, 1]) - 1  # of the last trained token before each end
     inside = (places >= 0) & (trained[np.maximum(places, 0)] >= ranges[:, 0]) if len(trained) else places >= 0
-    if not isinstance(rollout.advantages, np.ndarray):
-        return np.where(inside, float(rollout.advantages), 0.0).tolist()
     return [float(rollout.advantages[trained[p]]) if there else 0.0 for p, there in zip(places, inside, strict=True)]
 
 

@@ -93,6 +93,21 @@ def from_completion(
     )
 
 
+def continued(rollout: Rollout, turn: Rollout) -> Rollout:
+    """Joins a rollout with the next turn of its conversation, whose prompt begins with all of the rollout's tokens.
+
+    The experts are those that the engine told of the last turn, which cover the whole.
+    """
+    ended, began = len(rollout.tokens), turn.start
+    between = [(ended, began, Author.ENVIRONMENT, NO_VERSION)] if began > ended else []
+    own = turn.spans[turn.spans[:, 0] >= began]
+    return replace(
+        turn,
+        logprobs=np.concatenate([rollout.logprobs, turn.logprobs[ended:]]),
+        spans=np.concatenate([rollout.spans, np.array(between, np.int32).reshape(-1, 4), own]),
+    )
+
+
 def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
     """Returns the spans [K, 4] of a prompt of `before` tokens and a completion. What a partner wrote has no version of
     the policy's."""

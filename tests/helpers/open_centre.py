@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.objectives import Objective, objective
 from megatron_rl.batches.batch import Batch, Statistics
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.moves import Move, Over, Said
 from megatron_rl.recipes.distil import Distil
 from megatron_rl.recipes.grpo import GENERATOR, Grpo
 from megatron_rl.recipes.rubric import Rubric
 from megatron_rl.text import decode_all
-from megatron_rl.training.rollouts import tokenize
-from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
-from megatron_rl.types import Author, Prompt, Rollout, Stop, spans_of
+from megatron_rl.training.turns import Source, Table, Turn
+from megatron_rl.types import Prompt, Rollout
 
 LINES: dict[str, tuple[int, int]] = {}  # name of a toy: the lines that it has, and the most that it may have
 
@@ -97,71 +97,24 @@ def median_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray)
 within(140)(Rubric)  # the method itself, which was a toy here
 
 
-class Counting:
+@within(120)
+@dataclass
+class Counting(Environment):
     """An environment of two turns: the model writes, a tool says how many letters there were, the model goes on."""
 
-    def begin(self, task: Mapping[str, Any]) -> str:
-        return str(task["question"])
+    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Move]:
+        self.turn = 0
+        return self._move(str(task["question"]))
 
-    def step(self, turn: int, text: str) -> tuple[str | None, float]:
-        """Returns what the tool says to the model's text (None: the episode is over), and the reward so far."""
-        letters = sum(c.isalpha() for c in text)
-        return (f"[{letters}]", 0.0) if turn == 0 else (None, letters / max(1, len(text)))
+    def step(self, said: Said) -> Sequence[Move] | Over:
+        letters = sum(c.isalpha() for c in said.text)
+        self.turn += 1
+        if self.turn == 1:
+            return self._move(f"[{letters}]")
+        return Over(rewards={"agent": {"letters": letters / max(1, len(said.text))}})
 
-
-@within(120)
-@dataclass(frozen=True, kw_only=True)
-class ToolTurns(Recipe):
-    """Trains on conversations with an environment, token for token: the tool's tokens are part of the rollout and are
-    never trained on.
-    """
-
-    updates: int
-    group_size: int = 4
-
-    def roles(self) -> Mapping[str, Part]:
-        return {"agent": Part(samples=self.group_size)}
-
-    def schedule(self) -> Schedule:
-        return [[("agent",)]] * self.updates
-
-    def prompt(self, payload: Mapping[str, Any]) -> str:
-        return Counting().begin(payload)
-
-    def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
-        prompts = [p for p in source.take() for _ in range(self.group_size)]
-        sampling = replace(table.samplings["agent"], n=1, seed=table.seed_for(turn.number, "agent"))
-        session, tokenizer = table.session("agent"), table.tokenizers["agent"]
-        so_far = [np.asarray(p.tokens, np.int32) for p in prompts]
-        parts = [[(len(p.tokens), Author.ENVIRONMENT, -1)] for p in prompts]
-        logprobs = [[np.zeros(len(p.tokens), np.float32)] for p in prompts]
-        rewards, turns = {}, dict.fromkeys(range(len(prompts)), 0)
-        keys = {}
-        for i, tokens in enumerate(so_far):
-            keys[i] = i
-            session.ask(i, tokens, sampling)
-        for key, [said] in session.answers():
-            i = keys[key]
-            so_far[i] = np.concatenate([so_far[i], said.tokens])
-            parts[i].append((len(said.tokens), Author.POLICY, table.engines["agent"].version))
-            logprobs[i].append(said.logprobs)
-            answer, rewards[i] = Counting().step(turns[i], decode_all(tokenizer, [said.tokens])[0])
-            turns[i] += 1
-            if answer is not None:
-                told = np.asarray(tokenize(tokenizer, answer), np.int32)
-                so_far[i] = np.concatenate([so_far[i], told])
-                parts[i].append((len(told), Author.ENVIRONMENT, -1))
-                logprobs[i].append(np.zeros(len(told), np.float32))
-                keys[len(keys)] = i
-                session.ask(len(keys) - 1, so_far[i], sampling, after=key)
-        rollouts = [
-            Rollout(
-                role="agent", group=p.id, tokens=so_far[i], logprobs=np.concatenate(logprobs[i]),
-                spans=spans_of(*parts[i]), stop=Stop.LENGTH, payload=p.payload, rewards={"letters": rewards[i]},
-            )
-            for i, p in enumerate(prompts)
-        ]  # fmt: skip
-        return {"agent": assign_advantages(rollouts, reward="letters", estimator="grpo")}
+    def _move(self, text: str) -> Sequence[Move]:
+        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": text}])]
 
 
 @within(20)

@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
@@ -52,6 +53,13 @@ def cases(world, asked):
     yield world.broadcast(world.rank + 7)
     yield asked.seen
     yield told(world, lambda: world.from_driver(lambda: world.call_all("ask", ranks)))
+    yield told(world, at_once, world)
+
+
+def at_once(world):
+    """Puts the ranks to work from several threads."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(lambda k: world.call_all("ask", [k] * world.size), range(20)))
 
 
 def main(out):

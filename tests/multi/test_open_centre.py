@@ -113,6 +113,11 @@ def runs(tmp_path_factory, judge, servers):
     distil = partial(config, base, recipe="megatron_rl.recipes.distil:Distil", prompts_per_step=16)
     lessons = {"updates": 12, "template": f"{base}/template.txt"}
     toward, over = {"objective": "open_centre:toward_teacher"}, {"objective": "distilled_top_k"}
+    counting = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 1.0}, "group_size": 4}
+    tool = partial(
+        config, base, recipe="megatron_rl.recipes.agents:Agents", roles={"agent": role(base, layout={"tp": 1})},
+        args={"updates": 3, **counting},
+    )  # fmt: skip
     configs = [
         grpo(base, "dynamic", **dynamic),
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
@@ -123,7 +128,9 @@ def runs(tmp_path_factory, judge, servers):
         config(base, "rubric", *rubric[:2], args=rubric[2]),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
-        config(base, "tool", "open_centre:ToolTurns", {"agent": role(base, layout={"tp": 1})}, args={"updates": 3}),
+        tool("tool"),
+        tool("tool_cut", steps=1),
+        tool("tool_cut", steps=3, resume="must"),
         distil("distil", roles={"student": pupil(loss=toward), "teacher": teacher}, args=lessons),
         distil(
             "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
@@ -265,6 +272,8 @@ def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(ru
             assert r.length == len(r.response) == r.num_trainable
     assert series(run, "agent", "trained_tokens") == tokens
     assert max(series(run, "agent", "engine_gap")) < 1e-4, "the trainer reads the conversation as the engine did"
+    assert same(weights(runs / "tool_cut", "agent"), weights(run, "agent")), "a run that was cut goes on exactly"
+    assert series(runs / "tool_cut", "agent", "reward/letters") == series(run, "agent", "reward/letters")
 
 
 @pytest.mark.parametrize(("name", "figure"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])

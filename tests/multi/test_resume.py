@@ -91,7 +91,7 @@ def test_both_roles_learned_in_the_resumed_run(uninterrupted):
     assert summary["generator_accuracy_sampled_end"] >= 0.0
 
 
-@pytest.mark.parametrize("how", ["launcher", "group"])
+@pytest.mark.parametrize("how", [pytest.param("launcher", marks=pytest.mark.matrix), "group"])
 def test_resume_after_an_interrupt_and_with_a_half_written_checkpoint(last_letter, uninterrupted, tmp_path, how):
     arguments = tango_settings(last_letter, tmp_path, "run")
     process = start(arguments, tmp_path / "log")

@@ -35,6 +35,11 @@ def test_every_rank_works_when_the_driver_calls_all(answers):
     assert [a[11][:2] for a in answers] == [[r + 1, r + 5] for r in range(len(answers))]
 
 
+def test_threads_of_the_driver_put_the_ranks_to_work_one_after_the_other(answers):
+    expected = [[[r, k * 10] for r in range(len(answers))] for k in range(20)]
+    assert [a[13] for a in answers] == [["value", expected]] * len(answers)
+
+
 def test_a_followers_error_names_its_rank_on_every_rank(answers):
     last = len(answers) - 1
     for kind, text in (a[3] for a in answers):

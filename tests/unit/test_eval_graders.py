@@ -1,17 +1,16 @@
-"""Graders of benchmarks beyond mathematics: labels, short texts, literals; the sandbox; answer keys; hostile texts."""
+"""Graders of benchmarks beyond mathematics: labels, short texts, literals; answer keys; hostile texts."""
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rewards import sandbox
 from megatron_rl.rewards.answer_key import answer_key, normal_form
-from megatron_rl.rewards.code_answer import SandboxFailure, grade_input, grade_output
+from megatron_rl.rewards.code_answer import grade_input, grade_output
+from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.rewards.short_answer import grade_label, grade_text, stated_answer
 
 HOSTILE = [
@@ -106,46 +105,13 @@ CODE = "def f(text, n=1):\n    return text.upper() * n\n"
     ],
 )
 def test_inputs_are_tried_in_the_sandbox(said_arguments, score):
-    assert grade_input(f"\\boxed{{{said_arguments}}}", {"code": CODE, "input": "'ab', 2", "answer": "'ABAB'"}) == score
+    payload = {"code": CODE, "input": "'ab', 2", "answer": "'ABAB'"}
+    assert grade_input(f"\\boxed{{{said_arguments}}}", payload, accept_weaker_isolation=True) == score
 
 
 def test_a_problem_that_its_own_input_does_not_solve_is_an_error():
     with pytest.raises(SandboxFailure, match="the problem, or this machine, is broken"):
-        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"})
-
-
-@pytest.mark.parametrize(
-    ("body", "why"),
-    [
-        ("import socket; socket.create_connection(('127.0.0.1', 9))", "Error"),
-        ("import urllib.request; urllib.request.urlopen('http://127.0.0.1:9')", "Error"),
-        ("import os; os.system('true')", "PermissionError"),
-        ("import subprocess; subprocess.run(['true'])", "PermissionError"),
-        ("import os; os.fork()", "PermissionError"),
-        ("open('written', 'w').write('x')", "PermissionError"),
-        ("import os; os.open('written', os.O_CREAT | os.O_WRONLY)", "PermissionError"),
-        ("bytearray(4 << 30)", "MemoryError"),
-        ("raise SystemExit(0)", "SystemExit"),
-        ("while True: pass", "no answer within"),
-        ("import os; os._exit(3)", "without an answer"),
-        ("return 'x' * (1 << 20)", "more than"),
-    ],
-)
-def test_the_sandbox_refuses(body, why, tmp_path):
-    start = time.monotonic()
-    ran = sandbox.call(f"def f():\n    {body}\n", [], timeout_s=2.0)
-    assert ran.value is None and why in ran.why, ran
-    assert time.monotonic() - start < 20
-
-
-def test_the_sandbox_runs_plain_code_without_an_environment():
-    ran = sandbox.call(
-        "import os, collections\ndef f(x):\n    print('noise')\n    return dict(os.environ), collections.Counter(x)",
-        ["'aa'"],
-    )
-    assert ran.why == "" and ran.value is not None and "Counter({'a': 2})" in ran.value and "PATH" not in ran.value
-    if os.geteuid() == 0 and not ran.isolated:
-        pytest.skip("this kernel gives no network namespace: the audit hook alone stands")
+        grade_input("\\boxed{1}", {"code": CODE, "input": "'a'", "answer": "'B'"}, accept_weaker_isolation=True)
 
 
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))

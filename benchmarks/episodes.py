@@ -1,0 +1,251 @@
+"""Measures what episodes cost the driver, whether tools run while others generate, and what faults of tools do.
+
+The engine is a stand-in that has its answers ready, or needs a set time for each with so many at once, as a server
+does: what is measured is everything around it. The tools of the faults' part are real Python processes.
+
+    driver_ms_text, driver_ms_chat   CPU-milliseconds of the driver per answer, 256 episodes under way, by dialogue
+    overlap                          max(time of the tools alone, time of generation alone) over the wall time of both
+    unaccounted, zeros               of 1,000 episodes with 5 % of the tools hanging or dying: those without an outcome,
+                                     and those that failed and are samples all the same
+    left                             processes of tools that are there afterwards
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import common
+import numpy as np
+import psutil
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
+from megatron_rl.environments.base import Environment, EpisodeSettings
+from megatron_rl.environments.moves import EnvironmentFailure, Episode, Move, Over, Said
+from megatron_rl.environments.python_tool import PythonTool
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Outcome, Prompt, Stop
+
+BARS = {"overlap": 0.9}
+LIMITS = {"driver_ms_text": 2.0, "driver_ms_chat": 2.0, "unaccounted": 0, "zeros": 0, "left": 0}
+CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL_S, ANSWER_S = 0.4, 0.1  # of one call, of one answer
+AT_ONCE = 32  # answers that the engine writes at the same time
+TOOLS_AT_ONCE = 128
+
+
+class StandIn:
+    """An engine whose answers take a set time, so many at once."""
+
+    version = 0
+
+    def __init__(self, answer: Sequence[int], seconds: float = 0.0, at_once: int = AT_ONCE) -> None:
+        self.answer, self.seconds, self.at_once = np.array(answer, np.int32), seconds, at_once
+
+    def session(self) -> StandInSession:
+        return StandInSession(self)
+
+    def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+        raise NotImplementedError("nothing is scored here")
+
+    def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
+        raise NotImplementedError("nothing is scored here")
+
+    def tend(self) -> None: ...
+
+
+class StandInSession:
+    """Its session. An answer begins when one of the engine's places is free."""
+
+    def __init__(self, engine: StandIn) -> None:
+        self._engine, self._ready = engine, SimpleQueue[tuple[float, int] | None]()
+        self._free = [0.0] * engine.at_once  # when each place is free again: a heap
+        self._lock, self._outstanding, self._askers, self._closed = threading.Condition(), 0, 0, False
+
+    def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
+        with self._lock:
+            start = max(time.perf_counter(), heapq.heappop(self._free))
+            heapq.heappush(self._free, start + self._engine.seconds)
+            self._outstanding += 1
+            self._ready.put((start + self._engine.seconds, key))
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        self._askers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._askers -= 1
+            self._ready.put(None)
+
+    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
+        told = np.full(len(self._engine.answer), -1.0, np.float32)
+        while not self._closed and (self._outstanding or self._askers):
+            due = self._ready.get()
+            if due is None:
+                continue
+            time.sleep(max(0.0, due[0] - time.perf_counter()))
+            with self._lock:
+                self._outstanding -= 1
+            yield due[1], [Completion(tokens=self._engine.answer, logprobs=told, stop=Stop.EOS)]
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.put(None)
+
+
+@dataclass
+class Rounds(Environment):
+    """Answers each answer with a text, after a wait, so many times."""
+
+    turns: int
+    wait_s: float = 0.0
+    text: str = "and so on, for about as many characters as a search result of some length has. " * 4
+
+    def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
+        self.left = self.turns
+        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
+
+    def step(self, said: Said) -> list[Move] | Over:
+        time.sleep(self.wait_s)
+        self.left -= 1
+        if not self.left:
+            return Over(rewards={"agent": {"done": 1.0}})
+        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": self.text}])]
+
+
+@dataclass
+class Faults(Environment):
+    """Runs a program for each episode; of 40 episodes one hangs with a process of its own, and in one it dies."""
+
+    def __post_init__(self) -> None:
+        self._tool = PythonTool(accept_weaker_isolation=True)
+
+    def begin(self, task: Mapping[str, Any], seed: int) -> list[Move]:
+        self.way, self.child = {0: "hangs", 1: "dies"}.get(seed % 40, ""), None
+        return [Move(seat="agent", role="agent", messages=[{"role": "user", "content": "Begin."}])]
+
+    def step(self, said: Said) -> Over:
+        if self.way == "dies":
+            raise EnvironmentFailure("its process was killed")
+        if self.way == "hangs":
+            self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            self.child.wait()
+            raise EnvironmentFailure("its process hung")
+        return Over(rewards={"agent": {"right": float(self._tool.run({"code": "print(6 * 7)"}).strip() == "42")}})
+
+    def close(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--episodes", type=int, default=256, help="under way at the same time")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--faulty", type=int, default=1000, help="episodes of the part with faults")
+    common.add_arguments(parser)
+    args = parser.parse_args()
+    figures = {}
+    for dialogue in ("text", "chat"):
+        figures[f"driver_ms_{dialogue}"] = driver_ms(args.episodes, args.turns, dialogue)
+    figures |= overlap(args.episodes, args.turns)
+    figures |= faults(args.faulty)
+    common.finish(figures, BARS, args, limits=LIMITS)
+
+
+def driver_ms(episodes: int, turns: int, dialogue: str) -> float:
+    """Returns CPU-milliseconds of this process per answer."""
+    environment, table = Rounds(turns=turns), table_of(StandIn(words("I am writing an answer. " * 10)))
+    play(environment, table, 8, EpisodeSettings(dialogue=dialogue))  # imports, threads
+    start = time.process_time()
+    found = play(environment, table, episodes, EpisodeSettings(dialogue=dialogue))
+    return 1000 * (time.process_time() - start) / sum(one.turns for one in found)
+
+
+def overlap(episodes: int, turns: int) -> dict[str, float]:
+    """Returns the wall time of generation alone, of the tools alone, of both, and what they share."""
+    answers = episodes * turns
+    generation, tools = answers * ANSWER_S / AT_ONCE, answers * TOOL_S / TOOLS_AT_ONCE
+    engine = StandIn(words("An answer."), ANSWER_S)
+    start = time.perf_counter()
+    play(Rounds(turns=turns, wait_s=TOOL_S), table_of(engine), episodes, EpisodeSettings(workers=TOOLS_AT_ONCE))
+    wall = time.perf_counter() - start
+    return {"generation_s": generation, "tools_s": tools, "wall_s": wall, "overlap": max(generation, tools) / wall}
+
+
+def faults(episodes: int) -> dict[str, float]:
+    """Returns what became of episodes whose tools hang or die."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    settings = EpisodeSettings(step_timeout_s=20.0, workers=64)
+    start = time.perf_counter()
+    found = play(Faults(), table_of(StandIn(words("An answer."))), episodes, settings)
+    seconds = time.perf_counter() - start
+    time.sleep(1.0)
+    expected = [{0: Outcome.TIMEOUT, 1: Outcome.ERROR}.get(seed % 40, Outcome.SCORE) for seed in range(episodes)]
+    right = sum(one.outcome is want for one, want in zip(found, expected, strict=True))
+    failed = [one for one in found if one.outcome is not Outcome.SCORE]
+    wrong = [r for one in found for r in one.rollouts if r.rewards != {"right": 1.0}]
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    return {
+        "faulty_s": seconds,
+        "timeouts": sum(one.outcome is Outcome.TIMEOUT for one in found),
+        "errors": sum(one.outcome is Outcome.ERROR for one in found),
+        "unaccounted": episodes - right,
+        "zeros": len(wrong) + sum(len(one.rollouts) for one in failed),
+        "left": len(left),
+    }
+
+
+def play(environment: Environment, table: Table, episodes: int, settings: EpisodeSettings) -> list[Episode]:
+    tasks = [Prompt(id=f"0/{i}", tokens=[0]) for i in range(episodes)]
+    return environment.play(table, tasks, range(episodes), dict(table.samplings), settings)
+
+
+def table_of(engine: StandIn) -> Table:
+    return Table(
+        engines={"agent": engine},
+        tokenizers={"agent": TOKENIZER},
+        samplings={"agent": Sampling(max_tokens=512)},
+        max_prompt_tokens={"agent": 1 << 20},
+        grade=lambda responses, payloads: [],
+    )
+
+
+def words(text: str) -> list[int]:
+    return [*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<|im_start|>", "<|im_end|>"]
+    vocabulary = {piece: i for i, piece in enumerate(itertools.chain(special, CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<|im_start|>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens(special)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+TOKENIZER = _tokenizer()
+
+if __name__ == "__main__":
+    main()

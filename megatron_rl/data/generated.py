@@ -1,0 +1,73 @@
+"""Problems that reasoning-gym generates, as rows, so that those to train on and those held out have none in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.config.data_settings import TEST, TRAIN, generated_name
+from megatron_rl.config.schema import ConfigError, Generated, PromptSet
+from megatron_rl.data.rows import DataError
+from megatron_rl.rewards.reasoning_gym import COMPOSITE, GIVEN, digest, open_dataset, reference
+
+HELD_OUT = 5  # one question in so many is of the split `test`
+# Draws per problem wanted, and so many more: enough but where questions repeat. The number is a function of the config
+# because some data sets of the library make other problems when their size changes.
+_DRAWS = {TRAIN: 2, TEST: 2 * HELD_OUT}
+_MORE = 100
+
+
+def generated_rows(source: PromptSet) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (place, row) of the problems of a path `reasoning_gym:NAME`: {question, entry}, and answer where the
+    library knows one. Rows are a function of NAME, data.generated and data.split.
+
+    Draw i is problem i of the library's data set with this seed. A question belongs to `test` where its SHA-256 says
+    so, and else to `train`, whatever the seed, the settings and the data set: the two splits have no question in
+    common. The split `all` is the library's data set as it is. Raises ConfigError for a data set that cannot be made,
+    DataError where too few draws belong to the split.
+    """
+    made = source.generated or Generated()
+    name = generated_name(source.path) or ""
+    if given := [each for each in GIVEN if each in made.args]:
+        raise ConfigError(f"data.generated.args.{given[0]}: set data.generated.{given[0]} instead")
+    draws = made.size if source.split not in _DRAWS else made.size * _DRAWS[source.split] + _MORE
+    args = {**made.args, "size": draws, "seed": made.seed}
+    dataset = open_dataset(name, args)
+    answered = _has_answers(name, dataset, source.path)
+    found = 0
+    for index in range(draws):
+        item = _draw(dataset, index, source.path)
+        question = item["question"]
+        if source.split in _DRAWS and _split_of(question) != source.split:
+            continue
+        answer = {"answer": item["answer"]} if answered else {}
+        yield (
+            f"{source.path}[{index}]",
+            {"question": question, **answer, "entry": reference(name, args, index, question)},
+        )
+        found += 1
+        if found == made.size:
+            return
+    raise DataError(
+        f"only {found} of {draws} problems that {source.path} makes are of the split {source.split!r}, fewer than "
+        f"data.generated.size = {made.size}: its questions repeat; give a smaller size, or settings with more problems"
+    )
+
+
+def _split_of(question: str) -> str:
+    return TEST if int(digest(question), 16) % HELD_OUT == 0 else TRAIN
+
+
+def _has_answers(name: str, dataset: Any, path: str) -> bool:
+    """Says whether the library knows an answer to these problems; of some it can only tell whether one is right."""
+    parts = dataset.datasets.values() if name == COMPOSITE else [dataset]
+    return all(_draw(part, 0, path)["answer"] is not None for part in parts)
+
+
+def _draw(dataset: Any, index: int, path: str) -> dict[str, Any]:
+    try:
+        return dataset[index]
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot make problem {index} ({type(error).__name__}: {error}): look at data.generated.args"
+        ) from error

@@ -1,0 +1,327 @@
+"""Plays episodes of environments with the roles' engines: each answer is acted on while others are still written."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.engines.base import Completion, Sampling, Session
+from megatron_rl.environments.dialogue import Dialogue, dialogue_of
+from megatron_rl.environments.moves import SEAT, Episode, Move, Over, Said
+from megatron_rl.environments.seats import Seat
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Outcome, Prompt
+
+if TYPE_CHECKING:
+    from megatron_rl.environments.base import Environment, EpisodeSettings
+
+MOST_ANSWERS = 1 << 20  # of one episode: an ask's key is the episode's number times this, and the answer's number
+Job = Callable[[], object]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Running:
+    """An episode under way."""
+
+    number: int
+    task: Prompt
+    seed: int
+    world: Environment
+    seats: dict[str, Seat] = field(default_factory=dict)
+    expected: deque[tuple[Move, int]] = field(default_factory=deque)  # moves whose answers are to come, and their keys
+    arrived: dict[int, Completion | None] = field(default_factory=dict)  # by key; None: there was no room
+    asked: int = 0  # answers so far
+    calls: int = 0  # of tools
+    stamp: int = 0  # number of its calls of the environment; a result with an older one is late
+    busy: bool = False  # a call is under way
+    ends_at: float = float("inf")  # on the monotonic clock
+
+
+class EpisodesPlay:
+    """One call of `Environment.play`. The driver's thread keeps the books; one thread a role reads its engine's
+    answers, and worker threads call environments."""
+
+    def __init__(
+        self, environment: Environment, table: Table, samplings: Mapping[str, Sampling], settings: EpisodeSettings
+    ) -> None:
+        self._environment, self._table, self._samplings, self._settings = environment, table, samplings, settings
+        self._events: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self._workers = Workers(settings.workers)
+        self._sessions: dict[str, Session] = {}
+        self._dialogues: dict[str, Dialogue] = {}
+        self._readers: list[threading.Thread] = []
+        self._open = contextlib.ExitStack()  # the blocks in which sessions may be asked
+        self._running: dict[int, _Running] = {}
+        self._done: dict[int, Episode] = {}
+        self._deadlines: list[tuple[float, int, int]] = []  # heap: time, episode, stamp (-1: the whole episode's)
+
+    def play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
+        """Plays one episode of each task. [E] -> [E], in order. Raises what an engine raises."""
+        finished = False
+        try:
+            for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+                running = _Running(number=number, task=task, seed=seed, world=self._environment.copy())
+                self._running[number] = running
+                self._call(running, lambda own=running: own.world.begin(own.task.payload, own.seed))
+            while self._running:
+                self._take_event()
+                self._table.watch.beat()
+            finished = True
+        finally:
+            self._leave(finished)
+        return [self._done[number] for number in range(len(tasks))]
+
+    def _take_event(self) -> None:
+        """Waits for the next event or deadline, and acts on it."""
+        soonest = self._deadlines[0][0] if self._deadlines else None
+        try:
+            kind, *what = self._events.get(timeout=None if soonest is None else max(0.0, soonest - time.monotonic()))
+        except Empty:
+            self._expire()
+            return
+        if kind == "failed":
+            raise what[0]
+        if kind == "answer":
+            key, completion = what
+            running = self._running.get(key // MOST_ANSWERS)
+            if running is not None:
+                running.arrived[key] = completion
+                self._advance(running)
+        elif kind == "begun":
+            self._watch_call(*what)
+        else:
+            self._take_result(*what)
+
+    def _call(self, running: _Running, job: Job) -> None:
+        """Has a worker call the environment of an episode."""
+        running.stamp += 1
+        running.busy = True
+        number, stamp = running.number, running.stamp
+
+        def work() -> None:
+            self._events.put(("begun", number, stamp))
+            try:
+                result = job() if number in self._running else None  # it may have been given up meanwhile
+            except Exception as error:  # whatever an environment raises is its episode's failure
+                result = error
+            self._events.put(("result", number, stamp, result))
+
+        self._workers.do(work)
+
+    def _watch_call(self, number: int, stamp: int) -> None:
+        """Notes the deadlines of a call that a worker has begun: waiting for a worker does not count."""
+        running, now = self._running.get(number), time.monotonic()
+        if running is None or running.stamp != stamp:
+            return
+        if stamp == 1:
+            running.ends_at = now + self._settings.episode_timeout_s
+            heapq.heappush(self._deadlines, (running.ends_at, number, -1))
+        if running.busy:
+            heapq.heappush(self._deadlines, (now + self._settings.step_timeout_s, number, stamp))
+
+    def _expire(self) -> None:
+        """Gives up the episodes whose deadlines have passed."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            _, number, stamp = heapq.heappop(self._deadlines)
+            running = self._running.get(number)
+            if running is None or (stamp != -1 and not (running.busy and running.stamp == stamp)):
+                continue
+            if stamp == -1:
+                why = f"no end within episode_timeout_s = {self._settings.episode_timeout_s:g}"
+            else:
+                why = f"its environment took longer than step_timeout_s = {self._settings.step_timeout_s:g}"
+            if running.busy:
+                self._workers.lose()
+            self._end(running, Over(outcome=Outcome.TIMEOUT, why=why))
+
+    def _take_result(self, number: int, stamp: int, result: object) -> None:
+        running = self._running.get(number)
+        if running is None or running.stamp != stamp:  # it was given up, and its worker is there again
+            self._workers.found()
+            return
+        running.busy = False
+        if isinstance(result, Exception):
+            self._end(running, _failed(f"{type(result).__name__}: {result}"))
+        elif isinstance(result, Over):
+            self._end(running, result)
+        else:
+            try:
+                self._speak(running, result)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:  # moves that cannot be
+                self._end(running, _failed(f"its moves cannot be made: {type(error).__name__}: {error}"))
+                return
+            self._advance(running)
+
+    def _speak(self, running: _Running, moves: Any) -> None:
+        """Asks the engines for the answers to moves."""
+        for move in moves:
+            if move.role not in self._samplings:
+                raise ValueError(
+                    f"seat {move.seat!r} has the role {move.role!r}; there are {', '.join(self._samplings)}"
+                )
+            session, dialogue = self._session(move.role)
+            seat = running.seats.setdefault(move.seat, Seat(move.role, dialogue, move.tools))
+            sampling = self._sampling(running, move, seat, dialogue)
+            key = running.number * MOST_ANSWERS + running.asked
+            running.asked += 1
+            running.expected.append((move, key))
+            context = seat.listen(move.messages)
+            if len(context) > self._table.max_prompt_tokens[move.role]:
+                running.arrived[key] = None
+            else:
+                session.ask(key, context, sampling, after=seat.last_key)
+                seat.last_key = key
+
+    def _sampling(self, running: _Running, move: Move, seat: Seat, dialogue: Dialogue) -> Sampling:
+        own = self._samplings[move.role]
+        return replace(
+            own,
+            n=1,
+            seed=self._table.seed_for("answer", own.seed, running.seed, running.number, move.seat, seat.answers),
+            max_tokens=min(own.max_tokens, move.max_tokens or own.max_tokens),
+            stop_strings=(*own.stop_strings, *move.stop),
+            stop_tokens=(*own.stop_tokens, *dialogue.stop_tokens),
+        )
+
+    def _advance(self, running: _Running) -> None:
+        """Gives the environment the first answer that it waits for, once it is there."""
+        if running.busy:
+            return
+        if not running.expected:
+            self._end(running, _failed("its environment asked nobody, and did not end the episode"))
+            return
+        move, key = running.expected[0]
+        if key not in running.arrived:
+            return
+        running.expected.popleft()
+        completion, seat = running.arrived.pop(key), running.seats[move.seat]
+        if completion is None:
+            said = Said(seat=move.seat, text="", stop=None)
+        else:
+            reply = seat.say(completion, task=running.task, table=self._table, sampling=self._samplings[move.role])
+            said = Said(
+                seat=move.seat, text=reply.text, calls=reply.calls, stop=completion.stop, tokens=len(completion.tokens)
+            )
+            running.calls += len(reply.calls)
+        self._call(running, lambda: running.world.step(said))
+
+    def _end(self, running: _Running, over: Over) -> None:
+        """Ends an episode; whatever of it is still to come is passed over."""
+        del self._running[running.number]
+        unknown = (set(over.rewards) | set(over.answers)) - set(running.seats)
+        if over.outcome is Outcome.SCORE and unknown:
+            over = _failed(f"it gives rewards to {', '.join(sorted(unknown))}, and no such seat spoke")
+        rollouts = []
+        if over.outcome is Outcome.SCORE:
+            for name, seat in running.seats.items():
+                payload = {**running.task.payload, **over.payload, SEAT: name}
+                rewards = {key: float(value) for key, value in over.rewards.get(name, {}).items()}
+                rollouts += [replace(r, payload=payload, rewards=rewards) for r in seat.rollouts()]
+        seats = running.seats.values()
+        self._done[running.number] = Episode(
+            task=running.task,
+            number=running.number,
+            rollouts=rollouts,
+            answers=over.answers,
+            outcome=over.outcome,
+            why=over.why,
+            turns=sum(seat.answers for seat in seats),
+            tool_calls=running.calls,
+            cuts=sum(seat.cuts for seat in seats),
+        )
+        self._workers.do(running.world.close)
+
+    def _session(self, role: str) -> tuple[Session, Dialogue]:
+        """Opens the role's session at its first move, and starts to read its answers."""
+        if role not in self._sessions:
+            session = self._sessions[role] = self._table.session(role)
+            self._dialogues[role] = dialogue_of(self._settings.dialogue, self._table.tokenizers[role])
+            self._open.enter_context(session.asking())
+            reader = threading.Thread(target=self._read, args=(session,), name=f"answers of {role}", daemon=True)
+            self._readers.append(reader)
+            reader.start()
+        return self._sessions[role], self._dialogues[role]
+
+    def _read(self, session: Session) -> None:
+        try:
+            for key, [completion] in session.answers():
+                self._events.put(("answer", key, completion))
+        except BaseException as error:  # the driver's thread raises it
+            self._events.put(("failed", error))
+
+    def _leave(self, finished: bool) -> None:
+        """Closes sessions, environments and threads. Engines may work for all ranks together: their readers are waited
+        for."""
+        for running in self._running.values():  # after a failure
+            self._workers.do(running.world.close)
+        self._open.close()
+        if not finished:
+            for session in self._sessions.values():
+                session.close()
+        self._workers.close(self._settings.step_timeout_s)
+        for session in self._sessions.values():
+            session.close()
+        for reader in self._readers:
+            reader.join()
+
+
+class Workers:
+    """Threads that run jobs. One that hangs is replaced, and keeps no process from ending."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count, self._lost, self._open = most, 0, 0, 0
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._change = threading.Condition()
+
+    def do(self, job: Job) -> None:
+        with self._change:
+            self._open += 1
+            if self._count < min(self._most, self._open):
+                self._start()
+        self._jobs.put(job)
+
+    def lose(self) -> None:
+        """Gives up a thread whose job hangs."""
+        with self._change:
+            self._lost += 1
+            self._open -= 1
+            self._start()
+
+    def found(self) -> None:
+        """Takes back a thread that was given up, and whose job came to an end."""
+        with self._change:
+            self._lost -= 1
+            self._open += 1  # the job's own end takes it off again
+        self._jobs.put(None)  # there is one thread too many
+
+    def close(self, patience_s: float) -> None:
+        """Waits for all jobs, but at most so long, and ends the threads."""
+        with self._change:
+            self._change.wait_for(lambda: self._open <= 0, patience_s)
+            for _ in range(self._count):
+                self._jobs.put(None)
+
+    def _start(self) -> None:
+        self._count += 1
+        threading.Thread(target=self._work, name="environment", daemon=True).start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with contextlib.suppress(Exception):  # a job reports its own failures; those of `close` say nothing
+                job()
+            with self._change:
+                self._open -= 1
+                self._change.notify_all()
+        with self._change:
+            self._count -= 1
+
+
+def _failed(why: str) -> Over:
+    return Over(outcome=Outcome.ERROR, why=why)

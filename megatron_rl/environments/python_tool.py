@@ -1,0 +1,82 @@
+"""A Python interpreter that models may call: each call is a program of its own, in the sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.environments.moves import EnvironmentFailure, Tool
+from megatron_rl.rewards import sandbox
+from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
+
+_FENCED = re.compile(r"\s*```[^\n`]*\n(.*?)```\s*", re.DOTALL)
+
+
+@dataclass(kw_only=True)
+class PythonTool(Tool):
+    """Runs a program and tells what it printed; where it printed nothing, the value of its last expression.
+
+    A program that raises, takes too long or prints too much is told so, with what it had printed. Nothing is kept from
+    one call to the next, so that a call may be made again. A failure of the sandbox is tried once more before it is an
+    EnvironmentFailure.
+    """
+
+    name: str = "python"
+    timeout_s: float = 10.0  # of one call, by the clock
+    memory_mib: int = 512  # of one process of the program
+    max_characters: int = 4000  # of what is told; the end of a longer text is left out
+    packages: tuple[str, ...] = ()  # directories of modules beside the standard library, such as a site-packages
+    accept_weaker_isolation: bool = False  # run programs also where no sandbox can be built, see docs/tools.md
+
+    description = (
+        "Runs Python code and returns what it prints. Each call starts anew: nothing is kept from earlier calls. There "
+        "is no network."
+    )
+    parameters = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "a whole program; print what you want to see"}},
+        "required": ["code"],
+    }
+
+    def __post_init__(self) -> None:
+        if self.max_characters < 1:
+            raise ConfigError(f"args.max_characters = {self.max_characters}: give at least 1")
+        try:
+            self._settings = SandboxSettings(
+                timeout_s=self.timeout_s,
+                memory_mib=self.memory_mib,
+                output_bytes=4 * self.max_characters + 1,  # no character has more bytes
+                packages=tuple(self.packages),
+                accept_weaker_isolation=self.accept_weaker_isolation,
+            )
+        except ValueError as error:
+            raise ConfigError(f"args.{error}") from None
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        code = arguments.get("code")
+        if not isinstance(code, str) or not code.strip():
+            return "error: give a program as text in the argument code"
+        fenced = _FENCED.fullmatch(code)
+        return self._told(self._run(fenced[1] if fenced else code))
+
+    def _run(self, code: str) -> Ran:
+        try:
+            return sandbox.run_program(code, show_value=True, settings=self._settings)
+        except SandboxFailure:
+            pass
+        try:
+            return sandbox.run_program(code, show_value=True, settings=self._settings)
+        except SandboxFailure as error:
+            raise EnvironmentFailure(f"the tool {self.name}: {error}") from error
+
+    def _told(self, ran: Ran) -> str:
+        """Returns the text that the model gets."""
+        printed = ran.output.rstrip()
+        why = f"error: the code did not end within {self.timeout_s:g} s" if ran.late else "" if ran.cut else ran.why
+        if len(printed) > self.max_characters or ran.cut:
+            note = f"... (only the first {self.max_characters} characters are shown)"
+            printed = f"{printed[: self.max_characters]}\n{note}"
+        return "\n".join(text for text in (printed, why) if text) or "(the code printed nothing)"

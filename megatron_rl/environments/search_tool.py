@@ -1,0 +1,214 @@
+"""A search in a corpus on this machine that models may call, ranked by BM25 (the library bm25s, arXiv 2407.03618)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.environments.moves import EnvironmentFailure, Tool
+
+KEPT = 4  # indices in memory
+INDEX = ".bm25"  # behind the corpus's name: the directory of its index
+_STARTS, _STAMP = "starts.npy", "stamp.json"
+
+
+@dataclass(kw_only=True)
+class SearchTool(Tool):
+    """Finds the documents of a corpus that fit a query best.
+
+    The corpus is a JSONL file with one document a line. The index is made once a process, and kept beside the corpus
+    where `keep` says so. The answer has the form of Search-R1 (arXiv 2503.09516): `Doc 1(Title: ...) text`.
+    """
+
+    corpus: str  # JSONL file
+    title: str | None = (
+        "title"  # key of a document's title; null: the first line of its text, as in Search-R1's corpora
+    )
+    text: str = "text"  # key of a document's text
+    top_k: int = 3  # documents in an answer, at most
+    max_characters: int = 4000  # of an answer; what is longer is cut
+    k1: float = 1.5  # how soon the weight of a repeated word is exhausted
+    b: float = 0.75  # how much long documents are held back, 0 to 1
+    stopwords: str | None = "en"  # language whose commonest words are left out, as bm25s names it; null: none
+    keep: bool = False  # write the index beside the corpus, and read it from there while the corpus is the same
+    name: str = "search"
+
+    description = "Searches a collection of documents, and returns those that fit a query best."
+    parameters = {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": "a few words to look for"}},
+        "required": ["query"],
+    }
+
+    def __post_init__(self) -> None:
+        for key in ("top_k", "max_characters"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"args.{key} = {getattr(self, key)}: give at least 1")
+        if self.k1 < 0 or not 0 <= self.b <= 1:
+            raise ConfigError(f"args.k1 = {self.k1}, args.b = {self.b}: give k1 of at least 0, and b from 0 to 1")
+        path = Path(self.corpus).absolute()
+        if not path.is_file():
+            raise ConfigError(f"args.corpus = {self.corpus!r} is no file: give a JSONL file with a document a line")
+        stat = path.stat()
+        stamp = Stamp(
+            bytes=stat.st_size, changed_ns=stat.st_mtime_ns, title=self.title, text=self.text, k1=self.k1, b=self.b,
+            stopwords=self.stopwords,
+        )  # fmt: skip
+        self._index = _index(path, stamp, self.keep)
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        query = arguments.get("query")
+        if not isinstance(query, str) or not query.strip():
+            return "error: give a query as text"
+        found = [self._index.document(number) for number in self._index.best(query, self.top_k)]
+        if not found:
+            return "No document has a word of this query."
+        lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(found, start=1))
+        return "\n".join(lines)[: self.max_characters]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp:
+    """All that an index depends on. A kept one with another stamp is made anew."""
+
+    bytes: int  # of the corpus
+    changed_ns: int  # when the corpus was written
+    title: str | None
+    text: str
+    k1: float
+    b: float
+    stopwords: str | None
+
+
+class CorpusIndex:
+    """The BM25 scores of every word in every document, and the place of each document in its file, from which its text
+    is read when it is found. Several threads may use it at a time."""
+
+    def __init__(self, path: Path, stamp: Stamp, scores: Any, starts: np.ndarray) -> None:
+        self._path, self._stamp, self._scores = path, stamp, scores
+        self._starts = starts  # [documents + 1] int64: the byte at which each line begins, and the last one's end
+        self._file = path.open("rb")
+
+    def scores(self, query: str) -> np.ndarray:
+        """Returns the score of every document for a query. [documents] float32"""
+        [words] = _words([query], self._stamp.stopwords, ids=False)
+        known = [word for word in words if word in self._scores.vocab_dict]
+        if not known:
+            return np.zeros(len(self._starts) - 1, np.float32)
+        return self._scores.get_scores(known)
+
+    def best(self, query: str, count: int) -> list[int]:
+        """Returns the numbers of the `count` documents with the highest scores, best first, equal ones in the file's
+        order; none that scores 0."""
+        scores = self.scores(query)
+        count = min(count, int((scores > 0).sum()))
+        if not count:
+            return []
+        least = np.partition(scores, len(scores) - count)[len(scores) - count]
+        above, equal = np.flatnonzero(scores > least), np.flatnonzero(scores == least)
+        chosen = np.concatenate([above, equal[: count - len(above)]])
+        return chosen[np.argsort(-scores[chosen], kind="stable")].tolist()
+
+    def document(self, number: int) -> tuple[str, str]:
+        """Returns the title and the text of a document. Raises EnvironmentFailure where the file has changed."""
+        start, end = int(self._starts[number]), int(self._starts[number + 1])
+        try:
+            return _document(os.pread(self._file.fileno(), end - start, start), self._stamp)
+        except (OSError, ValueError) as error:
+            raise EnvironmentFailure(f"document {number} of {self._path} cannot be read any more: {error}") from error
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _index(path: Path, stamp: Stamp, keep: bool) -> CorpusIndex:
+    """Returns the index of a corpus: the kept one with this stamp, else one made now."""
+    library = _library()
+    place = path.with_name(path.name + INDEX)
+    wanted = {**vars(stamp), "library": library.__version__}
+    if keep and _stamp_of(place) == wanted:
+        return CorpusIndex(path, stamp, library.BM25.load(str(place), mmap=True), np.load(place / _STARTS))
+    texts, starts = _read(path, stamp)
+    scores = library.BM25(k1=stamp.k1, b=stamp.b, method="lucene")
+    scores.index(_words(texts, stamp.stopwords, ids=True), show_progress=False)
+    if keep:
+        _write(place, scores, starts, wanted)
+    return CorpusIndex(path, stamp, scores, starts)
+
+
+def _read(path: Path, stamp: Stamp) -> tuple[list[str], np.ndarray]:
+    """Returns what is searched of each document, title and text, and the bytes at which the lines begin and end."""
+    texts, starts, place = [], [0], 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place += len(line)
+            try:
+                texts.append("\n".join(_document(line, stamp)))
+            except ValueError as error:
+                raise ConfigError(f"args.corpus: {path}:{number}: {error}") from None
+            starts.append(place)
+    if not texts:
+        raise ConfigError(f"args.corpus: {path} is empty: give a JSONL file with a document a line")
+    return texts, np.array(starts, np.int64)
+
+
+def _document(line: bytes, stamp: Stamp) -> tuple[str, str]:
+    """Returns the title and the text of a document. Raises ValueError for a line that has none."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object")
+    for name, key in (("text", stamp.text), ("title", stamp.title)):
+        if key is not None and not isinstance(row.get(key), str):
+            raise ValueError(f"no text under {key!r}; the row has {', '.join(row)}: name the key by args.{name}")
+    if stamp.title is None:
+        title, _, text = row[stamp.text].partition("\n")
+        return title, text
+    return row[stamp.title], row[stamp.text]
+
+
+def _words(texts: Sequence[str], stopwords: str | None, *, ids: bool) -> Any:
+    """Returns the words of texts as bm25s reads them: as numbers with a vocabulary, or as texts."""
+    try:
+        return _library().tokenize(list(texts), stopwords=stopwords or [], return_ids=ids, show_progress=False)
+    except ValueError as error:
+        raise ConfigError(f"args.stopwords = {stopwords!r}: {error}") from error
+
+
+def _stamp_of(place: Path) -> Mapping[str, Any] | None:
+    try:
+        return json.loads((place / _STAMP).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(place: Path, scores: Any, starts: np.ndarray, stamp: Mapping[str, Any]) -> None:
+    """Writes an index, whole or not at all, in the place of an older one."""
+    partial = place.with_name(f".{place.name}.{os.getpid()}")
+    scores.save(str(partial))
+    np.save(partial / _STARTS, starts)
+    (partial / _STAMP).write_text(json.dumps(stamp))
+    shutil.rmtree(place, ignore_errors=True)
+    try:
+        partial.rename(place)
+    except OSError:  # another process was faster
+        shutil.rmtree(partial)
+
+
+def _library() -> Any:
+    try:
+        import bm25s
+    except ImportError as error:
+        raise ConfigError(
+            f"the search needs bm25s, which cannot be imported ({error}): run `pip install bm25s`"
+        ) from error
+    return bm25s

@@ -1,0 +1,74 @@
+"""One seat of an episode: its conversation so far, and the samples that this becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_rl.chat import Message
+from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.environments.dialogue import Dialogue, Reply
+from megatron_rl.environments.moves import Tool
+from megatron_rl.training.rollouts import continued, from_completion
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt, Rollout
+
+
+class Seat:
+    """The tokens of a seat are kept as engine and dialogue gave them; nothing is tokenised again. Where the dialogue
+    cannot go on from them, the transcript is cut: it is a sample of its own, and the next one opens with the whole
+    conversation."""
+
+    def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool]) -> None:
+        self.role, self._dialogue, self._tools = role, dialogue, tools
+        self.answers = 0
+        self.cuts = 0
+        self.last_key: int | None = None  # of its last ask
+        self._history: list[Message] = []
+        self._context = np.empty(0, np.int32)  # what it is asked with next
+        self._answer = np.empty(0, np.int32)  # the last one's tokens
+        self._ended: list[Rollout] = []
+        self._current: Rollout | None = None
+
+    def listen(self, messages: Sequence[Message]) -> np.ndarray:
+        """Takes what is new to the seat -> the tokens [T] that it is asked with. Raises ChatError for messages that
+        cannot be rendered."""
+        if self._current is None:
+            self._history += messages
+            self._context = self._dialogue.open(self._history, self._tools)
+            return self._context
+        between = self._dialogue.bridge(self._context, self._answer, self._history, messages, self._tools)
+        self._history += messages
+        if between is None:
+            self.cuts += 1
+            self._ended.append(self._current)
+            self._current = None
+            self._context = self._dialogue.open(self._history, self._tools)
+        else:
+            self._context = np.concatenate([self._context, self._answer, between])
+        return self._context
+
+    def say(self, completion: Completion, *, task: Prompt, table: Table, sampling: Sampling) -> Reply:
+        """Takes the answer to the last ask, and reads it. Raises EngineError for a tandem's completion that does not
+        say who wrote what."""
+        if sampling.tandem is not None and completion.authors is None:
+            raise EngineError("an engine sent a tandem's completion without an author for each token")
+        turn = from_completion(
+            Prompt(id=task.id, tokens=self._context, payload=task.payload),
+            completion,
+            role=self.role,
+            group=task.id,
+            version=table.engines[self.role].version,
+            partner_weight=table.partner_weights.get(self.role, 0.0),
+        )
+        self._current = turn if self._current is None else continued(self._current, turn)
+        self._answer = completion.tokens
+        self.answers += 1
+        reply = self._dialogue.read(self._context, completion.tokens, self._tools)
+        self._history.append(reply.message)
+        return reply
+
+    def rollouts(self) -> list[Rollout]:
+        """Returns its samples, in order."""
+        return self._ended if self._current is None else [*self._ended, self._current]

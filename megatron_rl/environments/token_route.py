@@ -1,0 +1,318 @@
+"""The token route: an HTTP server by which programs on this machine ask the roles' engines for tokens.
+
+Its forms are those of vLLM's /inference/v1/generate, as the libraries verifiers and renderers use them. What engines
+sampled is recorded here, with float32 log-probs and weight versions, so that nothing is lost on the way through JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hmac
+import itertools
+import json
+import math
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.engines.base import Completion, EngineError, Sampling
+from megatron_rl.training.rollouts import from_completion
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Prompt, Rollout, Stop
+
+MODELS, GENERATE, SESSION = "/v1/models", "/inference/v1/generate", "X-Session-ID"
+MOST_BYTES = 64 << 20  # of a request's body
+DRAIN_BYTES, DRAIN_S = 1 << 20, 1.0  # of a body that is not read
+MOST_STOPS = 64  # stop tokens that a request may name
+POLL_S = 0.05  # between two looks whether the route is to be closed
+REASONS = {Stop.EOS: "stop", Stop.STOP: "stop", Stop.LENGTH: "length", Stop.ABORTED: "abort"}
+
+
+class RouteRefusal(ValueError):
+    """A request that gets no tokens. `status` is HTTP's; `code` names the cause where clients know one."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class TokenRoute:
+    """A server on the loopback address that answers for the roles' engines while episodes are played.
+
+    Every request names its role by `model` and its seat by the header X-Session-ID (`RoutedPlay.session_id`), and
+    carries the route's token. It listens from its making to `close`.
+    """
+
+    def __init__(self) -> None:
+        self.token = secrets.token_hex(32)
+        self._plays: dict[str, RoutedPlay] = {}
+        self._names = map(str, itertools.count())
+        self._server = _Listener(("127.0.0.1", 0), functools.partial(_RouteHandler, self))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), name="token route", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @contextlib.contextmanager
+    def serving(self, table: Table, samplings: Mapping[str, Sampling], seeds: Sequence[int]) -> Iterator[RoutedPlay]:
+        """Answers for the roles of `samplings` in the block, in which the episodes with these seeds are played."""
+        play = RoutedPlay(next(self._names), table, samplings, seeds)
+        self._plays[play.name] = play
+        try:
+            with play.reading():
+                yield play
+        finally:
+            del self._plays[play.name]
+
+    def models(self) -> dict[str, Any]:
+        """Returns the card of every role that is served now. `max_model_len` is the longest prompt that it takes."""
+        longest = {role: most for play in list(self._plays.values()) for role, most in play.longest.items()}
+        return {"object": "list", "data": [{"id": role, "max_model_len": most} for role, most in longest.items()]}
+
+    def generate(self, session: str, body: Any) -> dict[str, Any]:
+        """Asks the engine that a request names, and waits for its answer. Raises RouteRefusal."""
+        name, _, rest = session.partition(".")
+        place, _, seat = rest.partition(".")
+        play = self._plays.get(name)
+        if play is None:
+            raise RouteRefusal(409, f"{SESSION} = {session!r}: its episode is over")
+        if not seat or not place.isdecimal() or int(place) >= play.episodes:
+            raise RouteRefusal(400, f"{SESSION} = {session!r}: it has the form play.episode.seat")
+        if not isinstance(body, Mapping):
+            raise RouteRefusal(400, "the body is no JSON object")
+        return play.generate(int(place), seat, body)
+
+
+class RoutedPlay:
+    """The episodes of one call of an episode maker: their requests, and the record of what was sampled for them."""
+
+    def __init__(self, name: str, table: Table, samplings: Mapping[str, Sampling], seeds: Sequence[int]) -> None:
+        self.name, self.episodes = name, len(seeds)
+        self.longest = {role: table.max_prompt_tokens[role] for role in samplings}
+        self.failure: BaseException | None = None  # of an engine
+        self._table, self._samplings, self._seeds = table, samplings, seeds
+        self._sessions = {role: table.session(role) for role in samplings}
+        self._lock = threading.Lock()  # guards what follows
+        self._over = False
+        self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # by role and key
+        self._keys: dict[tuple[int, str], list[int]] = {}  # of the requests of each episode's seats, in order
+        self._answers: dict[tuple[int, str], list[Rollout]] = {}
+
+    def session_id(self, place: int, seat: str) -> str:
+        """Returns the value of X-Session-ID for a seat of the episode at `place`."""
+        return f"{self.name}.{place}.{seat}"
+
+    def answer(self, place: int, seat: str, tokens: np.ndarray, start: int) -> Rollout | None:
+        """Returns the answer of a seat that ended with the last of `tokens` [T] int32 and began at `start`, as the
+        rollout of its prompt and itself; None where no engine sampled these tokens there."""
+        with self._lock:
+            answers = list(self._answers.get((place, seat), ()))
+        return next((a for a in answers if a.start == start and np.array_equal(a.tokens, tokens)), None)
+
+    def generate(self, place: int, seat: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the seat,
+        and the number of the seat's request."""
+        role = body.get("model")
+        if role not in self._sessions:
+            raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
+        tokens = _prompt(body, role, self.longest[role])
+        sampling = _forced(self._samplings[role], body.get("sampling_params"))
+        completion = self._ask(place, seat, role, tokens, sampling)
+        version = self._table.engines[role].version
+        weight = self._table.partner_weights.get(role, 0.0)
+        prompt = Prompt(id=seat, tokens=tokens)
+        answer = from_completion(prompt, completion, role=role, group=seat, version=version, partner_weight=weight)
+        with self._lock:
+            self._answers.setdefault((place, seat), []).append(answer)
+        return {"choices": [_choice(completion)]}
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Reads the engines' answers in the block, one thread for each role; what is not answered at its end is called
+        off."""
+        readers = [threading.Thread(target=self._read, args=(role,), daemon=True) for role in self._sessions]
+        with contextlib.ExitStack() as asking:
+            for session in self._sessions.values():
+                asking.enter_context(session.asking())
+            for reader in readers:
+                reader.start()
+            try:
+                yield
+            finally:
+                self._end()
+                for session in self._sessions.values():
+                    session.close()
+        for reader in readers:
+            reader.join()
+
+    def _ask(self, place: int, seat: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
+        future: Future[Completion] = Future()
+        with self._lock:
+            if self._over:
+                raise RouteRefusal(503, "the play is over")
+            keys = self._keys.setdefault((place, seat), [])
+            key = self._table.seed_for("token route", self._seeds[place], place, seat, len(keys))
+            before = keys[-1] if keys else None
+            keys.append(key)
+            self._waiting[role, key] = future
+        try:
+            self._sessions[role].ask(key, tokens, sampling, after=before)
+            return future.result()
+        except CancelledError:
+            raise RouteRefusal(503, "the engine failed, or the play is over") from None
+        except EngineError as error:
+            raise RouteRefusal(503, str(error)) from error
+        except ValueError as error:
+            raise RouteRefusal(400, str(error)) from error
+
+    def _read(self, role: str) -> None:
+        try:
+            for key, [completion] in self._sessions[role].answers():
+                with self._lock:
+                    future = self._waiting.pop((role, key), None)
+                if future is not None:
+                    future.set_result(completion)
+        except BaseException as error:  # raised by the maker of the episodes, who looks at `failure`
+            self.failure = self.failure or error
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Refuses what comes from now on, and lets nobody wait any longer."""
+        with self._lock:
+            self._over = True
+            left, self._waiting = list(self._waiting.values()), {}
+        for future in left:
+            future.cancel()
+
+
+def _prompt(body: Mapping[str, Any], role: str, longest: int) -> np.ndarray:
+    """Returns the prompt of a request, [T] int32. Raises RouteRefusal for one that is none, or that is too long."""
+    tokens = body.get("token_ids")
+    if not isinstance(tokens, list) or not tokens:
+        raise RouteRefusal(400, "token_ids: give the prompt as a list of token ids")
+    if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
+        raise RouteRefusal(400, "token_ids holds something that is no token id")
+    if "features" in body or "content_parts" in body:
+        raise RouteRefusal(400, "features, content_parts: the roles' models read tokens of text alone")
+    if len(tokens) > longest:
+        message = (
+            f"This model's maximum context length is {longest} tokens, and the prompt has {len(tokens)}: raise "
+            f"roles.{role}.max_prompt_tokens where it shall be taken"
+        )
+        raise RouteRefusal(400, message, "context_length_exceeded")
+    return np.array(tokens, np.int32)
+
+
+def _forced(own: Sampling, asked: Any) -> Sampling:
+    """Returns the role's own sampling, shortened to the request's max_tokens and with its stop tokens besides: the
+    client's chat template may end a turn with another token than the model."""
+    if not isinstance(asked, Mapping):
+        raise RouteRefusal(400, "sampling_params is no JSON object")
+    most, stops = asked.get("max_tokens"), asked.get("stop_token_ids") or []
+    if most is not None and (type(most) is not int or most < 1):
+        raise RouteRefusal(400, f"sampling_params.max_tokens = {most!r}: give at least 1")
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(type(s) is int and s >= 0 for s in stops):
+        raise RouteRefusal(400, f"sampling_params.stop_token_ids: give a list of at most {MOST_STOPS} token ids")
+    stop_tokens = tuple(dict.fromkeys([*own.stop_tokens, *stops]))
+    return replace(own, max_tokens=min(own.max_tokens, most or own.max_tokens), stop_tokens=stop_tokens, n=1)
+
+
+def _choice(completion: Completion) -> dict[str, Any]:
+    """Returns a completion in the client's form. The client takes no answer with a log-prob that is not finite, such as
+    those that nobody asked for: it gets 0 there, and the record keeps what the engine said."""
+    pairs = zip(completion.tokens.tolist(), completion.logprobs.tolist(), strict=True)
+    content = [{"token": f"token_id:{t}", "logprob": p if math.isfinite(p) else 0.0} for t, p in pairs]
+    return {
+        "index": 0,
+        "token_ids": completion.tokens.tolist(),
+        "finish_reason": REASONS[completion.stop],
+        "logprobs": {"content": content},
+    }
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # connections that wait to be taken
+
+
+class _RouteHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, route: TokenRoute, *args: Any) -> None:
+        self._route = route
+        self._unread = False  # the request has a body that was not read: the connection cannot be used again
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        self._answer(self._models)
+
+    def do_POST(self) -> None:
+        self._unread = True
+        self._answer(self._generate)
+
+    def _models(self) -> dict[str, Any]:
+        if self.path != MODELS:
+            raise RouteRefusal(404, f"GET {self.path}: there is {MODELS} alone")
+        return self._route.models()
+
+    def _generate(self) -> dict[str, Any]:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise RouteRefusal(411, "give a Content-Length")
+        if int(length) > MOST_BYTES:
+            raise RouteRefusal(413, f"a body of {length} bytes: at most {MOST_BYTES} are read")
+        data, self._unread = self.rfile.read(int(length)), False
+        if self.path != GENERATE:
+            raise RouteRefusal(404, f"POST {self.path}: there is {GENERATE} alone")
+        try:
+            body = json.loads(data)
+        except ValueError as error:
+            raise RouteRefusal(400, f"the body is not JSON: {error}") from error
+        return self._route.generate(self.headers.get(SESSION, ""), body)
+
+    def _answer(self, verb: Callable[[], dict[str, Any]]) -> None:
+        status = 200
+        try:
+            given, own = self.headers.get("Authorization", ""), f"Bearer {self._route.token}"
+            if not hmac.compare_digest(given.encode(), own.encode()):
+                raise RouteRefusal(401, "the token is not this run's")
+            said = verb()
+        except RouteRefusal as refusal:
+            status = refusal.status
+            said = {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
+        with contextlib.suppress(ConnectionError):  # who asked is gone
+            self._send(status, json.dumps(said).encode())
+
+    def _send(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self._unread:
+            self.send_header("Connection", "close")  # which also sets close_connection
+        self.end_headers()
+        self.wfile.write(data)
+        if self._unread:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Reads what the client still sends: one whose connection is closed before that may never see the answer."""
+        self.connection.settimeout(DRAIN_S)
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            left = DRAIN_BYTES
+            while left > 0 and (data := self.rfile.read1(left)):
+                left -= len(data)
+
+    def log_message(self, format: str, *args: Any) -> None: ...

@@ -1,0 +1,156 @@
+"""The loop of a model that asks tools until it answers, as Search-R1, ReTool, VerlTool and Tool-Star have it."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_rl.chat import TOOL, USER, UserText, problem_text
+from megatron_rl.config import plugins
+from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.environments.base import Environment
+from megatron_rl.environments.moves import Call, EnvironmentFailure, Move, Over, Said, Tool
+from megatron_rl.text import fill, read_template
+
+
+@dataclass(kw_only=True)
+class ToolTask(Environment):
+    """One seat that is asked a question, and asks tools until it answers or may ask no more.
+
+    With `calls: tags` the model writes a call as `<search>query</search>`, as a base model can: the tag is the tool's
+    name, and its content is the tool's one required argument. With `calls: template` the chat template has a form for
+    calls, and their answers are messages of the role `tool`. The conversation of a task that has `messages` is the
+    prompt; else the question fills the template. What the seat wrote is graded by the run's reward function, and
+    `tool_calls` among its rewards is the number of calls. A tool that fails is asked once more; failing again, it ends
+    the episode as an error.
+    """
+
+    tools: tuple[Use, ...]  # {target, args} of each
+    template: str  # prompt: a text file or a packaged prompt, with {question}
+    role: str = "agent"  # also the seat's name
+    calls: Literal["tags", "template"] = "tags"  # how the model writes a call of a tool
+    answer: str = "answer"  # tag of the answer, where calls are tags
+    result: str = "\n<result>{result}</result>\n"  # what follows a call, where calls are tags
+    # What a seat is told that neither called a tool nor answered, where calls are tags; it counts as a call. null: the
+    # episode ends with what it wrote.
+    reminder: str | None = None
+    max_calls: int = 4  # of tools, in an episode
+    graded: Literal["all", "last"] = "all"  # all that the seat wrote, without what tools answered; or its last text
+
+    def __post_init__(self) -> None:
+        if self.max_calls < 1:
+            raise ConfigError(f"args.max_calls = {self.max_calls}: give at least 1")
+        self._template = _read_prompt(self.template)
+        if "{result}" not in self.result:
+            raise ConfigError(f"args.result = {self.result!r}: it needs {{result}} where a tool's answer stands")
+        tools = [_built(use) for use in self.tools]
+        self._tools = {tool.name: tool for tool in tools}
+        if not tools or len(self._tools) < len(tools) or self.answer in self._tools:
+            raise ConfigError(
+                f"args.tools are named {', '.join(tool.name for tool in tools) or 'nothing'}: give at least one, each "
+                f"with a name of its own, other than args.answer = {self.answer!r}"
+            )
+        if self.calls == "tags":
+            self._arguments = {name: _argument(tool) for name, tool in self._tools.items()}
+            tags = "|".join(map(re.escape, [*self._tools, self.answer]))
+            self._tag = re.compile(rf"<({tags})>(.*?)</\1>", re.DOTALL)
+
+    def begin(self, task: Mapping[str, Any], seed: int) -> Sequence[Move] | Over:
+        self._texts: list[str] = []
+        self._made = 0  # calls, and reminders
+        self._run_calls = 0
+        asked = {"question": task["question"]} | ({"messages": task["messages"]} if "messages" in task else {})
+        text = problem_text(self._template, asked)
+        return self._ask(text.messages if isinstance(text, UserText) else [{"role": USER, "content": text}])
+
+    def step(self, said: Said) -> Sequence[Move] | Over:
+        self._texts.append(said.text)
+        if said.stop is None or not said.stop.finished or self._made >= self.max_calls:
+            return self._over()
+        return self._after_tags(said.text) if self.calls == "tags" else self._after_calls(said.calls)
+
+    def _after_tags(self, text: str) -> Sequence[Move] | Over:
+        """Runs the first call in a text. -> the next move, or the end where the text has an answer or neither."""
+        found = self._tag.search(text)
+        if found is None and self.reminder is not None:
+            self._made += 1
+            return self._ask([{"role": USER, "content": self.reminder}])
+        if found is None or found[1] == self.answer:
+            return self._over()
+        content = textwrap.dedent(found[2]).strip()
+        result = self._result(Call(name=found[1], arguments={self._arguments[found[1]]: content}))
+        return self._ask([{"role": USER, "content": fill(self.result, result=result)}])
+
+    def _after_calls(self, calls: Sequence[Call]) -> Sequence[Move] | Over:
+        """Runs the calls of a message, as many as are left. -> the next move, or the end where there is no call."""
+        messages = []
+        for call in calls:
+            left = self._made < self.max_calls
+            content = self._result(call) if left else f"error: no more than {self.max_calls} calls are answered"
+            known = {} if call.id is None else {"tool_call_id": call.id}
+            messages.append({"role": TOOL, "name": call.name, "content": content, **known})
+        return self._ask(messages) if messages else self._over()
+
+    def _result(self, call: Call) -> str:
+        """Runs a call. -> what the model is told. Raises EnvironmentFailure where the tool broke twice."""
+        self._made += 1
+        self._run_calls += 1
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}, only {', '.join(self._tools)}"
+        if call.arguments is None:
+            return "error: the arguments cannot be read: write them as a JSON object"
+        try:
+            return tool.run(call.arguments)
+        except EnvironmentFailure:
+            return tool.run(call.arguments)
+
+    def _ask(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Move]:
+        tags = [*self._tools, self.answer] if self._made < self.max_calls else [self.answer]
+        return [
+            Move(
+                seat=self.role,
+                role=self.role,
+                messages=messages,
+                tools=[*self._tools.values()] if self.calls == "template" else (),
+                stop=[f"</{tag}>" for tag in tags] if self.calls == "tags" else (),
+            )
+        ]
+
+    def _over(self) -> Over:
+        text = "\n".join(self._texts) if self.graded == "all" else self._texts[-1]
+        return Over(answers={self.role: text}, rewards={self.role: {"tool_calls": float(self._run_calls)}})
+
+
+def _read_prompt(name: str) -> str:
+    try:
+        text = read_template(name)
+    except FileNotFoundError as error:
+        raise ConfigError(f"args.template: {error}") from None
+    if "{question}" not in text:
+        raise ConfigError(f"args.template = {name!r}: it needs {{question}} where the question stands")
+    return text
+
+
+def _built(use: Use) -> Tool:
+    tool = plugins.build(use)
+    if not isinstance(tool, Tool):
+        raise ConfigError(
+            f"args.tools: {use.target} is no tool: name a subclass of megatron_rl.environments.moves:Tool"
+        )
+    return tool
+
+
+def _argument(tool: Tool) -> str:
+    """Returns the name of the one argument that a tag can give. Raises ConfigError for a tool with others."""
+    required = list(tool.parameters.get("required", ()))
+    kinds = [tool.parameters["properties"][name].get("type") for name in required]
+    if kinds != ["string"]:
+        raise ConfigError(
+            f"args.calls = 'tags', and the tool {tool.name!r} requires {', '.join(required) or 'nothing'}: a tag gives "
+            "one text; set calls to template"
+        )
+    return required[0]

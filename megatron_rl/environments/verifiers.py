@@ -1,0 +1,291 @@
+"""Episodes of environments of the library verifiers, which runs in a process and a Python environment of its own.
+
+Its agents ask the roles' engines through the token route. Tokens, log-probs and weight versions of the rollouts are
+those that the route recorded; the library's traces say how they belong together.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings
+from megatron_rl.environments.line_process import LineProcess
+from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode
+from megatron_rl.environments.token_route import RoutedPlay, TokenRoute
+from megatron_rl.training.turns import Table
+from megatron_rl.types import NO_VERSION, Author, Outcome, Prompt, Rollout, spans_of
+
+HOST = Path(__file__).with_name("verifiers_host.py")
+REWARD = "reward"  # the name of the sum of what a seat got, under which all agents of an environment have something
+START_S = 600.0  # for the library and the task set, which may come from a slow disk or a network
+LATE_S = 30.0  # beyond an episode's time-out: a host that has not given it up then hangs
+LOOK_S = 0.2  # between two looks at the engines
+
+
+@dataclass(kw_only=True)
+class Verifiers(EpisodeMaker):
+    """An environment of verifiers 0.4. Its process is started by the first `play` and ends with this object."""
+
+    python: str  # of the library's own Python environment: .venv-verifiers/bin/python (`make verifiers`)
+    environment: Mapping[str, Any]  # the library's settings of it: {taskset: {id: ...}}, and those of its class
+    agents: Mapping[str, str]  # every agent of the environment: the role whose model it is
+    # by role: settings of the library renderers, such as {name: qwen3}; without them the tokenizer's chat template,
+    # which reads no calls of tools
+    renderers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    index: str = "index"  # the field of a problem that has the place of its task in the environment's task set
+    paths: tuple[str, ...] = ()  # directories from which environments are imported that are not installed
+
+    def __post_init__(self) -> None:
+        self._running: _Running | None = None
+        self._lock = threading.Lock()  # an evaluation may play at the same time as a turn
+        if shutil.which(self.python) is None:
+            raise ConfigError(
+                f"python = {self.python}: there is no such program; `make verifiers` makes .venv-verifiers/bin/python"
+            )
+        taskset = self.environment.get("taskset")
+        if not isinstance(taskset, Mapping) or not taskset.get("id"):
+            raise ConfigError(f"environment.taskset = {taskset!r}: name the task set, such as {{id: reverse-text}}")
+        if not self.agents:
+            raise ConfigError("agents = {}: name the role of every agent, such as {agent: solver}")
+        if unknown := set(self.renderers) - set(self.agents.values()):
+            raise ConfigError(
+                f"renderers.{min(unknown)}: the roles of the agents are {', '.join(self.agents.values())}"
+            )
+
+    def play(
+        self,
+        table: Table,
+        tasks: Sequence[Prompt],
+        seeds: Sequence[int],
+        samplings: Mapping[str, Sampling],
+        settings: EpisodeSettings,
+    ) -> list[Episode]:
+        """See EpisodeMaker. A problem's payload has the place of its task under `index`.
+
+        Raises ConfigError where the environment cannot be started.
+        """
+        indices = [self._index(task) for task in tasks]
+        if unknown := set(self.agents.values()) - set(samplings):
+            raise ConfigError(f"agents: {min(unknown)} is none of the recipe's roles, {', '.join(samplings)}")
+        own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
+        with self._lock:
+            running = self._started()
+            with running.route.serving(table, own, seeds) as play:
+                results = _Results(running, table, play, settings).of(indices)
+                return [self._episode(play, task, result) for task, result in zip(tasks, results, strict=True)]
+
+    def _started(self) -> _Running:
+        if self._running is None:
+            told = {"environment": self.environment, "agents": self.agents, "paths": self.paths}
+            self._running = _Running(self.python, told, self.renderers)
+            weakref.finalize(self, self._running.close)  # also at the end of the program
+        self._running.look()
+        return self._running
+
+    def _index(self, task: Prompt) -> int:
+        index = task.payload.get(self.index)
+        if type(index) is not int and not (isinstance(index, str) and index.isdecimal()):
+            raise ConfigError(
+                f"problem {task.id}: its {self.index} is {index!r}, and shall be the place of a task in the task set; "
+                f"write data.path with verifiers_host.py --list, and set data.fields.{self.index}"
+            )
+        return int(index)
+
+    def _episode(self, play: RoutedPlay, task: Prompt, result: Mapping[str, Any]) -> Episode:
+        number, why = result["number"], result["why"]
+        if why is None:
+            try:
+                return _scored(play, task, self.agents, result)
+            except EnvironmentFailure as error:
+                why = str(error)
+        outcome = Outcome.TIMEOUT if result.get("timeout") else Outcome.ERROR
+        return Episode(task=task, number=number, rollouts=(), outcome=outcome, why=why)
+
+
+class _Running:
+    """The things that stay from one call to the next: the route, the process, and their directory.
+
+    It does not hold the Verifiers that it belongs to, with whose end it is closed.
+    """
+
+    def __init__(self, python: str, told: Mapping[str, Any], renderers: Mapping[str, Mapping[str, Any]]) -> None:
+        """`told`: what the process is told of the Verifiers' own settings."""
+        self._python, self._own, self._renderers = python, told, renderers
+        self._directory = Path(tempfile.mkdtemp(prefix="megatron_rl_verifiers_"))
+        self._process: LineProcess | None = None
+        self.route = TokenRoute()
+        self._owner = os.getpid()
+
+    def look(self) -> None:
+        """Forgets a process that ended between two calls."""
+        if self._process is not None and self._process.ended:
+            self.end()
+
+    def ready(self, table: Table) -> LineProcess:
+        """Returns the process, started where there is none. Raises ConfigError with the end of its log."""
+        if self._process is None:
+            words = [self._python, "-I", str(HOST)]
+            try:
+                self._process = LineProcess(words, self._directory / "log.txt")
+                self._process.say(self._told(table, self._process))
+                if self._process.hear(START_S) is None:
+                    raise EOFError(f"it was not ready within {START_S:g} s")
+            except (EOFError, OSError) as error:
+                self.end()
+                raise ConfigError(f"verifiers does not start ({' '.join(words)}): {error}") from error
+        return self._process
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Ends the process; the next call starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end(grace_s)
+
+    def close(self) -> None:
+        if os.getpid() != self._owner:  # a fork, whose end is not the run's
+            return
+        self.end(grace_s=5.0)
+        self.route.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _told(self, table: Table, process: LineProcess) -> dict[str, Any]:
+        """Returns the first line for the process. The roles' tokenizers are written out for it: those here may have
+        another chat template than the model's directory."""
+        clients = {}
+        for role in self._own["agents"].values():
+            directory = self._directory / "tokenizers" / role
+            if not directory.exists():
+                table.tokenizers[role].save_pretrained(directory)
+            renderer = {"name": "default", **self._renderers.get(role, {})}
+            clients[role] = {"renderer_model_name": str(directory), "renderer": renderer}
+        scratch = tempfile.mkdtemp(prefix="host_", dir=self._directory)
+        here = {"url": self.route.url, "token": self.route.token, "mark": process.mark, "directory": scratch}
+        return {**self._own, **here, "clients": clients}
+
+
+class _Results:
+    """The results of one call's episodes, as the process tells them."""
+
+    def __init__(self, running: _Running, table: Table, play: RoutedPlay, settings: EpisodeSettings) -> None:
+        self._running, self._table, self._play, self._settings = running, table, play, settings
+        self._deadlines: dict[int, float] = {}  # of the episodes under way
+        self._found: dict[int, Mapping[str, Any]] = {}
+
+    def of(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+        """Plays the tasks at these places of the task set. [E] -> [E]. Raises what an engine raised."""
+        waiting = deque(range(len(indices)))
+        while len(self._found) < len(indices):
+            self._table.watch.beat()
+            process = self._running.ready(self._table)
+            while waiting and len(self._deadlines) < self._settings.workers:
+                self._begin(process, waiting.popleft(), indices)
+            try:
+                if (said := process.hear(LOOK_S)) is not None:
+                    del self._deadlines[said["number"]]
+                    self._found[said["number"]] = said
+            except EOFError as error:
+                self._give_up(f"verifiers broke off: {error}")
+            if self._play.failure is not None:
+                self._running.end()
+                raise self._play.failure
+            if self._deadlines and min(self._deadlines.values()) < time.monotonic():
+                self._give_up("verifiers hung in another episode")
+        return [self._found[number] for number in range(len(indices))]
+
+    def _begin(self, process: LineProcess, number: int, indices: Sequence[int]) -> None:
+        timeout_s = self._settings.episode_timeout_s
+        self._deadlines[number] = time.monotonic() + timeout_s + LATE_S
+        session = self._play.session_id(number, "")
+        process.say({"number": number, "task": indices[number], "session": session, "timeout_s": timeout_s})
+
+    def _give_up(self, why: str) -> None:
+        """Ends the process and the episodes under way; the next that waits starts another."""
+        self._running.end()
+        for number, deadline in self._deadlines.items():
+            late = deadline < time.monotonic()
+            told = f"verifiers did not give it up after {self._settings.episode_timeout_s:g} s" if late else why
+            self._found[number] = {"number": number, "timeout": late, "why": told}
+        self._deadlines = {}
+
+
+def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:
+    """Makes an episode of the line of one that came to its end. Raises EnvironmentFailure for a token that a trace
+    shows as sampled and that no engine sampled."""
+    number, traces, rollouts = result["number"], result["traces"], []
+    for trace in traces:
+        seat = trace["session"].removeprefix(play.session_id(number, ""))
+        payload = {**task.payload, SEAT: seat, "metrics": trace["metrics"]}
+        rewards = {**trace["rewards"], REWARD: sum(trace["rewards"].values())}
+        for branch in trace["branches"] if trace["trained"] else ():
+            role, group = agents[trace["agent"]], f"{number}:{task.id}"
+            answers = list(_answers(play, number, seat, branch))
+            rollouts.append(_rollout(branch, answers, role, group, payload, rewards))
+    return Episode(
+        task=task,
+        number=number,
+        rollouts=rollouts,
+        turns=sum(trace["turns"] for trace in traces),
+        tool_calls=sum(trace["tool_calls"] for trace in traces),
+        cuts=sum(max(0, len(trace["branches"]) - 1) for trace in traces),
+    )
+
+
+def _answers(play: RoutedPlay, number: int, seat: str, branch: Mapping[str, Any]) -> Iterator[Rollout]:
+    """Yields the recorded answer of each stretch that a trace shows as sampled."""
+    tokens = np.array(branch["tokens"], np.int32)
+    for start, end, _ in branch["sampled"]:
+        answer = play.answer(number, seat, tokens[:end], start)
+        if answer is None:
+            raise EnvironmentFailure(
+                f"seat {seat}: the trace shows tokens {start} to {end} as sampled, and no engine sampled them there"
+            )
+        yield answer
+
+
+def _rollout(
+    branch: Mapping[str, Any], answers: Sequence[Rollout], role: str, group: str, payload: Mapping[str, Any],
+    rewards: Mapping[str, float],
+) -> Rollout:  # fmt: skip
+    """Joins the answers of one branch. A stretch that an earlier branch has trained on is the environment's here."""
+    tokens = np.array(branch["tokens"], np.int32)
+    logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0
+    experts = answers[-1].experts
+    for (start, end, new), answer in zip(branch["sampled"], answers, strict=True):
+        parts.append((start - done, Author.ENVIRONMENT, NO_VERSION))
+        if new:
+            logprobs[start:end] = answer.logprobs[start:]
+            parts += [(b - a, author, version) for a, b, author, version in answer.spans.tolist() if a >= start]
+        else:
+            parts.append((end - start, Author.ENVIRONMENT, NO_VERSION))
+        done = end
+    if experts is not None and done == len(tokens):  # each answer's own, from where the one before it ended
+        experts = experts.copy()
+        for answer in reversed(answers[:-1]):
+            if answer.experts is not None:
+                experts[: len(answer.experts)] = answer.experts
+    return Rollout(
+        role=role,
+        group=group,
+        tokens=tokens,
+        logprobs=logprobs,
+        spans=spans_of(*parts, (len(tokens) - done, Author.ENVIRONMENT, NO_VERSION)),
+        stop=answers[-1].stop,
+        payload=payload,
+        rewards=rewards,
+        partner_weight=answers[-1].partner_weight,
+        experts=experts if done == len(tokens) else None,
+    )

@@ -1,0 +1,245 @@
+"""Plays episodes of an environment of the library verifiers (0.4), as a program of that library's own Python.
+
+    python -I verifiers_host.py --list ENVIRONMENT COUNT [PATH ...]    writes its first tasks, one JSON line each
+    python -I verifiers_host.py                                        plays: lines of JSON in, lines of JSON out
+
+-I matters: else Python would look for `verifiers` in this file's own directory. Of this package nothing is imported
+here. The first line that comes in has the settings; {"ready": ...} answers it. Every further one is an episode, and its
+result is one line. The program ends with its standard input.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+TOKEN_VARIABLE = "MEGATRON_RL_API_KEY"  # verifiers hands no variable with API_KEY in its name to the programs it starts
+LEAVE_S = 10.0  # for what is under way when the standard input ends
+
+
+class Host:
+    """One environment, and the episodes of it that are under way."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Loads the environment. Exits with a message where its agents are not those that the settings name."""
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+        _prepare(settings)
+        self._env = load_environment(resolve_env_config(_with_agents(settings)))
+        self._tasks: list[Any] = []
+        self._coming = iter(self._env.taskset)
+        self._roles = settings["agents"]
+
+    def task(self, index: int) -> Any:
+        """Returns a task by its place in the environment's task set. Raises IndexError."""
+        for task in self._coming if index >= len(self._tasks) else ():
+            self._tasks.append(task)
+            if index < len(self._tasks):
+                break
+        if not 0 <= index < len(self._tasks):
+            raise IndexError(f"there is no task {index}: the task set has {len(self._tasks)}")
+        return self._tasks[index]
+
+    def serving(self) -> Any:
+        """An asynchronous block in which episodes can be played."""
+        return self._env.serving()
+
+    async def result(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Plays one episode -> its line. Whatever goes wrong is a result too."""
+        number = asked["number"]
+        try:
+            async with asyncio.timeout(asked["timeout_s"]):
+                episode = await self._play(asked)
+            if episode.ok:
+                return {"number": number, "why": None, "traces": [_trace(trace) for trace in episode.traces]}
+            late, why = episode.is_timeout, _why(episode)
+        except TimeoutError:
+            late, why = True, f"it took longer than {asked['timeout_s']:g} s"
+        except Exception as error:
+            late, why = False, f"{type(error).__name__}: {error}"
+        return {"number": number, "timeout": late, "why": why}
+
+    async def _play(self, asked: dict[str, Any]) -> Any:
+        from verifiers.v1.clients import ModelContext, TrainClientConfig
+        from verifiers.v1.env import RunSlot
+
+        seats: dict[str, int] = {}
+
+        def seat(trace: Any) -> None:
+            """Names a trace before its first request: the name goes out as X-Session-ID."""
+            name = trace.agent.name
+            seats[name] = seats.get(name, 0) + 1
+            trace.id = asked["session"] + (name if seats[name] == 1 else f"{name}-{seats[name]}")
+
+        # Every agent has a model and a client of its own: these stand for none.
+        context = ModelContext(
+            model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
+        )
+        return await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=seat)
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what environments print must not get between the lines
+    if sys.argv[1:2] == ["--list"]:
+        sys.path.extend(sys.argv[4:])
+        return list_tasks(json.loads(sys.argv[2]), int(sys.argv[3]), out)
+    logging.basicConfig(level=logging.WARNING)
+    settings = json.loads(sys.stdin.readline())
+    asyncio.run(_serve(Host(settings), out))
+
+
+def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:
+    """Writes {"index", "question"} of the first tasks, which is what `data.path` wants. `environment`: verifiers'
+    settings of it."""
+    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+    tasks = load_environment(resolve_env_config(environment)).taskset.take(count)
+    for index, task in enumerate(tasks):
+        question = task.data.prompt_text or task.data.name or str(index)
+        out.write(json.dumps({"index": index, "question": question}) + "\n")
+    out.flush()
+
+
+async def _serve(host: Host, out: Any) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def say(line: dict[str, Any]) -> None:
+        out.write(json.dumps(line) + "\n")
+        out.flush()
+
+    def read() -> None:
+        for line in sys.stdin:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, "")
+        threading.Event().wait(LEAVE_S)
+        os._exit(1)  # something that is under way does not end
+
+    async def play(line: str) -> None:
+        say(await host.result(json.loads(line)))
+
+    async with host.serving():
+        say({"ready": True})
+        threading.Thread(target=read, daemon=True).start()
+        playing: set[asyncio.Task[None]] = set()
+        while line := await lines.get():
+            task = asyncio.create_task(play(line))
+            playing.add(task)
+            task.add_done_callback(playing.discard)
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
+
+def _prepare(settings: dict[str, Any]) -> None:
+    """Makes the library run where there is no network, and keep its files in the directory of the settings."""
+    from verifiers.v1.runtimes import subprocess as local
+
+    os.environ.update(settings["mark"])
+    os.environ[TOKEN_VARIABLE] = settings["token"]
+    for name in ("NO_PROXY", "no_proxy"):  # its clients would ask a proxy for this machine's own address
+        os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1,localhost")))
+    sys.path.extend(settings["paths"])
+    os.environ["PYTHONPATH"] = os.pathsep.join(settings["paths"])  # of the tools' servers; this program has ignored it
+    local.CACHE_DIR = Path(settings["directory"])
+    scripts = Path(settings["directory"]) / "scripts"
+    scripts.mkdir()
+
+    async def prepare_uv_script(self: Any, script: Any, env: Any = None, *, activate: bool = True) -> list[str]:
+        """Runs a harness's program in this Python. The library's own way asks a registry for its dependencies, in every
+        process and also where they are there."""
+        data = script.encode() if isinstance(script, str) else script
+        path = scripts / f"{hashlib.sha256(data).hexdigest()}.py"
+        if not path.exists():
+            path.write_bytes(data)  # one thread: nobody sees a half of it
+        return [sys.executable, "-I", str(path)]
+
+    local.SubprocessRuntime.prepare_uv_script = prepare_uv_script
+
+
+def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the environment's settings with a model, a client, a runtime and a harness for each agent.
+
+    An agent that nothing names a runtime for gets a process on this machine, where the library would take its vendor's
+    cloud; one without a harness gets its task set's, else the one that only talks.
+    """
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.runtimes import PrimeConfig
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type
+
+    environment, roles = dict(settings["environment"]), settings["agents"]
+    taskset = environment.get("taskset", {}).get("id", "")
+    declared = {
+        name: field.default
+        for name, field in env_config_type(taskset, environment.get("id", "")).model_fields.items()
+        if isinstance(field.default, AgentConfig)
+    }
+    if set(declared) != set(roles):
+        sys.exit(f"agents names {', '.join(roles) or 'none'}, and the environment has {', '.join(declared)}")
+    usual = default_harness_id(taskset)
+    for name, agent in declared.items():
+        own = dict(environment.get(name, {}))
+        if isinstance(agent.runtime, PrimeConfig):
+            own.setdefault("runtime", {"type": "subprocess"})
+        if agent.harness is None:
+            own.setdefault("harness", {"id": "null" if usual == "bash" else usual})
+        client = {"type": "train", "base_url": settings["url"] + "/v1", "api_key_var": TOKEN_VARIABLE}
+        environment[name] = own | {"model": roles[name], "client": client | settings["clients"][roles[name]]}
+    return environment
+
+
+def _trace(trace: Any) -> dict[str, Any]:
+    """Returns what one agent did in an episode."""
+    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    for name, value in (rewards | metrics).items():
+        if not math.isfinite(value):
+            raise ValueError(f"{trace.agent.name} got {name} = {value}")
+    return {
+        "session": trace.id,
+        "agent": trace.agent.name,
+        "trained": trace.agent.trainable,
+        "rewards": rewards,
+        "metrics": metrics,
+        "turns": trace.num_turns,
+        "tool_calls": len(trace.tool_messages),
+        "branches": _branches(trace),
+    }
+
+
+def _branches(trace: Any) -> list[dict[str, Any]]:
+    """Returns the token sequences of a trace, with [start, end, new] of what the model wrote in each. What several
+    branches share is new in the first alone, so that it is trained on once (as prime-rl does)."""
+    found, seen = [], set()
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        tokens: list[int] = []
+        sampled = []
+        for node in branch.nodes:
+            tokens += node.token_ids
+            if count := sum(node.mask):
+                if not all(node.mask[-count:]):
+                    raise ValueError("verifiers put something behind what the model wrote in one message")
+                sampled.append([len(tokens) - count, len(tokens), id(node) not in seen])
+                seen.add(id(node))
+        if any(new for _, _, new in sampled):
+            found.append({"tokens": tokens, "sampled": sampled})
+    return found
+
+
+def _why(episode: Any) -> str:
+    """Returns the errors of an episode that failed, and of its agents."""
+    errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
+    return "; ".join(f"{error.type}: {error.message}" for error in errors) or "it ended without saying why"
+
+
+if __name__ == "__main__":
+    main()

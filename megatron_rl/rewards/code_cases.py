@@ -1,0 +1,295 @@
+"""Grades programs by running them on known cases, as APPS, TACO, LiveCodeBench and PRIME (verl's `prime_code`) do.
+
+The answer is the last code block of a response. It runs in the sandbox (sandbox.py), once for each case. A case has
+either a standard input and the output that must be printed, or the arguments of a function and its value. A payload has
+them in one of three forms, as JSON texts or as what such texts stand for:
+
+- `input_output` (APPS, TACO), or `answer` (PRIME's data in verl, where it is `reward_model.ground_truth`):
+  `{"inputs": [...], "outputs": [...], "fn_name": "name"}`. Without `fn_name`, inputs and outputs are texts, or lists of
+  lines. With it, an input is a list of arguments and an output the value, or a list of one value; or, as in PRIME's
+  data, both are texts, an input with one JSON value in a line for each argument.
+- `public_test_cases`, `private_test_cases` (LiveCodeBench), of which one may be missing:
+  `[{"input": ..., "output": ..., "testtype": "stdin"}, ...]`. With the testtype "functional", input and output are
+  texts of JSON as above, and the function's name is `metadata`'s `func_name`. The private ones may be packed as they
+  are on the hub (base64, zlib, a pickled text).
+
+Printed text is compared as LiveCodeBench does (lcb_runner/evaluation/testing_util.py, grade_stdio): space at the ends
+of the text and of its lines does not count, and a line that differs must have equal numbers in its words, as decimals.
+Values are compared by ==, where a tuple is a list. PRIME's grader (verl/utils/reward_score/prime_code/testing_util.py)
+also accepts numbers that differ by 1e-5 of their size (numpy's allclose): set `tolerance` for that. It leaves out empty
+lines, too; this module does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import binascii
+import io
+import json
+import pickle
+import re
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from megatron_rl.rewards import sandbox
+from megatron_rl.rewards.sandbox import Ran, SandboxFailure, SandboxSettings
+
+MEMORY_MIB = 1024  # of one process of an answer; reward.memory_mib, if that is less
+OUTPUT_BYTES = 16 << 20
+_BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+_MODULES = ("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+            "itertools", "functools", "operator", "io", "sys", "json")  # fmt: skip
+# What LiveCodeBench puts before every answer, here before those alone that fail without: LeetCode's answers have no
+# imports of their own.
+IMPORTS = "".join(
+    [
+        *(f"from {name} import *\n" for name in (*_MODULES, "builtins", "typing")),
+        f"import {', '.join(_MODULES)}\nsys.setrecursionlimit(50000)\n",
+    ]
+)
+_NO_VALUE = object()  # stands for a text that is no Python literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One case: a text that is printed for a standard input, or the value of a function for arguments."""
+
+    given: Any  # standard input; of a function: the list of its arguments
+    wanted: Sequence[Any]  # any of these is right
+    function: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """What the cases of one answer may take."""
+
+    timeout_s: float
+    total_s: float
+    tolerance: float
+    accept_weaker_isolation: bool
+
+
+def grade(
+    response: str,
+    payload: Mapping[str, Any],
+    *,
+    timeout_s: float = 2.0,
+    total_s: float = 4.0,
+    tolerance: float = 0.0,
+    accept_weaker_isolation: bool = False,
+) -> float:
+    """Returns 1.0 when the code in `response` passes all cases, else 0.0. It stops at the first that fails.
+
+    `timeout_s` is for one case and `total_s` for all; `reward.timeout_s` must be a second more than that. A code that
+    takes most of `total_s` itself has failed the cases that are left. `tolerance` is how much numbers may differ, as a
+    share of their size, and absolutely below 1. Raises ValueError for a payload that cannot be read, and
+    SandboxFailure when no verdict was possible.
+    """
+    limits = _Limits(
+        timeout_s=timeout_s,
+        total_s=total_s,
+        tolerance=tolerance,
+        accept_weaker_isolation=accept_weaker_isolation,
+    )
+    cases = read_cases(payload)
+    return float(_passed(response, cases, limits, stop=True) == len(cases))
+
+
+def grade_share(
+    response: str,
+    payload: Mapping[str, Any],
+    *,
+    timeout_s: float = 2.0,
+    total_s: float = 4.0,
+    tolerance: float = 0.0,
+    accept_weaker_isolation: bool = False,
+) -> float:
+    """Returns the share of cases that the code in `response` passes. Arguments and errors are those of `grade`."""
+    limits = _Limits(
+        timeout_s=timeout_s,
+        total_s=total_s,
+        tolerance=tolerance,
+        accept_weaker_isolation=accept_weaker_isolation,
+    )
+    cases = read_cases(payload)
+    return _passed(response, cases, limits, stop=False) / len(cases)
+
+
+def last_code(response: str) -> str | None:
+    """Returns the last block of Python code in a response, else its last block of no named language, else None."""
+    blocks = [(words.strip().lower(), code) for words, code in _BLOCK.findall(response)]
+    for languages in (_PYTHON, ("",)):
+        found = [code for language, code in blocks if language in languages]
+        if found:
+            return found[-1]
+    return None
+
+
+def read_cases(payload: Mapping[str, Any]) -> list[Case]:
+    """Returns a payload's cases, at least one. Raises ValueError for a payload that has none, or broken ones."""
+    try:
+        if "public_test_cases" in payload or "private_test_cases" in payload:
+            cases = _livecodebench_cases(payload)
+        else:
+            found = next((payload[key] for key in ("input_output", "answer") if key in payload), None)
+            cases = _apps_cases(_plain(found))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"the cases cannot be read ({type(error).__name__}: {error}): mend or drop this problem"
+        ) from None
+    if not cases:
+        raise ValueError("there are no cases: drop this problem")
+    return cases
+
+
+def same_output(printed: str, wanted: str, tolerance: float = 0.0) -> bool:
+    """Returns whether a program printed what it should, up to space at the ends of lines and to forms of numbers."""
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (printed, wanted))
+    return len(ours) == len(theirs) and all(
+        one == other or _same_numbers(one, other, tolerance) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def same_value(value: Any, wanted: Any, tolerance: float = 0.0) -> bool:
+    """Returns whether a function returned what it should. Tuples are lists."""
+    if isinstance(value, list | tuple) and isinstance(wanted, list | tuple):
+        pairs = zip(value, wanted, strict=False)
+        return len(value) == len(wanted) and all(same_value(one, other, tolerance) for one, other in pairs)
+    if tolerance and isinstance(value, int | float) and isinstance(wanted, int | float):
+        return abs(value - wanted) <= tolerance * max(1.0, abs(wanted))
+    return bool(value == wanted)
+
+
+def _passed(response: str, cases: Sequence[Case], limits: _Limits, *, stop: bool) -> int:
+    """Returns how many cases the code in a response passes; with `stop`, up to the first that fails."""
+    code = last_code(response)
+    if code is None:
+        return 0
+    begun, spent, passed = time.monotonic(), 0.0, 0
+    for case in cases:
+        left = limits.total_s - (time.monotonic() - begun)
+        ran = _run(code, case, min(limits.timeout_s, left), limits) if left > 0 else None
+        if ran is not None and ran.why.startswith(("NameError", "RecursionError")) and not code.startswith(IMPORTS):
+            code = IMPORTS + code
+            left = limits.total_s - (time.monotonic() - begun)
+            ran = _run(code, case, min(limits.timeout_s, left), limits) if left > 0 else None
+        spent += ran.seconds if ran is not None else 0.0
+        if ran is None or (ran.late and left < limits.timeout_s):  # the time of all cases is over
+            if spent < limits.total_s / 2:
+                raise SandboxFailure(
+                    f"{len(cases)} cases did not get done in {limits.total_s:g} s, and the code is not to blame: it "
+                    f"took {spent:.2f} s of them; raise reward.timeout_s and reward.args.total_s, or give fewer cases"
+                )
+            break
+        if _is_right(ran, case, limits.tolerance):
+            passed += 1
+        elif stop:
+            break
+    return passed
+
+
+def _run(code: str, case: Case, timeout_s: float, limits: _Limits) -> Ran:
+    settings = SandboxSettings(
+        timeout_s=timeout_s,
+        memory_mib=MEMORY_MIB,
+        output_bytes=OUTPUT_BYTES,
+        accept_weaker_isolation=limits.accept_weaker_isolation,
+    )
+    if case.function is None:
+        return sandbox.run_program(code, case.given, settings=settings)
+    return sandbox.call(code, case.given, name=case.function, settings=settings)
+
+
+def _is_right(ran: Ran, case: Case, tolerance: float) -> bool:
+    if ran.why:
+        return False
+    if case.function is None:
+        return any(same_output(ran.output, wanted, tolerance) for wanted in case.wanted)
+    try:
+        value = ast.literal_eval(ran.output)
+        return any(same_value(value, wanted, tolerance) for wanted in case.wanted)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
+        return False  # it is not a value that JSON has
+
+
+def _same_numbers(one: str, other: str, tolerance: float) -> bool:
+    """Returns whether two lines have equal decimals in their words."""
+    try:
+        ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
+        if len(ours) != len(theirs):
+            return False
+        allowed = Decimal(repr(tolerance))
+        return all(
+            a == b or (tolerance and abs(a - b) <= allowed * max(Decimal(1), abs(b)))
+            for a, b in zip(ours, theirs, strict=True)
+        )
+    except ArithmeticError:  # a word that is no number, or one too large to subtract
+        return False
+
+
+def _apps_cases(rows: Any) -> list[Case]:
+    """Reads {"inputs", "outputs", "fn_name"}."""
+    inputs, outputs, name = rows["inputs"], rows["outputs"], rows.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{len(inputs)} inputs for {len(outputs)} outputs")
+    if not name:
+        return [Case(given=_text(given), wanted=[_text(wanted)]) for given, wanted in zip(inputs, outputs, strict=True)]
+    return [_function_case(name, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+
+
+def _function_case(name: str, given: Any, wanted: Any) -> Case:
+    if isinstance(given, str):
+        values = [json.loads(line) for line in given.split("\n")]
+        return Case(function=name, given=values, wanted=[json.loads(wanted) if isinstance(wanted, str) else wanted])
+    # APPS has most values in a list of one, and some as they are.
+    alone = [wanted[0]] if isinstance(wanted, list) and len(wanted) == 1 else []
+    return Case(function=name, given=list(given), wanted=[wanted, *alone])
+
+
+def _livecodebench_cases(payload: Mapping[str, Any]) -> list[Case]:
+    """Reads the lists of {"input", "output", "testtype"}."""
+    name = (_plain(payload.get("metadata")) or {}).get("func_name") or payload.get("fn_name")
+    cases = []
+    for key in ("public_test_cases", "private_test_cases"):
+        for row in _plain(payload.get(key)) or ():
+            if row["testtype"] == "stdin":
+                cases.append(Case(given=row["input"], wanted=[row["output"]]))
+            elif row["testtype"] == "functional" and name:
+                cases.append(_function_case(name, row["input"], row["output"]))
+            else:
+                raise ValueError(f"testtype {row['testtype']!r} with the function {name!r}")
+    return cases
+
+
+def _plain(value: Any) -> Any:
+    """Returns what a text of JSON stands for, also one that is packed as LiveCodeBench's; other values as they are."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            packed = zlib.decompress(base64.b64decode(value, validate=True))
+        except (binascii.Error, zlib.error):
+            raise ValueError(f"{value[:60]!r} is no JSON") from None
+    try:
+        return json.loads(_TextUnpickler(io.BytesIO(packed)).load())
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ValueError(f"it is packed in another way: {error}") from None
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Reads pickled texts, and nothing that would run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"packed cases are texts, not {module_name}.{global_name}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "\n".join(value)

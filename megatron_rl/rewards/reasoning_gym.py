@@ -1,0 +1,150 @@
+"""Problems of reasoning-gym (arXiv 2505.24760) by the name of their data set, and the library's own scores of answers.
+
+The library is optional. Without it, importing this module raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.rewards.tags import boxed
+
+try:
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.utils import extract_answer
+except ImportError as error:
+    raise ConfigError(
+        f"reasoning-gym cannot be imported ({error}): run `pip install reasoning-gym`, or take another data.path and "
+        "reward.target"
+    ) from error
+
+COMPOSITE = "composite"  # the library's data set that mixes others by weight
+GIVEN = ("size", "seed")  # settings of every data set that data.generated has fields for
+KEPT = 64  # entries that a worker keeps: the answers to one problem are graded one after the other
+# Data sets whose scorer evaluates the answer as Python, itself or through sympy's parse_expr.
+EVALUATED = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
+_BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
+# What an answer to one of these needs for running code: attributes, calls of anything but these functions, or text that
+# hides a call.
+_CODE = re.compile(
+    r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
+    r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs)\b)[A-Za-z_]\w+\s*\("
+)
+
+
+def score(response: str, payload: Mapping[str, Any]) -> float:
+    r"""Returns the score, 0 to 1, that the problem's data set gives the answer in a response.
+
+    The answer is what the last <answer>...</answer> holds, without a \boxed{} that is all of it; else the last
+    \boxed{}; else none. payload["entry"] is a `reference`. An answer that could run code in a scorer which evaluates it
+    counts as none. Raises ValueError where the installed library makes another problem than the data was made with.
+    """
+    entry = payload["entry"]
+    settings = json.dumps(entry["args"], sort_keys=True)
+    item = _item(entry["name"], settings, entry["index"])
+    if digest(item["question"]) != entry["digest"]:
+        raise ValueError(
+            f"problem {entry['index']} of {entry['name']} is another one in the reasoning-gym that is installed here: "
+            "install the version that the data was made with"
+        )
+    answer = stated(response)
+    if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _CODE.search(answer):
+        answer = None
+    # a scorer may write into the entry
+    return float(_opened(entry["name"], settings).score_answer(answer=answer, entry=copy.deepcopy(item)))
+
+
+def stated(response: str) -> str | None:
+    r"""Returns the answer in a response as `score` finds it; None without one."""
+    found = extract_answer(response)
+    if found is None:
+        return boxed(response)
+    whole = _BOX.fullmatch(found)
+    return whole[1].strip() if whole and boxed(found) == whole[1].strip() else found
+
+
+def reference(name: str, args: Mapping[str, Any], index: int, question: str) -> dict[str, Any]:
+    """Returns what `score` makes problem `index` of a data set from, as JSON values. `args` include size and seed."""
+    return {"name": name, "args": dict(args), "index": index, "digest": digest(question)}
+
+
+def digest(question: str) -> str:
+    """Returns the beginning of a question's SHA-256, 16 hexadecimal digits."""
+    return hashlib.sha256(question.encode()).hexdigest()[:16]
+
+
+def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
+    """Returns the library's data set of this name, with its settings `args`, size and seed among them.
+
+    `composite` takes `datasets`: a list of {name, weight, config}. Raises ConfigError for a name, a setting or a value
+    that cannot be.
+    """
+    for part, settings in _parts(name, args):
+        _check_names(part, settings)
+    made = dict(args)
+    if name == COMPOSITE:
+        made["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
+    try:
+        return reasoning_gym.create_dataset(name, **made)  # pyright: ignore[reportAttributeAccessIssue]  # not this file
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"reasoning_gym:{name} refuses data.generated = {dict(args)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _parts(name: str, args: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the name and the settings of a data set, and of those that a composite one mixes."""
+    yield name, args
+    if name != COMPOSITE:
+        return
+    parts = args.get("datasets")
+    if not isinstance(parts, list) or not parts or not all(isinstance(part, Mapping) for part in parts):
+        raise ConfigError(
+            f"data.generated.args.datasets = {parts!r}: give a list of {{name, weight, config}} to mix, at least one"
+        )
+    for part in parts:
+        if "name" not in part or set(part) - {"name", "weight", "config"}:
+            raise ConfigError(f"data.generated.args.datasets has {dict(part)}: each has a name, and weight and config")
+        yield part["name"], part.get("config", {})
+
+
+def _check_names(name: str, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a data set that the library does not have, and for settings that it does not take."""
+    if name not in DATASETS:
+        raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
+    known = [each.name for each in dataclasses.fields(DATASETS[name][1])]
+    wrong = [each for each in settings if each not in known]
+    if wrong:
+        taken = [each for each in known if each not in GIVEN]
+        raise ConfigError(f"reasoning_gym:{name} has no setting {wrong[0]!r}; {_near(wrong[0], taken)}")
+
+
+def _near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {', '.join(sorted(known))}"
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _item(name: str, settings: str, index: int) -> Mapping[str, Any]:
+    return _opened(name, settings)[index]
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(name: str, settings: str) -> Any:
+    return open_dataset(name, json.loads(settings))

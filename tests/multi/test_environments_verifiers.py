@@ -1,0 +1,258 @@
+"""Episodes of environments that we did not write, played by the library verifiers itself in its own Python environment.
+
+The models are tiny and random, and speak some words that the environments look for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import ROOT, program
+from cut_runs import role, write_speakers
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.environments.base import EpisodeSettings
+from megatron_rl.environments.verifiers import HOST, Verifiers
+from megatron_rl.run.metrics import read_metrics
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Author, Outcome, Prompt, Rollout
+
+PYTHON = Path(os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: make verifiers"),
+]
+CHAT = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+FORM = ["<eos>", "<unk>", "<|im_start|>", "system", "user", "assistant"]
+MOVES = ["[check]", "[bet]", "[fold]", "[call]", "I", "think"]
+NAMES = ("one", "uno", "eins", "un")
+CONTRACTS = [  # that a proposer may end with
+    json.dumps({"problem": name, "answer": value}, separators=(",", ":")) for name in NAMES for value in (1, 2)
+]
+ANSWERS = ["1", "=1", "(1)", "1.", "2", "=2", "(2)", "2."]
+SETTINGS = EpisodeSettings(episode_timeout_s=300.0, workers=2)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Whoever asks another machine is sent to a port that nobody listens at."""
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.lower(), "http://127.0.0.1:9")
+
+
+def need(package: str) -> None:
+    if not list(PYTHON.parents[1].glob(f"lib/*/site-packages/{package}")):
+        pytest.skip(f"{package} is not installed beside {PYTHON}: make verifiers says why")
+
+
+def speaker(base: Path, name: str, words: list[str]) -> Path:
+    """Makes a random model that speaks `words`, with a chat template."""
+    write_speakers(base, [name], [*FORM, *words])
+    tokenizer = AutoTokenizer.from_pretrained(base / name)
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(base / name)
+    return base / name
+
+
+def table_of(**directories: Path) -> Table:
+    """Every role has weights and a tokenizer of its own."""
+    tokenizers = {role: AutoTokenizer.from_pretrained(path) for role, path in directories.items()}
+    engines = {role: EmbeddedEngine(path, tokenizer=tokenizers[role]) for role, path in directories.items()}
+    for engine in engines.values():
+        engine.load_pretrained()
+    return Table(
+        engines=engines, tokenizers=tokenizers, samplings={}, max_prompt_tokens=dict.fromkeys(engines, 480),
+        grade=lambda *_: [],
+    )  # fmt: skip
+
+
+def play(maker: Verifiers, table: Table, places: list[int], *, tokens: int = 3, settings=SETTINGS):
+    samplings = {role: Sampling(max_tokens=tokens, seed=7 + i) for i, role in enumerate(table.engines)}
+    tasks = [Prompt(id=f"p{i}", tokens=[1], payload={"index": i}) for i in places]
+    return maker.play(table, tasks, [100 + place for place in range(len(places))], samplings, settings)
+
+
+@pytest.fixture
+def maker():
+    made = []
+
+    def make(**settings) -> Verifiers:
+        made.append(Verifiers(python=str(PYTHON), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one._running is not None:
+            one._running.close()
+
+
+def replies(table: Table, rollouts: list[Rollout]) -> list[str]:
+    """The texts that a seat's model wrote, one for each answer."""
+    tokenizer = table.tokenizers[rollouts[0].role]
+    spans = [(r, a, b) for r in rollouts for a, b, author, _ in r.spans.tolist() if author == Author.POLICY]
+    return [tokenizer.decode(r.tokens[a:b], skip_special_tokens=True) for r, a, b in spans]
+
+
+def check_logprobs(table: Table, rollouts) -> None:
+    """What is trained on is what the model gives for the whole conversation."""
+    for rollout in rollouts:
+        expected = table.engines[rollout.role].score([rollout.tokens])[0]
+        assert rollout.num_trainable and rollout.versions == (0,)
+        np.testing.assert_allclose(rollout.logprobs, np.where(rollout.trainable, expected, 0), atol=2e-4)
+
+
+def hand(place: int, said: dict[int, list[str]]) -> tuple[int, int]:
+    """Plays a hand of Kuhn poker by what both seats said -> player 0's chips, and the number of answers that it took.
+
+    The rules are the textbook's; that a seat has two tries, the environment's.
+    """
+    cards = random.Random(place).sample(["J", "Q", "K"], 2)
+    higher = 1 if "JQK".index(cards[0]) > "JQK".index(cards[1]) else -1
+    waiting, done, count = {seat: list(texts) for seat, texts in said.items()}, [], 0
+    while True:
+        seat = len(done) % 2
+        legal = {"fold", "call"} if done and done[-1] == "bet" else {"check", "bet"}
+        for _ in range(2):
+            text, count = waiting[seat].pop(0), count + 1
+            found = [word for word in re.findall(r"\[(\w+)\]", text) if word in legal]
+            if len(found) == 1:
+                break
+        else:
+            return (1 if seat == 1 else -1), count
+        done.append(found[0])
+        if found[0] == "fold":
+            return (1 if seat == 1 else -1), count
+        if found[0] == "call":
+            return 2 * higher, count
+        if done == ["check", "check"]:
+            return higher, count
+
+
+def test_two_models_play_poker_over_several_turns(maker, tmp_path):
+    need("kuhn_poker")
+    table = table_of(a=speaker(tmp_path, "a", MOVES), b=speaker(tmp_path, "b", [*MOVES, "well"]))
+    one = maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"player0": "a", "player1": "b"})
+    episodes = play(one, table, [0, 1, 2, 3])
+    assert [(e.outcome, e.why) for e in episodes] == [(Outcome.SCORE, "")] * 4
+    for place, episode in enumerate(episodes):
+        seats = {number: [r for r in episode.rollouts if r.payload["seat"] == f"player{number}"] for number in (0, 1)}
+        check_logprobs(table, episode.rollouts)
+        said = {number: replies(table, own) for number, own in seats.items() if own}
+        chips, count = hand(place, said)
+        assert count == sum(map(len, said.values())) == episode.turns
+        for number, own in seats.items():
+            assert {r.role for r in own} <= {"ab"[number]}
+            gained = float(chips * (1, -1)[number])
+            assert all(r.rewards == {"payoff": gained, "reward": gained} for r in own)
+    assert any(len(r.spans) > 2 for e in episodes for r in e.rollouts), "a seat that spoke twice has one rollout"
+    again = play(one, table, [0, 1, 2, 3], settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
+    for old, new in zip(episodes, again, strict=True):
+        assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
+
+
+def test_a_proposer_is_paid_for_what_its_problem_does_to_the_solvers(maker, tmp_path):
+    need("proposer_solver")
+    inventor = speaker(tmp_path, "inventor", CONTRACTS)
+    table = table_of(inventor=inventor, student=speaker(tmp_path, "student", [*ANSWERS, *NAMES]))
+    agents = {"proposer": "inventor", "solver": "student"}
+    one = maker(environment={"taskset": {"id": "proposer-solver"}, "n": 2}, agents=agents)
+    episodes = play(one, table, [0, 1, 2, 3, 4, 5], tokens=1)
+    good = [e for e in episodes if e.outcome is Outcome.SCORE]
+    assert good and all(
+        e.outcome is Outcome.ERROR and "did not end with the JSON contract" in e.why for e in episodes if e not in good
+    )
+    for episode in good:
+        proposer, *solvers = episode.rollouts
+        assert [r.payload["seat"] for r in episode.rollouts] == ["proposer", "solver", "solver-2"]
+        check_logprobs(table, episode.rollouts)
+        contract = json.loads(replies(table, [proposer])[0])
+        right = [float(str(contract["answer"]) in replies(table, [solver])[0]) for solver in solvers]
+        assert [solver.rewards for solver in solvers] == [{"correct": value, "reward": value} for value in right]
+        rate = sum(right) / 2
+        worth = 4 * rate * (1 - rate)
+        assert proposer.rewards == {"learnability": worth, "reward": worth}
+        assert proposer.payload["metrics"] == {"solve_rate": rate}
+
+
+def test_one_agent_reverses_text(maker, tmp_path):
+    """The data is a directory here, where its own is a hub's. The tags are words of the model."""
+    need("reverse_text")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/train.jsonl").write_text("".join(json.dumps({"prompt": t}) + "\n" for t in ("aba", "xy")))
+    words = ["<reversed_text>aba</reversed_text>", "<reversed_text>yx</reversed_text>"]
+    table = table_of(solver=speaker(tmp_path, "solver", words))
+    taskset = {"id": "reverse-text", "dataset_name": str(tmp_path / "rows")}
+    episodes = play(
+        maker(environment={"taskset": taskset}, agents={"agent": "solver"}), table, [0, 1, 0, 1, 7], tokens=1
+    )
+    assert episodes[4].outcome is Outcome.ERROR and "there is no task 7: the task set has 2" in episodes[4].why
+    ratios = {("aba", words[0]): 1.0, ("xy", words[1]): 1.0}
+    for episode, text in zip(episodes[:4], ["aba", "xy"] * 2, strict=True):
+        [rollout] = episode.rollouts
+        check_logprobs(table, [rollout])
+        [said] = replies(table, [rollout])
+        ratio = ratios.get((text, said), 0.0)
+        assert rollout.rewards == {"lcs": ratio, "reward": ratio}
+
+
+def test_an_environment_that_is_not_there_or_has_other_agents_is_refused(maker, tmp_path):
+    table = table_of(solver=speaker(tmp_path, "solver", ["a"]))
+    with pytest.raises(ConfigError, match="taskset 'nowhere' not found"):
+        play(maker(environment={"taskset": {"id": "nowhere"}}, agents={"agent": "solver"}), table, [0])
+    need("kuhn_poker")
+    with pytest.raises(ConfigError, match="agents names agent, and the environment has player0, player1"):
+        play(maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"agent": "solver"}), table, [0])
+
+
+@pytest.mark.multi
+def test_two_models_are_trained_on_the_same_hands(tmp_path):
+    """Two ranks, embedded engines: each role's own weights change by its own share of the hands, in both updates."""
+    need("kuhn_poker")
+    for name in "ab":
+        speaker(tmp_path, name, [move + end for move in MOVES[:4] for end in ("", "!", ".")])
+    rows = [{"question": f"hand {i}", "index": i} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    agents = {"player0": "a", "player1": "b"}
+    world = {"python": str(PYTHON), "environment": {"taskset": {"id": "kuhn-poker"}}, "agents": agents}
+    maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
+    args = {"updates": 2, "environment": maker, "seats": {"a": 1, "b": 1}, "group_size": 2, "workers": 2}
+    args |= {"rewards": {"payoff": 1.0}, "compared": "ema"}  # as SPIRAL does
+    lengths = {"sampling": {"max_tokens": 2}, "max_prompt_tokens": 448, "micro_batch_tokens": 512}
+    settings = {
+        "roles": {name: role(tmp_path, model=name, **lengths) for name in "ab"},
+        "recipe": {"target": "megatron_rl.recipes.agents:Agents", "args": args},
+        "data": {"path": f"{tmp_path}/data.jsonl", "fields": {"question": "question", "index": "index"}},
+        "reward": {"target": "open_centre_rewards:share_of_vowels", "workers": 1},
+        "gate": {"enabled": False},
+        "run": {"dir": f"{tmp_path}/runs", "name": "hands", "prompts_per_step": 1},
+        "launch": {"nproc": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    program("train", tmp_path / "run.yaml")
+    rows = read_metrics(tmp_path / "runs/hands")
+    for name in "ab":
+        own = [row.metrics for row in rows if row.scope == name]
+        trained = [figures for figures in own if figures["tokens"]]
+        assert len(own) == 2 and trained, "a seat may have had no turn in a hand"
+        assert all(f["engine_gap"] < 1e-5 and abs(f["reward/payoff"]) <= 2 for f in trained)
+        before, after = (
+            load_file(path / "model.safetensors") for path in (tmp_path / name, tmp_path / f"runs/hands/models/{name}")
+        )
+        assert any(not torch.equal(before[key], after[key]) for key in before)
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(HOST) in (p.info["cmdline"] or ())]

@@ -1,0 +1,333 @@
+"""Episodes of a library in another process, against the token route: what is asked, recorded, joined, and goes wrong.
+
+The process here is one of ours that plays by rote (fake_verifiers); tests/multi has the library's own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fake_verifiers
+import numpy as np
+import psutil
+import pytest
+import torch
+from fake_engines import TableEngine
+from toys import characters
+
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.engines.base import EngineError, Sampling
+from megatron_rl.environments import verifiers
+from megatron_rl.environments.base import EpisodeSettings
+from megatron_rl.environments.token_route import GENERATE, MODELS, SESSION, TokenRoute
+from megatron_rl.environments.verifiers import Verifiers
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Author, Outcome, Prompt, Stop
+
+VOCAB, VERSION = 12, 3
+ROLES = {"proposer": "inventor", "solver": "student"}  # by agent
+SAMPLINGS = {role: Sampling(max_tokens=6, seed=5 + i) for i, role in enumerate(ROLES.values())}
+SETTINGS = EpisodeSettings(episode_timeout_s=60.0, workers=4)
+
+
+def engine(seed: int) -> TableEngine:
+    made = TableEngine(VOCAB, eos=0)
+    table = torch.randn(VOCAB * VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+    made.load([("table", table)], version=VERSION)
+    return made
+
+
+def table_of(**engines) -> Table:
+    own = {role: engine(i) for i, role in enumerate(ROLES.values())} | engines
+    return Table(
+        engines=own, tokenizers=dict.fromkeys(own, characters()), samplings=SAMPLINGS,
+        max_prompt_tokens=dict.fromkeys(own, 40), grade=lambda *_: [],
+    )  # fmt: skip
+
+
+class Asker:
+    """A client of the route, with one connection."""
+
+    def __init__(self, route: TokenRoute, *, token: str | None = None) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", int(route.url.rpartition(":")[2]), timeout=30)
+        self._headers = {"Authorization": f"Bearer {token or route.token}"}
+
+    def __call__(self, method: str, path: str, body: object = None, session: str = "", **headers: str):
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        self._connection.request(method, path, data, {**self._headers, SESSION: session, **headers})
+        answer = self._connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def asked(tokens, role="student", **sampling) -> dict[str, object]:
+    return {"model": role, "token_ids": tokens, "sampling_params": {"stop_token_ids": [0], "logprobs": 1, **sampling}}
+
+
+@pytest.fixture
+def route():
+    made = TokenRoute()
+    yield made
+    made.close()
+
+
+def test_an_answer_has_the_clients_form_and_the_record_the_engines_numbers(route):
+    table = table_of()
+    with route.serving(table, SAMPLINGS, [17]) as play:
+        status, said = Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(0, "solver"))
+    [choice] = said["choices"]
+    assert status == 200 and set(choice) == {"index", "token_ids", "finish_reason", "logprobs"}
+    tokens = choice["token_ids"]
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in tokens]
+    whole = np.array([1, 2, *tokens], np.int32)
+    answer = play.answer(0, "solver", whole, 2)
+    assert answer is not None and answer.role == "student" and answer.versions == (VERSION,)
+    expected = table.engines["student"].score([whole])[0][2:]
+    assert answer.logprobs[2:].tolist() == expected.tolist()  # bit for bit
+    assert np.float32([entry["logprob"] for entry in choice["logprobs"]["content"]]).tolist() == expected.tolist()
+    assert choice["finish_reason"] == ("stop" if tokens[-1] == 0 else "length")
+    for other in (whole[:-1], np.append(whole[:-1], whole[-1] + 1)):
+        assert play.answer(0, "solver", other, 2) is None
+    assert play.answer(0, "solver", whole, 3) is None and play.answer(0, "other", whole, 2) is None
+
+
+def test_draws_do_not_depend_on_the_order_of_arrival(route):
+    table, seats = table_of(), ["a", "b", "c"]
+
+    def told(order, threads):
+        def one(seat):
+            ask = Asker(route)
+            return [ask("POST", GENERATE, asked([1, 2]), play.session_id(1, seat))[1] for _ in range(3)]
+
+        with route.serving(table, SAMPLINGS, [17, 18]) as play, ThreadPoolExecutor(threads) as pool:
+            return dict(zip(order, pool.map(one, order), strict=True))
+
+    first = told(seats, 1)
+    assert told(seats[::-1], 3) == first
+    texts = [json.dumps(answer["choices"]) for answers in first.values() for answer in answers]
+    assert len(set(texts)) > 3, "other seats and later requests draw anew"
+
+
+def test_the_sampling_is_the_roles(route):
+    table, given = table_of(), {}
+
+    def check_ask(tokens, sampling, key):
+        given.update(sampling=sampling)
+
+    table.engines["student"].check_ask = check_ask
+    with route.serving(table, SAMPLINGS, [1]) as play:
+        session, ask = play.session_id(0, "s"), Asker(route)
+        body = asked([1, 2], max_tokens=2, temperature=9.0, top_p=0.1, seed=99, stop_token_ids=[0, 7])
+        _, said = ask("POST", GENERATE, body, session)
+        assert given["sampling"] == Sampling(max_tokens=2, seed=6, stop_tokens=(0, 7))
+        assert len(said["choices"][0]["token_ids"]) <= 2
+        ask("POST", GENERATE, asked([1, 2], max_tokens=1000), session)
+        assert given["sampling"].max_tokens == 6
+        assert ask("GET", MODELS)[1]["data"] == [{"id": role, "max_model_len": 40} for role in SAMPLINGS]
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "body", "says"),
+    [
+        (400, GENERATE, b"{", "not JSON"),
+        (400, GENERATE, [1], "no JSON object"),
+        (404, GENERATE, asked([1], role="nobody"), "the roles are inventor, student"),
+        (400, GENERATE, asked([]), "token_ids"),
+        (400, GENERATE, asked("12"), "token_ids"),
+        (400, GENERATE, asked([1, True]), "no token id"),
+        (400, GENERATE, asked([1, -1]), "no token id"),
+        (400, GENERATE, asked([1] * 41), "maximum context length is 40 tokens"),
+        (400, GENERATE, {"model": "student", "token_ids": [1, 2]}, "sampling_params"),
+        (400, GENERATE, asked([1, 2], max_tokens=0), "max_tokens = 0"),
+        (400, GENERATE, asked([1, 2], stop_token_ids=list(range(100))), "stop_token_ids"),
+        (400, GENERATE, asked([1]), "the table needs two"),  # what an engine refuses
+        (400, GENERATE, asked([1, 2]) | {"features": {}}, "text alone"),
+        (404, "/v1/chat/completions", {}, "there is"),
+    ],
+)
+def test_a_wrong_request_is_refused_and_the_next_one_answered(route, status, path, body, says):
+    with route.serving(table_of(), SAMPLINGS, [1]) as play:
+        ask, session = Asker(route), play.session_id(0, "s")
+        found, said = ask("POST", path, body, session)
+        assert found == status and says in said["error"]["message"]
+        assert (said["error"]["code"] == "context_length_exceeded") == ("context" in says)
+        assert ask("POST", GENERATE, asked([1, 2]), session)[0] == 200
+
+
+def test_who_asks_must_have_the_token_and_a_living_episode(route):
+    with route.serving(table_of(), SAMPLINGS, [1]) as play:
+        session = play.session_id(0, "s")
+        for wrong in ("0" * 64, "é"):
+            assert Asker(route, token=wrong)("POST", GENERATE, asked([1, 2]), session)[0] == 401
+            assert Asker(route, token=wrong)("GET", MODELS)[0] == 401
+        huge = Asker(route)("POST", GENERATE, None, session, **{"Content-Length": str(1 << 40)})
+        assert huge[0] == 413
+        assert Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(1, "s"))[0] == 400
+        assert Asker(route)("POST", GENERATE, asked([1, 2]), "0.0.")[0] == 400
+    assert Asker(route)("POST", GENERATE, asked([1, 2]), session)[0] == 409
+
+
+def test_an_engine_that_fails_is_told_to_both_sides(route):
+    table = table_of()
+
+    def generate_rows(rows):
+        raise EngineError("no server left")
+
+    table.engines["student"].generate_rows = generate_rows
+    with route.serving(table, SAMPLINGS, [1]) as play:
+        assert Asker(route)("POST", GENERATE, asked([1, 2]), play.session_id(0, "s"))[0] == 503
+        assert isinstance(play.failure, EngineError)
+
+
+def test_a_play_that_ends_lets_nobody_wait(route):
+    table, inside = table_of(), threading.Event()
+    go = threading.Event()
+
+    def generate_rows(rows):
+        inside.set()
+        assert go.wait(30)
+        return []
+
+    table.engines["student"].generate_rows = generate_rows
+    with ThreadPoolExecutor(1) as pool:
+        with route.serving(table, SAMPLINGS, [1]) as play:
+            answer = pool.submit(Asker(route), "POST", GENERATE, asked([1, 2]), play.session_id(0, "s"))
+            assert inside.wait(30)
+            threading.Timer(0.2, go.set).start()
+        assert answer.result()[0] == 503
+
+
+@pytest.fixture
+def maker(monkeypatch, tmp_path):
+    """Makes a Verifiers over the process that plays by rote, and sees to it that it ends."""
+    monkeypatch.setattr(verifiers, "HOST", Path(fake_verifiers.__file__))
+    made = []
+
+    def make(*plays, **settings) -> Verifiers:
+        own = {"taskset": {"id": "t"}, "plays": plays, "child": str(tmp_path / "child"), **settings}
+        made.append(Verifiers(python=sys.executable, environment=own, agents=ROLES))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one._running is not None:
+            one._running.close()
+
+
+def play(maker: Verifiers, table: Table, places, settings: EpisodeSettings = SETTINGS):
+    tasks = [Prompt(id=f"p{i}", tokens=[1], payload={"index": i}) for i in places]
+    return maker.play(table, tasks, [100 + i for i in range(len(places))], SAMPLINGS, settings)
+
+
+def test_rollouts_are_made_of_the_engines_own_numbers(maker):
+    table, one = table_of(), maker("single", "single", "branches", "untrained")
+    episodes = play(one, table, [0, 1, 0, 2, 3])
+    assert [e.number for e in episodes] == list(range(5)) and {e.outcome for e in episodes} == {Outcome.SCORE}
+    for episode in episodes[:3]:
+        assert [r.payload["seat"] for r in episode.rollouts] == list(ROLES)
+        assert [r.role for r in episode.rollouts] == list(ROLES.values()) and episode.turns == 2
+        for rollout in episode.rollouts:
+            assert rollout.spans[:, 2:].tolist() == [[Author.ENVIRONMENT, -1], [Author.POLICY, VERSION]]
+            expected = table.engines[rollout.role].score([rollout.tokens])[0]
+            assert rollout.logprobs.tolist() == [0.0, 0.0, *expected[2:].tolist()]
+            assert rollout.rewards == {"right": rollout.length, "reward": rollout.length}
+            assert rollout.payload["metrics"] == {"seen": 1.0}
+            assert rollout.stop is (Stop.EOS if rollout.tokens[-1] == 0 else Stop.LENGTH)
+    assert [r.payload["seat"] for r in episodes[4].rollouts] == ["solver"], "an agent that is not trained leaves none"
+    again = play(one, table, [0, 1, 0, 2, 3])
+    for old, new in zip(episodes, again, strict=True):
+        assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
+    assert one._running._process is not None, "one process serves all calls"
+
+
+def test_what_branches_share_is_trained_on_once(maker):
+    table = table_of()
+    [episode] = play(maker("branches"), table, [0])
+    first, second = episode.rollouts
+    shared = next(i for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)) if a != b)
+    assert episode.cuts == 1 and episode.turns == 4
+    expected = table.engines["inventor"].score([first.tokens, second.tokens])
+    assert first.trainable.tolist() == [False] * 2 + [True] * (shared - 2) + [False] * 2 + [True] * (
+        len(first.tokens) - shared - 2
+    )
+    assert second.trainable.tolist() == [False] * (shared + 2) + [True] * (len(second.tokens) - shared - 2)
+    for rollout, scores in zip((first, second), expected, strict=True):
+        assert rollout.logprobs.tolist() == np.where(rollout.trainable, scores, 0).tolist()
+
+
+def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_path):
+    one = maker("single", "fail", "slow", "lie", "die", "babble")
+    alone = EpisodeSettings(episode_timeout_s=60.0, workers=1)
+    episodes = play(one, table_of(), [0, 1, 2, 3, 4, 5, 0], alone)
+    error, late, good = Outcome.ERROR, Outcome.TIMEOUT, Outcome.SCORE
+    assert [e.outcome for e in episodes] == [good, error, late, error, error, error, good]
+    says = ["", "reward broke", "late", "no engine sampled them there", "no memory left", "no line of its protocol", ""]
+    assert all(text in episode.why for text, episode in zip(says, episodes, strict=True))
+    assert all(bool(e.rollouts) == (e.outcome is good) for e in episodes)
+    child = int((tmp_path / "child").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
+    monkeypatch.setattr(verifiers, "LATE_S", 0.5)
+    one = maker("hang", "single")
+    [late, good] = play(one, table_of(), [0, 1], EpisodeSettings(episode_timeout_s=0.5, workers=1))
+    assert late.outcome is Outcome.TIMEOUT and "did not give it up after 0.5 s" in late.why
+    assert good.outcome is Outcome.SCORE
+    process, directory = one._running._process._process, one._running._directory
+    one._running.close()
+    assert process.poll() is not None and not directory.exists()
+
+
+def test_a_process_that_ended_between_two_calls_costs_no_episode(maker):
+    one = maker("single")
+    play(one, table_of(), [0])
+    process = psutil.Process(one._running._process._process.pid)
+    process.terminate()
+    end = time.monotonic() + 20
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.01)
+    assert play(one, table_of(), [0])[0].outcome is Outcome.SCORE
+
+
+def test_an_engines_failure_is_raised(maker):
+    table = table_of()
+
+    def generate_rows(rows):
+        raise EngineError("no server left")
+
+    table.engines["student"].generate_rows = generate_rows
+    with pytest.raises(EngineError, match="no server left"):
+        play(maker("single"), table, [0])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"python": "/nowhere/python"}, "make verifiers"),
+        ({"environment": {"id": "x"}}, "environment.taskset = None"),
+        ({"agents": {}}, "agents = {}"),
+        ({"renderers": {"nobody": {"name": "qwen3"}}}, "renderers.nobody"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_at_once(change, says):
+    good = {"python": sys.executable, "environment": {"taskset": {"id": "t"}}, "agents": ROLES}
+    assert build(Use(target="megatron_rl.environments.verifiers:Verifiers", args=good)) == Verifiers(**good)
+    with pytest.raises(ConfigError, match=says):
+        build(Use(target="megatron_rl.environments.verifiers:Verifiers", args={**good, **change}))
+
+
+def test_what_only_the_run_can_tell_is_refused_with_the_cure(maker):
+    with pytest.raises(ConfigError, match="there is no such task set"):
+        play(maker("single", refuses=True), table_of(), [0])
+    prompt = Prompt(id="p", tokens=[1], payload={"index": "first"})
+    with pytest.raises(ConfigError, match="its index is 'first'"):
+        maker("single").play(table_of(), [prompt], [0], SAMPLINGS, SETTINGS)
+    with pytest.raises(ConfigError, match="is none of the recipe's roles"):
+        maker("single").play(table_of(), [Prompt(id="p", tokens=[1], payload={"index": 0})], [0], {}, SETTINGS)
