@@ -41,7 +41,12 @@ EVALUATED = frozenset(
     }
 )
 # Data sets that go through sets of texts as they draw: other problems in every process, unless PYTHONHASHSEED is 0.
-HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
+HASHED = frozenset(
+    {
+        *("codeio", "isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note"),
+        "word_ladder",
+    }
+)
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
 # What an answer to one of these needs for running code: attributes, calls of anything but these functions, or text that
