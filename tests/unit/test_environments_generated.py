@@ -255,6 +255,11 @@ def test_a_data_set_that_depends_on_hashes_is_refused(library):
         read_problems(source("ransom_note"))
 
 
+def test_a_data_set_without_a_seed_is_refused(library):
+    with pytest.raises(ConfigError, match="whatever its seed"):
+        read_problems(source("composite", args={"datasets": [{"name": "knight_swap"}]}))
+
+
 def test_a_data_set_with_too_few_questions_is_refused(library, monkeypatch):
     from megatron_rl.data import generated
 
@@ -316,7 +321,8 @@ def test_names_of_generated_problems():
 
 
 def test_without_the_library_the_cure_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for name in ("reasoning_gym", "reasoning_gym.composite"):
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("megatron_rl.rewards.reasoning_gym", "megatron_rl.data.generated"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for call in (lambda: plugins.find(SCORE), lambda: read_problems(source("gcd"))):
