@@ -42,7 +42,7 @@ setup(
         "datasets": ["datasets>=2.19"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
-        "tasks": ["reasoning-gym==0.1.25", "gymnasium>=1.0", "bm25s>=0.2.6"],
+        "tasks": ["reasoning-gym==0.1.25", "gymnasium>=1.0", "bm25s>=0.3"],
         "te": ["transformer-engine[pytorch]"],
         "dev": ["pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"],
     },

@@ -137,7 +137,7 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
     if name in UNSEEDED:
         raise ConfigError(
-            f"reasoning_gym:{name} draws other problems every time, whatever its seed, so that no run could be resumed: "
+            f"reasoning_gym:{name} draws other problems every time, whatever its seed, and no run could be resumed: "
             "take another data set"
         )
     if name in HASHED and sys.flags.hash_randomization:
