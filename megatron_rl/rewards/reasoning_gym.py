@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,9 +20,8 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.rewards.tags import boxed
 
 try:
-    import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
-    from reasoning_gym.factory import DATASETS
+    from reasoning_gym.factory import DATASETS, create_dataset
     from reasoning_gym.utils import extract_answer
 except ImportError as error:
     raise ConfigError(
@@ -39,12 +39,16 @@ EVALUATED = frozenset(
         *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
     }
 )
+# Data sets that go through sets of texts as they draw: other problems in every process, unless PYTHONHASHSEED is 0.
+HASHED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"})
+UNSEEDED = frozenset({"codeio", "knight_swap", "list_functions"})  # they draw some numbers without their seed
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
 # What an answer to one of these needs for running code: attributes, calls of anything but these functions, or text that
 # hides a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
-    r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs)\b)[A-Za-z_]\w+\s*\("
+    r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)[A-Za-z_]\w+\s*\("
 )
 
 
@@ -52,8 +56,9 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
     r"""Returns the score, 0 to 1, that the problem's data set gives the answer in a response.
 
     The answer is what the last <answer>...</answer> holds, without a \boxed{} that is all of it; else the last
-    \boxed{}; else none. payload["entry"] is a `reference`. An answer that could run code in a scorer which evaluates it
-    counts as none. Raises ValueError where the installed library makes another problem than the data was made with.
+    \boxed{}; else none. payload["entry"] is a `reference`. An answer that the scorer cannot read counts as none, and so
+    does one that could run code in a scorer which evaluates it. Raises ValueError where the installed library makes
+    another problem than the data was made with.
     """
     entry = payload["entry"]
     settings = json.dumps(entry["args"], sort_keys=True)
@@ -63,11 +68,13 @@ def score(response: str, payload: Mapping[str, Any]) -> float:
             f"problem {entry['index']} of {entry['name']} is another one in the reasoning-gym that is installed here: "
             "install the version that the data was made with"
         )
-    answer = stated(response)
+    answer, dataset = stated(response), _opened(entry["name"], settings)
     if answer is not None and item["metadata"].get("source_dataset") in EVALUATED and _CODE.search(answer):
         answer = None
-    # a scorer may write into the entry
-    return float(_opened(entry["name"], settings).score_answer(answer=answer, entry=copy.deepcopy(item)))
+    try:
+        return float(dataset.score_answer(answer=answer, entry=copy.deepcopy(item)))  # a scorer may write into it
+    except _UNREADABLE:  # some scorers raise for a malformed answer
+        return float(dataset.score_answer(answer=None, entry=copy.deepcopy(item)))
 
 
 def stated(response: str) -> str | None:
@@ -101,7 +108,7 @@ def open_dataset(name: str, args: Mapping[str, Any]) -> Any:
     if name == COMPOSITE:
         made["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **part}) for part in args["datasets"]]
     try:
-        return reasoning_gym.create_dataset(name, **made)  # pyright: ignore[reportAttributeAccessIssue]  # not this file
+        return create_dataset(name, **made)
     except (AssertionError, ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"reasoning_gym:{name} refuses data.generated = {dict(args)}: {type(error).__name__}: {error}"
@@ -128,6 +135,16 @@ def _check_names(name: str, settings: Mapping[str, Any]) -> None:
     """Raises ConfigError for a data set that the library does not have, and for settings that it does not take."""
     if name not in DATASETS:
         raise ConfigError(f"reasoning_gym:{name} is no data set of reasoning-gym; {_near(name, DATASETS)}")
+    if name in UNSEEDED:
+        raise ConfigError(
+            f"reasoning_gym:{name} draws other problems every time, whatever its seed, and no run could be resumed: "
+            "take another data set"
+        )
+    if name in HASHED and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"reasoning_gym:{name} draws other problems in every process, as Python hashes texts: start with "
+            "PYTHONHASHSEED=0 in the environment, or take another data set"
+        )
     known = [each.name for each in dataclasses.fields(DATASETS[name][1])]
     wrong = [each for each in settings if each not in known]
     if wrong:

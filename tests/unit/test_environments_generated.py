@@ -159,6 +159,16 @@ def test_the_answer_is_found_in_tags_or_a_box(library):
     assert stated("nothing") is None
 
 
+def test_an_answer_that_the_scorer_cannot_read_counts_as_none(library):
+    [problem] = read_problems(source("prime_factorization", "all", size=1))
+    own = library.create_dataset("prime_factorization", size=1, seed=3)
+    with pytest.raises(ValueError):
+        own.score_answer(answer="seven", entry=own[0])
+    score = plugins.find_function(SCORE)
+    assert score("<answer>seven</answer>", problem.values) == own.score_answer(answer=None, entry=own[0]) == 0.0
+    assert score(f"<answer>{problem.values['answer']}</answer>", problem.values) == 1.0
+
+
 @pytest.mark.parametrize(
     "text, runs",
     [
@@ -174,6 +184,7 @@ def test_the_answer_is_found_in_tags_or_a_box(library):
         ("[['0', '1'], ['1', '0']]", False),
         ("_ Q _ _\nQ _ _ _", False),
         ("3.5*x**2 + 1.", False),
+        ("3*Integral(x**3*cos(3*x), x) + C", False),
     ],
 )
 def test_an_answer_that_could_run_code_is_told(library, text, runs):
@@ -238,6 +249,17 @@ def test_a_data_set_that_cannot_be_made_is_refused(library, name, args, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.skipif(not sys.flags.hash_randomization, reason="texts are hashed alike in every process")
+def test_a_data_set_that_depends_on_hashes_is_refused(library):
+    with pytest.raises(ConfigError, match="PYTHONHASHSEED=0"):
+        read_problems(source("ransom_note"))
+
+
+def test_a_data_set_without_a_seed_is_refused(library):
+    with pytest.raises(ConfigError, match="whatever its seed"):
+        read_problems(source("composite", args={"datasets": [{"name": "knight_swap"}]}))
+
+
 def test_a_data_set_with_too_few_questions_is_refused(library, monkeypatch):
     from megatron_rl.data import generated
 
@@ -299,7 +321,8 @@ def test_names_of_generated_problems():
 
 
 def test_without_the_library_the_cure_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for name in ("reasoning_gym", "reasoning_gym.composite"):
+        monkeypatch.setitem(sys.modules, name, None)
     for name in ("megatron_rl.rewards.reasoning_gym", "megatron_rl.data.generated"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for call in (lambda: plugins.find(SCORE), lambda: read_problems(source("gcd"))):
