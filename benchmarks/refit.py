@@ -39,7 +39,7 @@ from megatron_rl.config.schema import RefitConfig
 from megatron_rl.refit.base import ParameterPart, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.refit.wiring import Seat, Seating
+from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
@@ -258,7 +258,7 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
 def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPlan, Callable[[], None]]:
     """Returns the plan, and a function that sends messages of its sizes between its pairs as raw buffers, over gloo."""
     seats: list[Any] = [None] * RANKS
-    dist.all_gather_object(seats, Seat.new(torch.device("cpu")))
+    dist.all_gather_object(seats, RankSeat.new(torch.device("cpu")))
     plan = topology.plan(Seating(seats, dict(enumerate(seats))), args.bucket_mib)
     rank, rounds = dist.get_rank(), 1 + max(b.round_number for b in plan.buckets)
     out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))

@@ -17,7 +17,7 @@ from megatron_rl.types import Prompt
 
 @dataclass(kw_only=True)
 class EpisodeSettings:
-    """How episodes are played, whoever plays them."""
+    """Settings of the play of episodes, whoever plays them."""
 
     # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers:NAME: that
     # renderer of the library `renderers`, which also reads calls of tools.

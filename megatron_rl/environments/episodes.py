@@ -27,7 +27,7 @@ Job = Callable[[], object]
 
 
 @dataclass(kw_only=True, eq=False)
-class _Running:
+class _Underway:
     """An episode under way."""
 
     number: int
@@ -58,7 +58,7 @@ class EpisodesPlay:
         self._dialogues: dict[str, Dialogue] = {}
         self._readers: list[threading.Thread] = []
         self._open = contextlib.ExitStack()  # the blocks in which sessions may be asked
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _Underway] = {}
         self._done: dict[int, Episode] = {}
         self._deadlines: list[tuple[float, int, int]] = []  # heap: time, episode, stamp (-1: the whole episode's)
 
@@ -67,7 +67,7 @@ class EpisodesPlay:
         finished = False
         try:
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
-                running = _Running(number=number, task=task, seed=seed, world=self._environment.copy())
+                running = _Underway(number=number, task=task, seed=seed, world=self._environment.copy())
                 self._running[number] = running
                 self._call(running, lambda own=running: own.world.begin(own.task.payload, own.seed))
             while self._running:
@@ -99,7 +99,7 @@ class EpisodesPlay:
         else:
             self._take_result(*what)
 
-    def _call(self, running: _Running, job: Job) -> None:
+    def _call(self, running: _Underway, job: Job) -> None:
         """Has a worker call the environment of an episode."""
         running.stamp += 1
         running.busy = True
@@ -159,7 +159,7 @@ class EpisodesPlay:
                 return
             self._advance(running)
 
-    def _speak(self, running: _Running, moves: Any) -> None:
+    def _speak(self, running: _Underway, moves: Any) -> None:
         """Asks the engines for the answers to moves."""
         for move in moves:
             if move.role not in self._samplings:
@@ -179,7 +179,7 @@ class EpisodesPlay:
                 session.ask(key, context, sampling, after=seat.last_key)
                 seat.last_key = key
 
-    def _sampling(self, running: _Running, move: Move, seat: Seat, dialogue: Dialogue) -> Sampling:
+    def _sampling(self, running: _Underway, move: Move, seat: Seat, dialogue: Dialogue) -> Sampling:
         own = self._samplings[move.role]
         return replace(
             own,
@@ -190,7 +190,7 @@ class EpisodesPlay:
             stop_tokens=(*own.stop_tokens, *dialogue.stop_tokens),
         )
 
-    def _advance(self, running: _Running) -> None:
+    def _advance(self, running: _Underway) -> None:
         """Gives the environment the first answer that it waits for, once it is there."""
         if running.busy:
             return
@@ -212,7 +212,7 @@ class EpisodesPlay:
             running.calls += len(reply.calls)
         self._call(running, lambda: running.world.step(said))
 
-    def _end(self, running: _Running, over: Over) -> None:
+    def _end(self, running: _Underway, over: Over) -> None:
         """Ends an episode; whatever of it is still to come is passed over."""
         del self._running[running.number]
         unknown = (set(over.rewards) | set(over.answers)) - set(running.seats)

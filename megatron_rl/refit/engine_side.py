@@ -14,7 +14,7 @@ from megatron_rl.refit.base import Deadline, Parameters, RefitError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.wiring import Seat, Seating, Wiring
+from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
 
 SETUP_TIMEOUT_S = 60
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EngineSide:
             raise ValueError(f"engine rank {rank}: the trainer expects {self.topology.engines.world} engine ranks")
         self._board, self._rank, self._endpoint, self._device = board, rank, endpoint, device
         self.version: int | None = None
-        self._seat, self._pulses = Seat.new(device), 0
+        self._seat, self._pulses = RankSeat.new(device), 0
         self._epoch = -1
         self._wiring: Wiring | None = None
         self._exchange: Exchange | None = None
@@ -117,8 +117,8 @@ class EngineSide:
     def _connect(self, go: dict[str, Any]) -> None:
         """Makes the plan and the transports for the engines that take part now."""
         self._leave()
-        seats = {int(rank): Seat(*seat) for rank, seat in go["engines"].items()}
-        seating = Seating([Seat(*seat) for seat in go["trainer"]], seats)
+        seats = {int(rank): RankSeat(*seat) for rank, seat in go["engines"].items()}
+        seating = Seating([RankSeat(*seat) for seat in go["trainer"]], seats)
         self._wiring = Wiring(self._board.under(f"epoch{go['epoch']}"), seating, self._seat, self._settings)
         side = LocalSide(destination=self._rank, targets=self._endpoint.targets, device=self._device)
         plan = self.topology.plan(seating, self._settings.bucket_mib)

@@ -26,7 +26,15 @@ from megatron_rl.refit.base import (
     TransportError,
     as_words,
 )
-from megatron_rl.refit.messages import CHECKSUM_BYTES, BucketMessage, Move, NamedPart, SliceRun, Verify, elements_of
+from megatron_rl.refit.messages import (
+    CHECKSUM_BYTES,
+    BucketMessage,
+    NamedPart,
+    SliceMove,
+    SliceRun,
+    Verify,
+    elements_of,
+)
 from megatron_rl.weights.reshard import RefitBucket, RefitPlan
 
 ALONE_PART_BYTES = 1 << 16  # slices of at least so many bytes are not packed for a transport that joins pieces
@@ -298,7 +306,7 @@ class Exchange:
         loose: Sequence[SliceRun],
         whole: Tensor,
         size_known: bool,
-        checked: Sequence[Move],
+        checked: Sequence[SliceMove],
         out: ExchangeOutcome,
     ) -> None:
         """Writes a received message to the parameters and checks it.
@@ -366,14 +374,14 @@ class Exchange:
         version, old = self._last.get(number, (None, None))
         return delta.encode(values, old if version == base else None, whole)
 
-    def _put_checksums(self, checked: Sequence[Move], place: Tensor) -> None:
+    def _put_checksums(self, checked: Sequence[SliceMove], place: Tensor) -> None:
         """Writes the checksums of the checked slices to `place`, uint8 [8 * slices]."""
         if checked:
             assert self._side.sources is not None
             sums = [checksum(self._side.sources.read(m.source_name, m.source), self._dtype) for m in checked]
             place.copy_(torch.tensor(sums, dtype=torch.int64).view(torch.uint8))
 
-    def _compare(self, checked: Sequence[Move], sums: Tensor, bucket: RefitBucket) -> None:
+    def _compare(self, checked: Sequence[SliceMove], sums: Tensor, bucket: RefitBucket) -> None:
         """Raises Mismatch unless the slices in this rank's parameters have these checksums."""
         assert self._side.targets is not None
         wanted = sums.cpu().clone().view(torch.int64).tolist()

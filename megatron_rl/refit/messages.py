@@ -17,7 +17,7 @@ CHECKSUM_BYTES = 8
 ALONE_BYTES = 1 << 20
 
 
-class Move(NamedTuple):
+class SliceMove(NamedTuple):
     """One slice: the part of a source parameter that goes to a part of a destination parameter."""
 
     source_name: str
@@ -29,7 +29,7 @@ class Move(NamedTuple):
 class SliceRun(NamedTuple):
     """A run of slices that follow each other in a destination parameter."""
 
-    moves: list[Move]
+    moves: list[SliceMove]
     name: str
     part: ParameterPart  # the whole run
 
@@ -44,7 +44,7 @@ class BucketMessage(NamedTuple):
 
     number: int  # the position of the bucket in the plan
     bucket: RefitBucket
-    moves: list[Move]
+    moves: list[SliceMove]
     runs: list[SliceRun]
 
     def split(self, pieces: bool, width: int) -> tuple[list[SliceRun], list[SliceRun]]:
@@ -56,7 +56,7 @@ class BucketMessage(NamedTuple):
         joined = [run for run, by_itself in zip(self.runs, alone, strict=True) if not by_itself]
         return joined, [*itertools.compress(self.runs, alone)]
 
-    def checked(self, verify: Verify, version: int) -> list[Move]:
+    def checked(self, verify: Verify, version: int) -> list[SliceMove]:
         """Returns the slices that carry a checksum in the refit to `version`.
 
         With verify = sample they change each time.
@@ -122,12 +122,12 @@ def bucket_message(plan: RefitPlan, number: int, bucket: RefitBucket, width: int
     ):
         read_from = ParameterPart(source_row, source_column, rows, wide)
         write_to = ParameterPart(row, column, rows, wide)
-        moves.append(Move(s.source_names[source], read_from, s.destination_names[destination], write_to))
+        moves.append(SliceMove(s.source_names[source], read_from, s.destination_names[destination], write_to))
     runs = _runs(moves, ALONE_BYTES // width)
     return BucketMessage(number, bucket, [move for run in runs for move in run.moves], runs)
 
 
-def _runs(moves: Sequence[Move], long: int) -> list[SliceRun]:
+def _runs(moves: Sequence[SliceMove], long: int) -> list[SliceRun]:
     """Joins slices of fewer than `long` elements that follow each other.
 
     A longer slice stays by itself, because it may lie in one piece in the source too.

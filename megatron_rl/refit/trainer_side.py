@@ -22,7 +22,7 @@ from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
-from megatron_rl.refit.wiring import Seat, Seating, Wiring
+from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
 
 ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
 REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
@@ -34,7 +34,7 @@ class _RollCall:
     """The engines that take part in a refit. The same on every trainer rank."""
 
     number: int
-    seats: dict[int, Seat]  # by engine rank
+    seats: dict[int, RankSeat]  # by engine rank
     versions: dict[int, int | None]  # the version that each engine rank holds
     lost: dict[int, str]  # engine ranks that did not answer -> why
 
@@ -82,7 +82,7 @@ class TrainerSide:
         topology.check_trainer(self._rank, parameters)
         self._sources = Tensors(parameters)
         self._device = next(iter(parameters.values())).device
-        self._seats: list[Seat] = self._gather(Seat.new(self._device))
+        self._seats: list[RankSeat] = self._gather(RankSeat.new(self._device))
         self._board, self.address = self._open_board(host)
         self._number, self._epoch = 0, 0
         self._awaited: set[int] = set()  # engine ranks that a second try waits for
@@ -157,7 +157,7 @@ class TrainerSide:
                 call.lost[rank] = f"engine rank {rank} did not answer the roll call within {ROLL_CALL_S:.0f} s"
                 self._board.remove(f"hello/{rank}")  # it joins again when it sees that
                 continue
-            call.seats[rank], call.versions[rank] = Seat(*ready["seat"]), ready["version"]
+            call.seats[rank], call.versions[rank] = RankSeat(*ready["seat"]), ready["version"]
         for rank in [r for r in call.seats if not all(q in call.seats for q in _replica(r, tp))]:
             del call.seats[rank]
         self._awaited = set(call.seats)

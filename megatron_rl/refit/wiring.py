@@ -20,7 +20,7 @@ from megatron_rl.refit.tcp import Tcp
 from megatron_rl.weights.reshard import RankPlacement
 
 
-class Seat(NamedTuple):
+class RankSeat(NamedTuple):
     """The place where a rank runs."""
 
     host: str
@@ -28,7 +28,7 @@ class Seat(NamedTuple):
     device: str  # "cpu", or the GPU's UUID
 
     @classmethod
-    def new(cls, device: torch.device) -> Seat:
+    def new(cls, device: torch.device) -> RankSeat:
         """Returns the seat of this process. Each call names another process, so call it once."""
         name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
         return cls(socket.gethostname(), uuid.uuid4().hex, name)
@@ -46,8 +46,8 @@ class Seat(NamedTuple):
 class Seating:
     """The seats of all trainer ranks (by number), and of the engine ranks that take part in a refit."""
 
-    trainer: Sequence[Seat]
-    engines: dict[int, Seat]
+    trainer: Sequence[RankSeat]
+    engines: dict[int, RankSeat]
 
     def placements(self, engine_world: int) -> tuple[RankPlacement, RankPlacement]:
         """Returns (trainer ranks, engine ranks) for the planner.
@@ -64,7 +64,7 @@ class Seating:
         )
 
     @property
-    def members(self) -> list[Seat]:
+    def members(self) -> list[RankSeat]:
         """Returns every process once, trainer first."""
         return [*dict.fromkeys((*self.trainer, *self.engines.values()))]
 
@@ -72,7 +72,7 @@ class Seating:
 class Wiring:
     """The transports of one process to the other members of a seating."""
 
-    def __init__(self, board: Board, seating: Seating, here: Seat, settings: RefitConfig) -> None:
+    def __init__(self, board: Board, seating: Seating, here: RankSeat, settings: RefitConfig) -> None:
         """Opens the transports that this seating needs. Raises TransportError when not all members come in time."""
         self._seating, self._here, self._settings = seating, here, settings
         members = seating.members
@@ -100,7 +100,7 @@ class Wiring:
         for transport in self._transports.values():
             transport.close()
 
-    def _kind(self, trainer: Seat, engine: Seat) -> str:
+    def _kind(self, trainer: RankSeat, engine: RankSeat) -> str:
         """Returns the name of the transport between two seats."""
         if self._settings.transport != "auto":
             return self._settings.transport

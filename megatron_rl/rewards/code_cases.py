@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limits:
-    """What the cases of one answer may take."""
+    """Limits of what the cases of one answer may take."""
 
     timeout_s: float
     total_s: float

@@ -38,7 +38,7 @@ class SandboxFailure(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
-    """What code in a sandbox may use."""
+    """Limits of what code in a sandbox may use."""
 
     timeout_s: float = 10.0  # from the code's start to its end, by the clock
     memory_mib: int = 512  # of one process; /tmp is counted by itself
@@ -58,7 +58,7 @@ class SandboxSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How the code in a sandbox ended."""
+    """The way in which the code in a sandbox ended."""
 
     how: Literal["exit", "late", "flooded"]  # flooded: it wrote more than it may
     status: int = 0  # of an exit; negative: the number of the signal that killed it

@@ -28,7 +28,7 @@ from megatron_rl.refit.point_to_point import PointToPoint
 from megatron_rl.refit.tcp import Tcp
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
-from megatron_rl.refit.wiring import Seat, Seating
+from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.weights.rectangles import Rect
@@ -265,7 +265,7 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     exchange.ALONE_PART_BYTES = case["part"]
     rank, _, transport = pair(case["kind"])
     topology = Topology.from_json(case["topology"])
-    plan = topology.plan(Seating([Seat("here", "0", "cpu")], {0: Seat("here", "1", "cpu")}), bucket_mib=0.02)
+    plan = topology.plan(Seating([RankSeat("here", "0", "cpu")], {0: RankSeat("here", "1", "cpu")}), bucket_mib=0.02)
     engine = Engine(topology, 0)
     engine.targets = Counting(engine.tensors)
     model = whole_model(topology.sizes, 0)

@@ -17,7 +17,7 @@ from megatron_rl.refit.base import Deadline, TransportError
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.slots import Slots
 from megatron_rl.refit.tcp import HELLO, LENGTH, Tcp, hello
-from megatron_rl.refit.wiring import Seat, Seating, Wiring
+from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def soon():
 def test_refit_messages_go_over_tcp_between_hosts_and_through_shared_memory_within_one():
     board, _ = Board.host("127.0.0.1")
     trainer, near, far = seats = [
-        Seat(host, name, "cpu") for host, name in (("a", "trainer"), ("a", "near"), ("b", "far"))
+        RankSeat(host, name, "cpu") for host, name in (("a", "trainer"), ("a", "near"), ("b", "far"))
     ]
     seating = Seating([trainer], {0: near, 1: far})
     with contextlib.ExitStack() as stack:
