@@ -80,11 +80,13 @@ class EpisodesPlay:
 
     def _take_event(self) -> None:
         """Waits for the next event or deadline, and acts on it."""
+        self._expire()
         soonest = self._deadlines[0][0] if self._deadlines else None
+        if not self._running:
+            return
         try:
             kind, *what = self._events.get(timeout=None if soonest is None else max(0.0, soonest - time.monotonic()))
         except Empty:
-            self._expire()
             return
         if kind == "failed":
             raise what[0]

@@ -19,6 +19,7 @@ from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Tu
 from megatron_rl.types import Outcome, Prompt, Rollout
 
 OUTCOME = "outcome"  # the reward that the run's reward function gives, where the environment leaves it to that
+CURE = "Mend the environment or its tools, or raise recipe.args.step_timeout_s or reward.max_failure_share"
 
 
 @dataclass(kw_only=True)
@@ -106,7 +107,8 @@ class Agents(EpisodeSettings, Recipe):
     def _graded(self, table: Table, episodes: Sequence[Episode]) -> tuple[list[Rollout], dict[str, float]]:
         """Grades what the environments left to the run's reward function. -> the samples with all their rewards, and
         figures of the episodes. Raises RewardFailure when too many episodes, or gradings, fail."""
-        check_failures([Graded(one.outcome, detail=one.why) for one in episodes], table.max_failure_share)
+        ended = [Graded(one.outcome, detail=one.why) for one in episodes]
+        check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
         asked = [(one.number, seat) for one in episodes for seat in one.answers]
         with table.watch("reward"):
             texts = [episodes[number].answers[seat] for number, seat in asked]

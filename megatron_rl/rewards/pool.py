@@ -242,8 +242,11 @@ class GradePool:
             self._workers[i] = self._start()
 
 
-def check_failures(graded: Sequence[Graded], max_share: float) -> None:
-    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised.
+def check_failures(
+    graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
+    cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
+) -> None:  # fmt: skip
+    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised; `what` names them.
 
     A run would learn from zeros that no answer earned. A single failure among several gradings never stops a run,
     unless `max_share` is 0, since one failure says little about the rest.
@@ -254,9 +257,8 @@ def check_failures(graded: Sequence[Graded], max_share: float) -> None:
         return
     late = sum(g.outcome is Outcome.TIMEOUT for g in failed)
     raise RewardFailure(
-        f"{len(failed)} of {len(graded)} gradings failed ({late} time-outs, {len(failed) - late} errors), more than "
-        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. Mend the reward, or raise "
-        "reward.timeout_s or reward.max_failure_share"
+        f"{len(failed)} of {len(graded)} {what} failed ({late} time-outs, {len(failed) - late} errors), more than "
+        f"reward.max_failure_share = {max_share}; the first: {failed[0].detail}. {cure}"
     )
 
 

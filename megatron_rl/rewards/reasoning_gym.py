@@ -48,7 +48,8 @@ _BOX = re.compile(r"\\boxed\{(.*)\}", re.DOTALL)
 # hides a call.
 _CODE = re.compile(
     r"__|\\|[^\x00-\x7f]|\.\s*[A-Za-z_]|[)\]}\"']\s*\(|"
-    r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)[A-Za-z_]\w+\s*\("
+    r"\b(?!(?:a?sin|a?cos|a?tan|sinh|cosh|tanh|sec|csc|cot|exp|log|ln|sqrt|[Aa]bs|Integral|erfi?|[SCE]i)\b)"
+    r"[A-Za-z_]\w+\s*\("
 )
 
 
