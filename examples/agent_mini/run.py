@@ -30,7 +30,7 @@ KNOWN = [*TAGS, "<ask>", "*", "?", *map(str, range(10))]
 STAGES = [(700, 1.0), (200, 0.15)]
 BATCH = 32  # as in sft.yaml
 ARMS = {"agent": "SpacedCalculator", "without": "BrokenCalculator"}
-CURVES = {"reward/outcome": "right answers", "tool_calls": "calls of the tool", "length": "tokens written"}
+CURVES = {"reward/outcome": "right answers", "reward/tool_calls": "calls of the tool", "length": "tokens written"}
 
 
 def main() -> None:
