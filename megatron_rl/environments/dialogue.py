@@ -25,6 +25,16 @@ class Reply:
     message: Message  # as the conversation's history has it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exchange:
+    """A conversation up to a model's last answer."""
+
+    prompt: np.ndarray  # [T] int32, all that stood before the answer
+    answer: np.ndarray  # [T] int32
+    history: Sequence[Message]  # with the answer's last
+    tools: Sequence[Tool]
+
+
 class Dialogue(Protocol):
     """Turns messages into tokens and answers into messages, for one tokenizer."""
 
@@ -35,19 +45,10 @@ class Dialogue(Protocol):
         cannot be rendered."""
         ...
 
-    def bridge(
-        self,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> np.ndarray | None:
-        """Returns the tokens that stand between an answer and the next one: the end of the turn, and the new messages.
-
-        `prompt` and `answer` are the conversation's tokens so far, `history` its messages, with the answer's last. None
-        where the whole conversation would be rendered in another way than it stands: then it is opened anew.
-        """
+    def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
+        """Returns the tokens [T] that stand between an answer and the next one: the end of the turn, and the new
+        messages. None where the whole conversation would be rendered in another way than it stands: then it is opened
+        anew."""
         ...
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
@@ -101,14 +102,7 @@ class TextDialogue:
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         return np.asarray(self._tokenizer(_joined(messages))["input_ids"], np.int32)
 
-    def bridge(
-        self,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> np.ndarray | None:
+    def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         return _ids(self._tokenizer, _joined(new))
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
@@ -133,29 +127,22 @@ class ChatDialogue:
         text = render(self._tokenizer, messages, header=True, tools=_specifications(tools) or None)
         return _ids(self._tokenizer, text)
 
-    def bridge(
-        self,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> np.ndarray | None:
-        offered = _specifications(tools) or None
-        *past, said = history
-        before = render(self._tokenizer, past, header=True, tools=offered)
+    def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
+        offered = _specifications(past.tools) or None
+        *earlier, said = past.history
+        before = render(self._tokenizer, earlier, header=True, tools=offered)
         held = before + _STAND_IN
-        short = [*past, {"role": ASSISTANT, "content": _STAND_IN}]
+        short = [*earlier, {"role": ASSISTANT, "content": _STAND_IN}]
         ended = render(self._tokenizer, short, tools=offered)
         following = render(self._tokenizer, [*short, *new], header=True, tools=offered)
-        whole = render(self._tokenizer, [*history, *new], header=True, tools=offered)
+        whole = render(self._tokenizer, [*past.history, *new], header=True, tools=offered)
         shown = whole.removeprefix(before).lstrip()
         if not (ended.startswith(held) and following.startswith(ended) and whole.startswith(before)):
             return None
         if not shown.startswith(str(said["content"]).strip()):
             return None
         between = following[len(held) :]
-        for token in answer[-1:].tolist():  # the model may have written the end of its turn
+        for token in past.answer[-1:].tolist():  # the model may have written the end of its turn
             between = between.removeprefix(self._tokenizer.decode([token]))
         return _ids(self._tokenizer, between)
 
@@ -181,17 +168,11 @@ class RendererDialogue:
         )
         return np.asarray(rendered, np.int32)
 
-    def bridge(
-        self,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> np.ndarray | None:
-        before = [*prompt.tolist(), *answer.tolist()]
+    def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
+        prompt, answer = past.prompt.tolist(), past.answer.tolist()
+        before = [*prompt, *answer]
         found = self._renderer.bridge_to_next_turn(
-            prompt.tolist(), answer.tolist(), [dict(message) for message in new], tools=_tools(tools)
+            prompt, answer, [dict(message) for message in new], tools=_tools(past.tools)
         )
         if found is None or list(found.token_ids[: len(before)]) != before:
             return None

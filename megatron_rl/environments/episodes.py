@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 MOST_ANSWERS = 1 << 20  # of one episode: an ask's key is the episode's number times this, and the answer's number
 Job = Callable[[], object]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -316,8 +318,10 @@ class Workers:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with contextlib.suppress(Exception):  # a job reports its own failures; those of `close` say nothing
+            try:
                 job()
+            except Exception:  # calls of begin and step report theirs: it is `close` that failed
+                _log.warning("an environment could not be closed", exc_info=True)
             with self._change:
                 self._open -= 1
                 self._change.notify_all()

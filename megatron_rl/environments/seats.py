@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_rl.chat import Message
 from megatron_rl.engines.base import Completion, EngineError, Sampling
-from megatron_rl.environments.dialogue import Dialogue, Reply
+from megatron_rl.environments.dialogue import Dialogue, Exchange, Reply
 from megatron_rl.environments.moves import Tool
 from megatron_rl.training.rollouts import continued, from_completion
 from megatron_rl.training.turns import Table
@@ -38,7 +38,8 @@ class Seat:
             self._history += messages
             self._context = self._dialogue.open(self._history, self._tools)
             return self._context
-        between = self._dialogue.bridge(self._context, self._answer, self._history, messages, self._tools)
+        past = Exchange(prompt=self._context, answer=self._answer, history=self._history, tools=self._tools)
+        between = self._dialogue.bridge(past, messages)
         self._history += messages
         if between is None:
             self.cuts += 1

@@ -12,6 +12,7 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.algorithms.objectives import WORDS
 from megatron_rl.config.files import load, read_keys
 from megatron_rl.config.schema import TrainConfig
+from megatron_rl.environments.moves import Said
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/writing_a_recipe.md").read_text()
@@ -52,3 +53,18 @@ def test_every_correction_of_the_table_can_be_used(tmp_path):
 def test_every_objective_and_estimator_is_named(page):
     text = (ROOT / page).read_text()
     assert not [word for word in (*WORDS, *ESTIMATORS) if f"`{word}`" not in text], f"name them in {page}"
+
+
+def test_the_environment_that_a_page_shows_can_be_played(tmp_path):
+    page = (ROOT / "docs/environments.md").read_text()
+    [config], [code] = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
+    (tmp_path / "run.yaml").write_text(config)
+    assert load(TrainConfig, [tmp_path / "run.yaml"]).recipe.target == "megatron_rl.recipes.agents:Agents"
+    space = {}
+    exec(code, space)  # the page's own code
+    game = space["GuessTheNumber"](most=10, guesses=3).copy()
+    [move] = game.begin({}, seed=6)
+    assert (move.seat, move.role) == ("player", "agent")
+    told = [game.step(Said(seat="player", text=text)) for text in ("3", "9", "7")]
+    assert [move.messages[0]["content"] for [move] in told[:2]] == ["Too small.\n", "Too large.\n"]
+    assert told[2].rewards == {"player": {"won": 1.0}}

@@ -171,6 +171,16 @@ def test_an_episode_that_goes_wrong_has_no_sample_and_harms_no_other(way, outcom
         pytest.fail(f"threads are left: {threading.enumerate()}")
 
 
+def test_an_environment_that_cannot_be_closed_is_warned_of_and_its_sample_stays(caplog):
+    @dataclass
+    class Stuck(Echo):
+        def close(self):
+            raise OSError("a process stays")
+
+    [one] = play(Stuck(), table_of({"agent": table_engine()}, most=3))
+    assert len(one.rollouts) == 1 and "a process stays" in caplog.text
+
+
 def test_an_episode_has_an_end():
     settings = EpisodeSettings(episode_timeout_s=0.3)
     [one] = play(Echo(turns=50, delay_s=0.1), table_of({"agent": table_engine()}, room=10_000, most=3), 1, settings)

@@ -88,7 +88,10 @@ def test_what_stands_before_an_answer_is_read_once_where_it_is_kept_and_else_eac
 def test_a_role_that_answers_once_is_planned_as_before():
     draw = Draw(role="", samples=64, prompt=200, response=300, longest=800)
     found = compute.rollout_cost(SHAPE, ENGINE, CLUSTER, draw, width=2)
-    step = lambda rows, at: compute.decode_step_seconds(SHAPE, ENGINE, CLUSTER, rows=rows, context=at, width=2)  # noqa: E731
+
+    def step(rows, at):
+        return compute.decode_step_seconds(SHAPE, ENGINE, CLUSTER, rows=rows, context=at, width=2)
+
     device = CLUSTER.device
     prefill = 64 * reading(range(200)) / (device.flops * device.dense_share * compute.PARTIAL)
     assert found.seconds == pytest.approx(prefill + 300 * step(64, 200 + 150) + 500 * step(8, 200 + 800), rel=1e-9)
