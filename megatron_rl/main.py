@@ -21,13 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         args.settings += rest  # settings that stand behind an option
     try:
-        return _call(args, words)
+        return _call(args)
     except ConfigError as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
         return 2
 
 
-def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
+def _call(args: argparse.Namespace) -> int:
     if args.command == "convert":
         return conversions.run(args.form, args)
     if args.command in cluster.NAMES:
@@ -39,7 +39,7 @@ def _call(args: argparse.Namespace, words: Sequence[str]) -> int:
         return offline.run(args)
     if not args.settings:
         raise ConfigError("give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file")
-    return ranks.run(args, words)
+    return ranks.run(args)
 
 
 if __name__ == "__main__":

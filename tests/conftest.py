@@ -6,13 +6,15 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
-from forks import environment
+from forks import environment  # noqa: F401 (tests import it from here)
 from slurm_cluster import Cluster, missing_commands
 
 ROOT = Path(__file__).parent.parent
@@ -40,11 +42,10 @@ def no_ranks_left() -> Iterator[None]:
 
 
 def program(*arguments: str, timeout_s: float = 300, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs `megatron-rl *arguments` from the repository's root, as a user does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_rl.main", *map(str, arguments)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s,
-    )  # fmt: skip
+    """Runs `megatron-rl *arguments` from the repository's root, as a user does, in a process that has imported it
+    already."""
+    with tempfile.TemporaryDirectory() as directory:
+        done = forks.program([*map(str, arguments)], Path(directory), timeout_s)
     if check:
         assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done

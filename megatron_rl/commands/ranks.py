@@ -7,7 +7,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ DETERMINISTIC = {
 }
 
 
-def run(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Runs the command and returns the exit status. `words`: the whole command line, for the ranks started here.
+def run(args: argparse.Namespace) -> int:
+    """Runs the command and returns the exit status. The ranks that it starts here run it too.
 
     Raises ConfigError before any work; later errors in errors.EXPECTED are printed.
     """
@@ -43,7 +43,11 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
         return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
     if place is None and config.launch.nproc > 1:
-        return launch.start_ranks(words, config.launch.nproc, os.environ)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it
+        if fork:
+            _command(args)  # its imports, once for all ranks
+        return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
         os.environ.update(DETERMINISTIC)
     place = place or launch.Place(0, 1, 0, "127.0.0.1", 0, launch.job_from(os.environ))
@@ -51,11 +55,7 @@ def run(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> int:
-    gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
-    try:
-        command = _command(args)
-    finally:
-        gc.enable()
+    command = _command(args)
     from megatron_rl import errors
 
     try:
@@ -72,6 +72,14 @@ def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     """Imports the command, and torch with it, and returns its function (config, place) -> exit status."""
+    gc.disable()  # imports make many objects and hardly any garbage: looking for it took a sixth of their time
+    try:
+        return _imported(args)
+    finally:
+        gc.enable()
+
+
+def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     if args.command == "train":
         from megatron_rl.session.train import run
     elif args.command == "drift":

@@ -69,6 +69,10 @@ def command(
         # A request with a seed whose prompt is prefilled in parts ends vLLM 0.32 on a CPU:
         # "CPU Generator does not use offset".
         words += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        if settings.tp == 1:
+            # vLLM would put the model into a further process, for a process to have OpenMP's settings before its start.
+            # Here the whole server has them, and one process less starts sooner and answers faster.
+            words += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(settings.kv_cache_gib))), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(settings.threads), "TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
+import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -67,64 +71,74 @@ def run_directory(config: Any) -> Path:
     return Path(config.output or ".").parent
 
 
-def start_ranks(arguments: Sequence[str], nproc: int, environment: Mapping[str, str]) -> int:
-    """Runs `megatron-rl *arguments` on `nproc` ranks of this machine and waits.
+def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
+    """Runs `rank` in `nproc` processes of this machine, which are ranks of one run, and waits.
 
-    Returns the exit status: the first failure's.
+    Returns the exit status: the first failure's. With `fork` the processes begin with the modules that this one has
+    imported; that is no way to go on where a GPU may have been touched. Otherwise each imports its own, and `rank` must
+    be picklable.
 
     When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in
     a terminal then reaches a rank twice counts as once (`run.Interrupts`).
     """
-    base = {
-        "WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "megatron_rl.main", *arguments]
-    children = [
-        subprocess.Popen(command, env={**environment, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(nproc)
-    ]
+    port = str(free_port("127.0.0.1"))
+    context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+    children: list[BaseProcess] = []
+    for number in range(nproc):
+        variables = {
+            "WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "RANK": str(number),
+            "LOCAL_RANK": str(number),
+        }
+        children.append(context.Process(target=_run_rank, args=(rank, variables), name=f"rank {number}"))
+    gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
+    for child in children:
+        child.start()
     with _forwarded(children):
         return _wait(children)
 
 
-def _wait(children: list[subprocess.Popen[bytes]]) -> int:
-    failed = 0
-    while not failed and any(child.poll() is None for child in children):
-        failed = next((child.returncode for child in children if child.poll()), 0)
-        time.sleep(0.05)
-    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+def _run_rank(rank: Callable[[], int], variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+    sys.exit(rank())
+
+
+def _wait(children: Sequence[BaseProcess]) -> int:
+    """Waits for all, or for a failure. Returns the exit status."""
+    while (running := [c for c in children if c.exitcode is None]) and not any(c.exitcode for c in children):
+        connection.wait([child.sentinel for child in running])
+    failed = next((child.exitcode for child in children if child.exitcode), 0)
     if failed < 0:
-        rank = next(rank for rank, child in enumerate(children) if child.returncode == failed)
-        name = signal.Signals(-failed).name
-        text = f"rank {rank} was killed by {name}: the others are ended; start the run again to go on"
+        name = next(child.name for child in children if child.exitcode == failed)
+        text = (
+            f"{name} was killed by {signal.Signals(-failed).name}: the others are ended; start the run again to go on"
+        )
         print(text, file=sys.stderr)
     if failed:
         _end(children)
     return failed if failed >= 0 else 128 - failed
 
 
-def _end(children: list[subprocess.Popen[bytes]]) -> None:
+def _end(children: Sequence[BaseProcess]) -> None:
     deadline = time.monotonic() + GRACE_S
     for child in children:
-        if child.poll() is None:
+        if child.exitcode is None:
             child.terminate()
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.1, deadline - time.monotonic()))
-        if child.poll() is None:
+        child.join(max(0.1, deadline - time.monotonic()))
+        if child.exitcode is None:
             child.kill()
-            child.wait()
+            child.join()
 
 
 @contextlib.contextmanager
-def _forwarded(children: list[subprocess.Popen[bytes]]):
+def _forwarded(children: Sequence[BaseProcess]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            if child.is_alive() and child.pid is not None:
+                os.kill(child.pid, number)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {n: signal.signal(n, forward) for n in numbers}

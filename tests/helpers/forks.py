@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,10 +21,20 @@ from typing import Any
 from unittest import mock
 
 from megatron_rl.cluster.address import free_port
+from megatron_rl.main import main
 
 ROOT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
-IMPORTED = ["refit_worker", "actor_worker"]
+IMPORTED = [
+    "refit_worker",
+    "actor_worker",
+    "megatron_rl.main",
+    "megatron_rl.session.train",
+    "megatron_rl.session.drift",
+    "megatron_rl.commands.sft",
+    "megatron_rl.commands.generate",
+    "megatron_rl.commands.evaluate",
+]
 
 
 def environment() -> dict[str, str]:
@@ -38,15 +49,44 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
     """Runs `function` (of a module) in a process of its own, under these environment variables; its output goes to
     `log`.
     """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return _fork(_run, log, variables, function, arguments)
+
+
+def program(words: Sequence[str], directory: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs `megatron-rl *words` from the repository's root in a process of its own, with this process's environment.
+    Its output goes to files of the directory. Raises TimeoutExpired, as subprocess does."""
+    out, errors = directory / "stdout", directory / "stderr"
+    process = _fork(_program, words, environment(), str(out), str(errors))
+    process.join(timeout_s)
+    late = process.exitcode is None
+    if late:
+        process.kill()
+        process.join()
+        raise subprocess.TimeoutExpired(list(words), timeout_s, out.read_bytes(), errors.read_bytes())
+    return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
+
+
+def _fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with mock.patch.dict(os.environ, environment()):  # for its imports
         forkserver.ensure_running()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=_run, args=(log, variables, function, arguments))
+    process = context.Process(target=target, args=arguments)
     process.start()
     atexit.register(process.kill)  # a daemon could not start processes of its own, as saving does
     return process
+
+
+def _program(words: Sequence[str], variables: dict[str, str], out: str, errors: str) -> None:
+    _end_with_parent()
+    _write_to(out, errors)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    sys.argv[:] = ["megatron-rl", *words]
+    sys.path.insert(0, str(ROOT))  # where `python -m` finds a user's modules
+    sys.exit(main(words))
 
 
 def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments: Any) -> list[BaseProcess]:
@@ -72,8 +112,10 @@ def answers(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> list[A
     Fails with the output of those that failed, and kills the others.
     """
     end = time.monotonic() + timeout_s
-    while any(r.exitcode is None for r in ranks) and not any(r.exitcode for r in ranks) and time.monotonic() < end:
-        connection.wait([r.sentinel for r in ranks if r.exitcode is None], max(0.0, end - time.monotonic()))
+    while (running := [r for r in ranks if r.exitcode is None]) and time.monotonic() < end:
+        if any(r.exitcode for r in ranks):
+            break
+        connection.wait([r.sentinel for r in running], max(0.0, end - time.monotonic()))
     failed = [i for i, r in enumerate(ranks) if r.exitcode] or [i for i, r in enumerate(ranks) if r.exitcode is None]
     for rank in ranks:  # when one rank fails the others would wait for it
         rank.kill()
@@ -91,11 +133,24 @@ def _answer(function: Callable[..., Any], file: Path, *arguments: Any) -> None:
 
 
 def _run(log: Path, variables: dict[str, str], function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-    if sys.platform == "linux":  # the server of forks ends with the tests' process, and its forks with it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with log.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    _end_with_parent()
+    _write_to(str(log), None)
     os.environ.update(variables)
     function(*arguments)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":  # the server of forks ends with the tests' process, and its forks with it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write_to(out: str, errors: str | None) -> None:
+    """Has this process write its output, and errors, to files; without a file for them both go to one."""
+    with open(out, "w") as file:
+        os.dup2(file.fileno(), 1)
+        if errors is None:
+            os.dup2(file.fileno(), 2)
+    if errors is not None:
+        with open(errors, "w") as file:
+            os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)

@@ -1,0 +1,86 @@
+"""Ranks that one command starts on one machine: what they are told, how they end, and what becomes of the others."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.session import launch
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def tell(directory: Path) -> int:
+    """Writes what this rank was told, and whether it has modules that its starter had imported."""
+    found = [os.environ[name] for name in NAMES]
+    (directory / os.environ["RANK"]).write_text(" ".join([*found, str("pytest" in sys.modules)]))
+    return 0
+
+
+def end(directory: Path, how: str) -> int:
+    """Ends rank 1 in some way, while rank 0 waits to be told to leave."""
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, functools.partial(leave, directory))
+        (directory / "ready").touch()
+        time.sleep(60)
+        return 0
+    while not (directory / "ready").exists():
+        time.sleep(0.01)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 7
+
+
+def leave(directory: Path, *unused: object) -> None:
+    (directory / f"left{os.environ['RANK']}").touch()
+    sys.exit(0)
+
+
+def wait_to_be_told(directory: Path) -> int:
+    """Waits for a signal, and says that it came."""
+    signal.signal(signal.SIGUSR1, functools.partial(leave, directory))
+    (directory / f"ready{os.environ['RANK']}").touch()
+    time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_every_rank_is_told_its_place(tmp_path, fork):
+    assert launch.start_ranks(functools.partial(tell, tmp_path), 3, fork=fork) == 0
+    told = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [row[:4] for row in told] == [[str(rank), str(rank), "3", "127.0.0.1"] for rank in range(3)]
+    assert len({row[4] for row in told}) == 1, "they meet at one port"
+
+
+def test_the_environment_of_the_starter_stays_as_it_was(tmp_path):
+    before = dict(os.environ)
+    launch.start_ranks(functools.partial(tell, tmp_path), 2, fork=True)
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(("how", "status"), [("fails", 7), ("killed", 128 + signal.SIGKILL)])
+def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, status):
+    assert launch.start_ranks(functools.partial(end, tmp_path, how), 2, fork=True) == status
+    assert (tmp_path / "left0").exists()
+    assert ("rank 1 was killed by SIGKILL" in capfd.readouterr().err) == (how == "killed")
+
+
+def test_a_signal_is_passed_on_to_all(tmp_path):
+    def send() -> None:
+        while len(list(tmp_path.glob("ready*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    before = signal.getsignal(signal.SIGUSR1)
+    sender.start()
+    assert launch.start_ranks(functools.partial(wait_to_be_told, tmp_path), 2, fork=True) == 0
+    sender.join()
+    assert len(list(tmp_path.glob("left*"))) == 2 and signal.getsignal(signal.SIGUSR1) == before
