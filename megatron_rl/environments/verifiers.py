@@ -129,6 +129,7 @@ class _Running:
         self._process: LineProcess | None = None
         self.route = TokenRoute()
         self._owner = os.getpid()
+        self._closed = False  # a turn that is played ahead may go on in another thread while the program ends
 
     def look(self) -> None:
         """Forgets a process that ended between two calls."""
@@ -136,7 +137,10 @@ class _Running:
             self.end()
 
     def ready(self, table: Table) -> LineProcess:
-        """Returns the process, started where there is none. Raises ConfigError with the end of its log."""
+        """Returns the process, started where there is none. Raises ConfigError with the end of its log, and
+        EnvironmentFailure after `close`."""
+        if self._closed:
+            raise EnvironmentFailure("verifiers was closed while episodes were to be played")
         if self._process is None:
             words = [self._python, "-I", str(HOST)]
             try:
@@ -158,6 +162,7 @@ class _Running:
     def close(self) -> None:
         if os.getpid() != self._owner:  # a fork, whose end is not the run's
             return
+        self._closed = True
         self.end(grace_s=5.0)
         self.route.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -10,13 +10,18 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
+import cut_runs
 import numpy as np
 import psutil
 import pytest
 import torch
+from chats import chat_tokenizer
 from conftest import ROOT, program
 from cut_runs import role, write_speakers
+from fake_engines import ScriptedEngine
+from refitted_servers import RefittedVllm
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -34,10 +39,20 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: make verifiers"),
 ]
+WORLDS = ROOT / "tests/helpers/verifiers_worlds"  # environments of our own
 CHAT = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
+TOOL_MARKS = [
+    "<|endoftext|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 FORM = ["<eos>", "<unk>", "<|im_start|>", "system", "user", "assistant"]
 MOVES = ["[check]", "[bet]", "[fold]", "[call]", "I", "think"]
 NAMES = ("one", "uno", "eins", "un")
@@ -256,3 +271,93 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
         )
         assert any(not torch.equal(before[key], after[key]) for key in before)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(HOST) in (p.info["cmdline"] or ())]
+
+
+def crowd(base: Path, name: str, servers: list[RefittedVllm]) -> dict[str, Any]:
+    """Returns a run of three turns, with one played ahead of training where there are servers."""
+    taskset = {"taskset": {"id": "crowd"}, "max_concurrent_agents": None}
+    agents = {"speaker": "a", "listener": "b"}
+    world = {"python": str(PYTHON), "environment": taskset, "agents": agents, "paths": [str(WORLDS)]}
+    maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
+    args = {"updates": 3, "environment": maker, "seats": {"a": 1, "b": 3}, "group_size": 3, "rewards": {"ones": 1.0}}
+    lengths = {"sampling": {"max_tokens": 3}, "max_prompt_tokens": 150, "micro_batch_tokens": 256}
+    roles = {each: role(base, model=each, **lengths) for each in agents.values()}
+    settings = cut_runs.config(
+        base, name, "megatron_rl.recipes.agents:Agents", roles, args=args | {"workers": 3}, prompts_per_step=1
+    )
+    settings["data"]["fields"] = {"question": "question", "index": "index"}
+    return cut_runs.ahead(settings, base, 1, servers) if servers else settings
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("ahead", "cut"), [(0, 2), (1, 1)])
+def test_a_run_that_was_cut_goes_on_exactly(tmp_path, ahead, cut):
+    """Its agents speak at the same time and are done in an order by chance; what they read has the order of a set."""
+    words = ["one", "uno", "eins", "un", "I", "think"]
+    for name in "ab":
+        speaker(tmp_path, name, words)
+    rows = [{"question": f"word {i}", "index": i} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "token").write_text(cut_runs.TOKEN)
+    servers = [RefittedVllm(cut_runs.TOKEN, vocab=len(FORM) + len(words)) for _ in range(2 * ahead)]
+    try:
+        every = [("whole", None), ("cut", cut), ("cut", None)]
+        cut_runs.run_all(tmp_path, [(crowd(tmp_path, name, servers), leave) for name, leave in every])
+    finally:
+        for server in servers:
+            server.close()
+    cut_runs.assert_same(tmp_path / "runs/whole", tmp_path / "runs/cut")
+    rows = [row for row in read_metrics(tmp_path / "runs/whole") if "staleness" in row.metrics]
+    assert max(row.metrics["staleness"] for row in rows) == ahead
+    trained = {row.turn for row in rows if not row.metrics["skipped"]}
+    assert min(trained) < cut <= max(trained), "there is something to learn before and after the cut"
+
+
+def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
+    """The model says what it is told to: a call, and then what the tool answered; and in another episode a call that
+    nobody can read."""
+    renderers = pytest.importorskip("renderers")
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": TOOL_MARKS})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = '<tool_call>\n{"name": "calculator_multiply", "arguments": {"left": 6, "right": 7}}\n</tool_call>'
+
+    def answer(prompt, key, sample, sampling):
+        told = tokenizer.decode(prompt)
+        said = call.replace("}}", "}") if "12 * 12" in told else "42" if "<tool_response>" in told else call
+        return [*tokenizer(said, add_special_tokens=False)["input_ids"], end]
+
+    table = Table(
+        engines={"solver": ScriptedEngine(answer, eos=end)}, tokenizers={"solver": tokenizer}, samplings={},
+        max_prompt_tokens={"solver": 4000}, grade=lambda *_: [],
+    )  # fmt: skip
+    one = maker(
+        environment={"taskset": {"id": "product"}}, agents={"agent": "solver"}, paths=(str(WORLDS),),
+        renderers={"solver": {"name": "qwen3", "enable_thinking": False}},
+    )  # fmt: skip
+    good, bad = play(one, table, [0, 1], tokens=200)
+    assert [(e.outcome, e.why, e.turns, e.tool_calls, e.cuts) for e in (good, bad)] == [
+        (Outcome.SCORE, "", 2, 1, 0), (Outcome.SCORE, "", 1, 0, 0),
+    ]  # fmt: skip
+    [rollout], [unread] = good.rollouts, bad.rollouts
+    assert rollout.rewards == {"right": 1.0, "reward": 1.0} and unread.rewards == {"right": 0.0, "reward": 0.0}
+    assert replies(table, [unread]) == [tokenizer.decode(answer(unread.tokens[: unread.start], 0, 0, None)[:-1])]
+    (_, first, *_), (_, called, *_), (_, between, *_), (_, length, *_) = rollout.spans.tolist()
+    assert (
+        rollout.trainable.tolist()
+        == np.repeat([False, True, False, True], [first, called - first, between - called, length - between]).tolist()
+    )
+    opening, said, told, final = np.split(rollout.tokens, [first, called, between])
+    assert (tokenizer.decode(said), tokenizer.decode(final)) == (f"{call}<|im_end|>", "42<|im_end|>")
+    assert (rollout.logprobs == np.where(rollout.trainable, -1, 0)).all()
+    [offered] = re.findall(r"<tools>\n(.*)\n</tools>", tokenizer.decode(opening))
+    tool = json.loads(offered)
+    assert tool["function"]["name"] == "calculator_multiply"
+    assert tool["function"]["description"] == "Returns the product of two whole numbers."
+    assert set(tool["function"]["parameters"]["required"]) == {"left", "right"}
+    renderer = renderers.create_renderer(tokenizer, renderers.Qwen3RendererConfig(enable_thinking=False))
+    question = [{"role": "user", "content": "What is 6 * 7?"}]
+    assert opening.tolist() == renderer.render_ids(question, tools=[tool], add_generation_prompt=True)
+    answered = [{"role": "tool", "content": "42"}]
+    bridged = renderer.bridge_to_next_turn(opening.tolist(), said.tolist(), answered, tools=[tool])
+    assert rollout.tokens[:between].tolist() == bridged.token_ids

@@ -26,6 +26,7 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.base import EngineError, Sampling
 from megatron_rl.environments import verifiers
 from megatron_rl.environments.base import EpisodeSettings
+from megatron_rl.environments.moves import EnvironmentFailure
 from megatron_rl.environments.token_route import GENERATE, MODELS, SESSION, TokenRoute
 from megatron_rl.environments.verifiers import Verifiers
 from megatron_rl.training.turns import Table
@@ -112,6 +113,18 @@ def test_draws_do_not_depend_on_the_order_of_arrival(route):
     assert told(seats[::-1], 3) == first
     texts = [json.dumps(answer["choices"]) for answers in first.values() for answer in answers]
     assert len(set(texts)) > 3, "other seats and later requests draw anew"
+
+
+def test_programs_of_one_seat_that_ask_at_the_same_time_draw_the_same_in_any_order(route):
+    table, prompts = table_of(), [[1, 2], [3, 4], [5, 6]]
+
+    def told(order):
+        ask = Asker(route)
+        with route.serving(table, SAMPLINGS, [17]) as play:
+            session = play.session_id(0, "solver")
+            return {str(prompt): ask("POST", GENERATE, asked(prompt), session)[1]["choices"] for prompt in order}
+
+    assert told(prompts) == told(prompts[::-1])
 
 
 def test_the_sampling_is_the_roles(route):
@@ -283,6 +296,19 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     process, directory = one._running._process._process, one._running._directory
     one._running.close()
     assert process.poll() is not None and not directory.exists()
+
+
+def test_a_turn_that_is_played_ahead_when_the_program_ends_starts_no_process_anew(maker, tmp_path):
+    one = maker("hang", "single")
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(play, one, table_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+        end = time.monotonic() + 20
+        while not (tmp_path / "child").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        one._running.close()
+        with pytest.raises(EnvironmentFailure, match="verifiers was closed"):
+            ahead.result(20)
+    assert one._running._process is None
 
 
 def test_a_process_that_ended_between_two_calls_costs_no_episode(maker):
