@@ -37,7 +37,7 @@ from megatron_rl.types import Author, Outcome, Prompt, Rollout
 PYTHON = Path(os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: make verifiers"),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: `make verifiers` makes it"),
 ]
 WORLDS = ROOT / "tests/helpers/verifiers_worlds"  # environments of our own
 CHAT = (
@@ -73,7 +73,7 @@ def no_network(monkeypatch):
 
 def need(package: str) -> None:
     if not list(PYTHON.parents[1].glob(f"lib/*/site-packages/{package}")):
-        pytest.skip(f"{package} is not installed beside {PYTHON}: make verifiers says why")
+        pytest.skip(f"{package} is not installed beside {PYTHON}: run `make verifiers` again, it says why and what to do")
 
 
 def speaker(base: Path, name: str, words: list[str]) -> Path:
