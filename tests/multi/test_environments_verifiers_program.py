@@ -73,7 +73,7 @@ def no_network(monkeypatch):
 
 def need(package: str) -> None:
     if not list(PYTHON.parents[1].glob(f"lib/*/site-packages/{package}")):
-        pytest.skip(f"{package} is not installed beside {PYTHON}: run `make verifiers` again, it says why and what to do")
+        pytest.skip(f"{package} is not installed beside {PYTHON}: `make verifiers` says why")
 
 
 def speaker(base: Path, name: str, words: list[str]) -> Path:

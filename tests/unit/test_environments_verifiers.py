@@ -127,6 +127,25 @@ def test_programs_of_one_seat_that_ask_at_the_same_time_draw_the_same_in_any_ord
     assert told(prompts) == told(prompts[::-1])
 
 
+def test_a_seats_next_question_names_the_one_before_it(route):
+    """So that a pool prefers the server which holds the beginning of the conversation."""
+    table, seen = table_of(), []
+    session = table.engines["student"].session()
+    ask = session.ask
+
+    def noted(key, tokens, sampling, *, after=None):
+        seen.append((key, after))
+        ask(key, tokens, sampling, after=after)
+
+    session.ask, table.engines["student"].session = noted, lambda: session
+    with route.serving(table, SAMPLINGS, [1]) as play:
+        own = Asker(route)
+        for seat in ("a", "b", "a", "b"):
+            assert own("POST", GENERATE, asked([1, 2]), play.session_id(0, seat))[0] == 200
+    (a, none), (b, nothing), (_, after_a), (_, after_b) = seen
+    assert none is nothing is None and (after_a, after_b) == (a, b)
+
+
 def test_the_sampling_is_the_roles(route):
     table, given = table_of(), {}
 
@@ -331,6 +350,38 @@ def test_an_engines_failure_is_raised(maker):
     table.engines["student"].generate_rows = generate_rows
     with pytest.raises(EngineError, match="no server left"):
         play(maker("single"), table, [0])
+
+
+def tended_by_this_thread(engine: TableEngine) -> threading.Event:
+    """Makes the engine's answers wait until this thread has looked after it."""
+    owner, tended, generate = threading.get_ident(), threading.Event(), engine.generate_rows
+    engine.tend = lambda: tended.set() if threading.get_ident() == owner else None
+
+    def generate_rows(rows):
+        assert tended.wait(20), "nobody looked after the server that the answer waits for"
+        return generate(rows)
+
+    engine.generate_rows = generate_rows
+    return tended
+
+
+def test_the_thread_that_plays_looks_after_the_servers(maker):
+    table = table_of()
+    tended_by_this_thread(table.engines["student"])
+    [one] = play(maker("single"), table, [0])
+    assert one.outcome is Outcome.SCORE
+
+
+def test_an_evaluation_that_waits_for_a_turn_played_ahead_looks_after_the_servers(maker):
+    table, one = table_of(), maker("single")
+    tended = tended_by_this_thread(table.engines["student"])
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(play, one, table, [0])
+        while not (one._lock.locked() or ahead.done()):
+            time.sleep(0.001)
+        [evaluated] = play(one, table, [0])
+        [played] = ahead.result(20)
+    assert tended.is_set() and played.outcome is evaluated.outcome is Outcome.SCORE
 
 
 @pytest.mark.parametrize(
