@@ -67,8 +67,7 @@ class CrowdEnv(vf.Env[CrowdEnvConfig]):
 
     async def finalize(self, task, episode) -> None:
         for trace in episode.traces:
-            words = (trace.last_reply or "").split()
-            trace.record_reward("ones", float(sum(word in ("one", "uno") for word in words)))
+            trace.record_reward("small", float(sum(letter.islower() for letter in trace.last_reply or "")))
 
 
 __all__ = ["CrowdEnv", "CrowdTaskset", "QuickHarness"]
