@@ -344,12 +344,9 @@ def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
     [rollout], [unread] = good.rollouts, bad.rollouts
     assert rollout.rewards == {"right": 1.0, "reward": 1.0} and unread.rewards == {"right": 0.0, "reward": 0.0}
     assert unread.tokens[unread.start :].tolist() == answer(unread.tokens[: unread.start], 0, 0, None)
-    (_, first, *_), (_, called, *_), (_, between, *_), (_, length, *_) = rollout.spans.tolist()
-    assert (
-        rollout.trainable.tolist()
-        == np.repeat([False, True, False, True], [first, called - first, between - called, length - between]).tolist()
-    )
-    opening, said, told, final = np.split(rollout.tokens, [first, called, between])
+    spans = rollout.spans.tolist()
+    assert [author for _, _, author, _ in spans] == [Author.ENVIRONMENT, Author.POLICY] * 2
+    opening, said, _, final = np.split(rollout.tokens, [end for _, end, *_ in spans[:-1]])
     assert (tokenizer.decode(said), tokenizer.decode(final)) == (f"{call}<|im_end|>", "42<|im_end|>")
     assert (rollout.logprobs == np.where(rollout.trainable, -1, 0)).all()
     [offered] = re.findall(r"<tools>\n(.*)\n</tools>", tokenizer.decode(opening))
@@ -362,4 +359,4 @@ def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
     assert opening.tolist() == renderer.render_ids(question, tools=[tool], add_generation_prompt=True)
     answered = [{"role": "tool", "content": "42"}]
     bridged = renderer.bridge_to_next_turn(opening.tolist(), said.tolist(), answered, tools=[tool])
-    assert rollout.tokens[:between].tolist() == bridged.token_ids
+    assert rollout.tokens[: spans[2][1]].tolist() == bridged.token_ids
