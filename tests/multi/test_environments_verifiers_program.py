@@ -15,6 +15,7 @@ from typing import Any
 import cut_runs
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 from chats import chat_tokenizer
@@ -32,6 +33,7 @@ from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.environments.base import EpisodeSettings
 from megatron_rl.environments.verifiers import HOST, Verifiers
 from megatron_rl.run.metrics import read_metrics
+from megatron_rl.training.store import turn_files
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Author, Outcome, Prompt, Rollout
 
@@ -290,6 +292,27 @@ def crowd(base: Path, name: str, servers: list[RefittedVllm]) -> dict[str, Any]:
     return cut_runs.ahead(settings, base, 1, servers) if servers else settings
 
 
+def assert_same_but_for_rounding(whole: Path, cut: Path) -> None:
+    """Fails unless two runs with embedded engines are the same but for times and the last digits of log-probs.
+
+    An embedded engine computes together what was asked at about the same time, and these digits depend on it. Nothing
+    is trained on them here: the weights are the same to the last bit.
+    """
+    first, second = (
+        [(r.turn, r.scope, {**r.metrics, "engine_gap": 0.0}) for r in read_metrics(run)] for run in (whole, cut)
+    )
+    assert first == second
+    files = [turn_files(run / "rollouts") for run in (whole, cut)]
+    for ours, theirs in zip(*files, strict=True):
+        one, other = pq.read_table(ours), pq.read_table(theirs)
+        own, its = (table["logprobs"].combine_chunks().flatten().to_numpy() for table in (one, other))
+        np.testing.assert_allclose(own, its, atol=1e-5)
+        assert one.drop_columns("logprobs").equals(other.drop_columns("logprobs")), ours.name
+    for name in "ab":
+        model = f"models/{name}/model.safetensors"
+        assert (whole / model).read_bytes() == (cut / model).read_bytes(), name
+
+
 @pytest.mark.multi
 @pytest.mark.parametrize(("ahead", "cut"), [(0, 2), (1, 1)])
 def test_a_run_that_was_cut_goes_on_exactly(tmp_path, ahead, cut):
@@ -308,7 +331,7 @@ def test_a_run_that_was_cut_goes_on_exactly(tmp_path, ahead, cut):
     finally:
         for server in servers:
             server.close()
-    cut_runs.assert_same(tmp_path / "runs/whole", tmp_path / "runs/cut")
+    (cut_runs.assert_same if ahead else assert_same_but_for_rounding)(tmp_path / "runs/whole", tmp_path / "runs/cut")
     rows = [row for row in read_metrics(tmp_path / "runs/whole") if "staleness" in row.metrics]
     assert max(row.metrics["staleness"] for row in rows) == ahead
     trained = {row.turn for row in rows if not row.metrics["skipped"]}
