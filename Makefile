@@ -176,16 +176,18 @@ $(ORACLES)/.ready: tools/oracles/requirements.txt
 VERIFIERS ?= .venv-verifiers
 VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check
 VERIFIERS_TASKS ?= git+https://github.com/PrimeIntellect-ai/verifiers@a60a606ecc4d309247edf9ff92c3eabca362781f
-verifiers: $(VERIFIERS)/.ready ## the library verifiers in an environment of its own, .venv-verifiers, with three of its task sets
+verifiers: $(VERIFIERS)/.ready $(VERIFIERS)/.tasks ## the library verifiers in an environment of its own, .venv-verifiers, with three of its task sets
 
 $(VERIFIERS)/.ready: tools/verifiers/requirements.txt
 	$(PYTHON) -m venv $(VERIFIERS)
 	$(VERIFIERS_PIP) -r tools/verifiers/requirements.txt
-	@for name in kuhn_poker proposer_solver reverse_text; do \
-		$(VERIFIERS_PIP) --no-deps "$(VERIFIERS_TASKS)#subdirectory=environments/$$name" \
-		|| echo "$$name is not to be had from $(VERIFIERS_TASKS): its tests are skipped"; done
 	$(VERIFIERS)/bin/python -c "import verifiers.v1"
 	touch $@
+
+$(VERIFIERS)/.tasks: $(VERIFIERS)/.ready # is tried again by the next `make verifiers` where the repository was not to be had
+	@if GIT_TERMINAL_PROMPT=0 $(VERIFIERS_PIP) --no-deps $(foreach name,kuhn_poker proposer_solver reverse_text,"$(VERIFIERS_TASKS)#subdirectory=environments/$(name)"); \
+	then touch $@; else echo "The task sets for the tests are not to be had from $(VERIFIERS_TASKS), and the tests that play them are skipped." \
+		"Give a clone that you have: make verifiers VERIFIERS_TASKS=git+file:///path/of/the/clone"; fi
 
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu

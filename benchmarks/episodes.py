@@ -1,10 +1,13 @@
 """Measures what episodes cost the driver, whether tools run while others generate, and what faults of tools do.
 
 The engine is a stand-in that has its answers ready, or needs a set time for each with so many at once, as a server
-does: what is measured is everything around it. The tools of the faults' part are real Python processes.
+does: what is measured is everything around it. The tools of the faults' part are real Python processes. Where there is
+an environment with vLLM, the overlap is measured with a real server of a tiny model besides: generation alone first,
+then with tools that wait as long in all as generation took.
 
     driver_ms_text, driver_ms_chat   CPU-milliseconds of the driver per answer, 256 episodes under way, by dialogue
     overlap                          max(time of the tools alone, time of generation alone) over the wall time of both
+    server_overlap                   the same with the real server
     unaccounted, zeros               of 1,000 episodes with 5 % of the tools hanging or dying: those without an outcome,
                                      and those that failed and are samples all the same
     left                             processes of tools that are there afterwards
@@ -16,29 +19,35 @@ import argparse
 import contextlib
 import heapq
 import itertools
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import common
 import numpy as np
 import psutil
+import served
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
+from megatron_rl.config.schema import Vllm
+from megatron_rl.engines.base import Completion, Engine, Sampling, Tokens, TopScores
 from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.moves import EnvironmentFailure, Episode, Move, Over, Said
 from megatron_rl.environments.python_tool import PythonTool
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Outcome, Prompt, Stop
 
-BARS = {"overlap": 0.9}
+BARS = {"overlap": 0.9, "server_overlap": 0.9}
 LIMITS = {"driver_ms_text": 2.0, "driver_ms_chat": 2.0, "unaccounted": 0, "zeros": 0, "left": 0}
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
 TEMPLATE = (
@@ -48,6 +57,8 @@ TEMPLATE = (
 TOOL_S, ANSWER_S = 0.4, 0.1  # of one call, of one answer
 AT_ONCE = 32  # answers that the engine writes at the same time
 TOOLS_AT_ONCE = 128
+SERVED_TOOLS_AT_ONCE = 64  # a call takes less of the whole time than with more: the last ones have nothing beside them
+VLLM_PYTHON = Path(__file__).parent.parent / ".venv-vllm/bin/python"
 
 
 class StandIn:
@@ -161,14 +172,23 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=256, help="under way at the same time")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--faulty", type=int, default=1000, help="episodes of the part with faults")
+    parser.add_argument(
+        "--python", type=Path, default=VLLM_PYTHON, help="interpreter that has vLLM; without it: no part with a server"
+    )
     common.add_arguments(parser)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server is ended on the way out
     figures = {}
     for dialogue in ("text", "chat"):
         figures[f"driver_ms_{dialogue}"] = driver_ms(args.episodes, args.turns, dialogue)
     figures |= overlap(args.episodes, args.turns)
     figures |= faults(args.faulty)
-    common.finish(figures, BARS, args, limits=LIMITS)
+    if args.python.exists():
+        figures |= served_overlap(args.python, args.episodes, args.turns)
+    else:
+        print(f"no part with a server: there is no {args.python} (make engines)")
+    bars = {name: bar for name, bar in BARS.items() if name in figures}
+    common.finish(figures, bars, args, limits=LIMITS)
 
 
 def driver_ms(episodes: int, turns: int, dialogue: str) -> float:
@@ -189,6 +209,37 @@ def overlap(episodes: int, turns: int) -> dict[str, float]:
     play(Rounds(turns=turns, wait_s=TOOL_S), table_of(engine), episodes, EpisodeSettings(workers=TOOLS_AT_ONCE))
     wall = time.perf_counter() - start
     return {"generation_s": generation, "tools_s": tools, "wall_s": wall, "overlap": max(generation, tools) / wall}
+
+
+def served_overlap(python: Path, episodes: int, turns: int) -> dict[str, float]:
+    """Returns what `overlap` does, of a pool over one vLLM server. The same seeds give the same answers in both
+    plays."""
+    settings, answers = EpisodeSettings(workers=SERVED_TOOLS_AT_ONCE), episodes * turns
+
+    def seconds(wait_s: float) -> float:
+        start = time.perf_counter()
+        play(Rounds(turns=turns, wait_s=wait_s, text="[an answer of a tool]"), table, episodes, settings)
+        return time.perf_counter() - start
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder) / "model")
+        server = Vllm(python=str(python), max_batch=AT_ONCE, wait_s=60.0)
+        with served.open_pool(Path(folder), model, server, TOKENIZER.eos_token_id) as (pool, _):
+            table = table_of(pool, max_tokens=16)
+            seconds(0.0)  # the first answers take longer, and leave the same in the prefix cache for both
+            generation = seconds(0.0)
+            wall = seconds(generation * SERVED_TOOLS_AT_ONCE / answers)
+    return {"server_generation_s": generation, "server_wall_s": wall, "server_overlap": generation / wall}
+
+
+def write_model(directory: Path) -> Path:
+    """Writes a random model that vLLM serves on a CPU, where it wants heads of 32 at least, and its tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128}
+    tokens = {"vocab_size": len(TOKENIZER), "eos_token_id": TOKENIZER.eos_token_id, "max_position_embeddings": 2048}
+    Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=2, **sizes, **tokens)).save_pretrained(directory)
+    TOKENIZER.save_pretrained(directory)
+    return directory
 
 
 def faults(episodes: int) -> dict[str, float]:
@@ -219,11 +270,11 @@ def play(environment: Environment, table: Table, episodes: int, settings: Episod
     return environment.play(table, tasks, range(episodes), dict(table.samplings), settings)
 
 
-def table_of(engine: StandIn) -> Table:
+def table_of(engine: Engine, max_tokens: int = 512) -> Table:
     return Table(
         engines={"agent": engine},
         tokenizers={"agent": TOKENIZER},
-        samplings={"agent": Sampling(max_tokens=512)},
+        samplings={"agent": Sampling(max_tokens=max_tokens)},
         max_prompt_tokens={"agent": 1 << 20},
         grade=lambda responses, payloads: [],
     )

@@ -23,6 +23,7 @@ from megatron_rl.types import Outcome, Prompt
 if TYPE_CHECKING:
     from megatron_rl.environments.base import Environment, EpisodeSettings
 
+LOOK_S = 0.5  # between two looks at the engines
 MOST_ANSWERS = 1 << 20  # of one episode: an ask's key is the episode's number times this, and the answer's number
 Job = Callable[[], object]
 _log = logging.getLogger(__name__)
@@ -75,19 +76,21 @@ class EpisodesPlay:
             while self._running:
                 self._take_event()
                 self._table.watch.beat()
+                for role in self._sessions:  # its reader is another thread than the one that owns the servers
+                    self._table.engines[role].tend()
             finished = True
         finally:
             self._leave(finished)
         return [self._done[number] for number in range(len(tasks))]
 
     def _take_event(self) -> None:
-        """Waits for the next event or deadline, and acts on it."""
+        """Waits for the next event or deadline, but not for long, and acts on it."""
         self._expire()
-        soonest = self._deadlines[0][0] if self._deadlines else None
         if not self._running:
             return
+        wait_s = min(LOOK_S, self._deadlines[0][0] - time.monotonic()) if self._deadlines else LOOK_S
         try:
-            kind, *what = self._events.get(timeout=None if soonest is None else max(0.0, soonest - time.monotonic()))
+            kind, *what = self._events.get(timeout=max(0.0, wait_s))
         except Empty:
             return
         if kind == "failed":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import hmac
 import itertools
 import json
@@ -15,6 +16,7 @@ import math
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -105,7 +107,8 @@ class RoutedPlay:
         self._lock = threading.Lock()  # guards what follows
         self._over = False
         self._waiting: dict[tuple[str, int], Future[Completion]] = {}  # by role and key
-        self._keys: dict[tuple[int, str], list[int]] = {}  # of the requests of each episode's seats, in order
+        self._asked: Counter[tuple[int, str, bytes]] = Counter()  # requests of each episode's seats, by prompt
+        self._last: dict[tuple[int, str], int] = {}  # the key of each seat's latest request
         self._answers: dict[tuple[int, str], list[Rollout]] = {}
 
     def session_id(self, place: int, seat: str) -> str:
@@ -121,7 +124,7 @@ class RoutedPlay:
 
     def generate(self, place: int, seat: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """See TokenRoute.generate. The draw is a function of the role's seed, the episode's seed and place, the seat,
-        and the number of the seat's request."""
+        the prompt, and how often the seat asked it before: several programs of one seat may ask at the same time."""
         role = body.get("model")
         if role not in self._sessions:
             raise RouteRefusal(404, f"model = {role!r}: the roles are {', '.join(self._sessions)}")
@@ -157,13 +160,14 @@ class RoutedPlay:
 
     def _ask(self, place: int, seat: str, role: str, tokens: np.ndarray, sampling: Sampling) -> Completion:
         future: Future[Completion] = Future()
+        prompt = hashlib.blake2b(tokens.tobytes(), digest_size=8).digest()
         with self._lock:
             if self._over:
                 raise RouteRefusal(503, "the play is over")
-            keys = self._keys.setdefault((place, seat), [])
-            key = self._table.seed_for("token route", self._seeds[place], place, seat, len(keys))
-            before = keys[-1] if keys else None
-            keys.append(key)
+            times = self._asked[place, seat, prompt]
+            self._asked[place, seat, prompt] += 1
+            key = self._table.seed_for("token route", self._seeds[place], place, seat, prompt.hex(), times)
+            before, self._last[place, seat] = self._last.get((place, seat)), key
             self._waiting[role, key] = future
         try:
             self._sessions[role].ask(key, tokens, sampling, after=before)

@@ -6,6 +6,7 @@ those that the route recorded; the library's traces say how they belong together
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,22 @@ class Verifiers(EpisodeMaker):
         if unknown := set(self.agents.values()) - set(samplings):
             raise ConfigError(f"agents: {min(unknown)} is none of the recipe's roles, {', '.join(samplings)}")
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
-        with self._lock:
+        with self._alone(table, own):
             running = self._started()
             with running.route.serving(table, own, seeds) as play:
                 results = _Results(running, table, play, settings).of(indices)
                 return [self._episode(play, task, result) for task, result in zip(tasks, results, strict=True)]
+
+    @contextlib.contextmanager
+    def _alone(self, table: Table, roles: Iterable[str]) -> Iterator[None]:
+        """Waits until nobody else plays. The engines are looked after meanwhile: who plays may wait for a server that
+        the thread waiting here must bring to the current weights."""
+        while not self._lock.acquire(timeout=LOOK_S):
+            _look_after(table, roles)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _started(self) -> _Running:
         if self._running is None:
@@ -129,6 +141,7 @@ class _Running:
         self._process: LineProcess | None = None
         self.route = TokenRoute()
         self._owner = os.getpid()
+        self._closed = False  # a turn that is played ahead may go on in another thread while the program ends
 
     def look(self) -> None:
         """Forgets a process that ended between two calls."""
@@ -136,7 +149,10 @@ class _Running:
             self.end()
 
     def ready(self, table: Table) -> LineProcess:
-        """Returns the process, started where there is none. Raises ConfigError with the end of its log."""
+        """Returns the process, started where there is none. Raises ConfigError with the end of its log, and
+        EnvironmentFailure after `close`."""
+        if self._closed:
+            raise EnvironmentFailure("verifiers was closed while episodes were to be played")
         if self._process is None:
             words = [self._python, "-I", str(HOST)]
             try:
@@ -158,6 +174,7 @@ class _Running:
     def close(self) -> None:
         if os.getpid() != self._owner:  # a fork, whose end is not the run's
             return
+        self._closed = True
         self.end(grace_s=5.0)
         self.route.close()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -189,7 +206,7 @@ class _Results:
         """Plays the tasks at these places of the task set. [E] -> [E]. Raises what an engine raised."""
         waiting = deque(range(len(indices)))
         while len(self._found) < len(indices):
-            self._table.watch.beat()
+            _look_after(self._table, self._play.longest)
             process = self._running.ready(self._table)
             while waiting and len(self._deadlines) < self._settings.workers:
                 self._begin(process, waiting.popleft(), indices)
@@ -220,6 +237,14 @@ class _Results:
             told = f"verifiers did not give it up after {self._settings.episode_timeout_s:g} s" if late else why
             self._found[number] = {"number": number, "timeout": late, "why": told}
         self._deadlines = {}
+
+
+def _look_after(table: Table, roles: Iterable[str]) -> None:
+    """Shows that the run lives, and has the servers of the roles looked after: the threads that read their answers do
+    not own them."""
+    table.watch.beat()
+    for role in roles:
+        table.engines[role].tend()
 
 
 def _scored(play: RoutedPlay, task: Prompt, agents: Mapping[str, str], result: Mapping[str, Any]) -> Episode:

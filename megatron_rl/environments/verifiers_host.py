@@ -70,21 +70,27 @@ class Host:
         from verifiers.v1.env import RunSlot
 
         seats: dict[str, int] = {}
+        begun: dict[str, int] = {}
 
         def seat(trace: Any) -> None:
             """Names a trace before its first request: the name goes out as X-Session-ID."""
             name = trace.agent.name
             seats[name] = seats.get(name, 0) + 1
             trace.id = asked["session"] + (name if seats[name] == 1 else f"{name}-{seats[name]}")
+            begun[trace.id] = len(begun)
 
         # Every agent has a model and a client of its own: these stand for none.
         context = ModelContext(
             model=next(iter(self._roles.values())), client=TrainClientConfig(base_url="http://unused")
         )
-        return await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=seat)
+        episode = await self._env.run_slot(RunSlot(self.task(asked["task"])), context, on_trace=seat)
+        episode.traces.sort(key=lambda trace: begun[trace.id])  # they came in the order in which agents were done
+        return episode
 
 
 def main() -> None:
+    if sys.flags.hash_randomization:
+        _start_again()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what environments print must not get between the lines
     if sys.argv[1:2] == ["--list"]:
@@ -93,6 +99,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     settings = json.loads(sys.stdin.readline())
     asyncio.run(_serve(Host(settings), out))
+
+
+def _start_again() -> None:
+    """Starts this program anew in its process, with one order of Python's sets for every process of a run: an
+    environment may show one to a model, and a run that is resumed has another process. Python takes that order from a
+    variable, which -I makes it ignore, so that the parts of -I stand here."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    os.execve(sys.executable, [sys.executable, "-P", "-s", *sys.argv], own | {"PYTHONHASHSEED": "0"})
 
 
 def list_tasks(environment: dict[str, Any], count: int, out: Any) -> None:

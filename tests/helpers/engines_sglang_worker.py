@@ -116,6 +116,7 @@ def main() -> None:
         scenario.found["listeners"] = listeners(member.listing.url.rpartition(":")[2])
         scenario.conforms(Path(role.model.path))
         scenario.greedy_before_and_after_an_update()
+        scenario.episodes()
         scenario.found["versions"] = [member.server.version(), pool.version]
         scenario.refit_while_requests_run("keep", 2)
         scenario.found["refits"] = driver.refits

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import conformance
+import conversations
 import numpy as np
 import psutil
 import torch
@@ -125,20 +127,20 @@ class Scenario:
             ]
             self.found[f"{name}_{member.listing.replica}"] = plain(answers)
 
-    def sampled(self) -> None:
-        some = prompts(self.vocab)
-        self.ask("sampled", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3)))
-        self.ask("sampled_again", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3)))
-        self.ask(
-            "cool", lambda pool: complete(pool, some, Sampling(max_tokens=10, n=4, seed=3, temperature=0.7, top_k=5))
-        )
-        self.ask(
-            "stopped",
-            lambda pool: complete(
-                pool, some, Sampling(max_tokens=40, stop_tokens=tuple(range(0, self.vocab, 3)), seed=3)
-            ),
-        )
-        self.ask("full", lambda pool: complete(pool, [[5] * 505, [5] * 512], Sampling(max_tokens=40, temperature=0.0)))
+    def episodes(self) -> None:
+        """Conversations with a tool, and what the servers found of them in their prefix caches. Only vLLM tells."""
+
+        def play() -> None:
+            assert self.pool is not None
+            urls = [member.server.url for member in self.pool.members.living()]
+            for kind in conversations.SAMPLINGS:
+                before = [self.metric(url, "prefix_cache_hits_total") for url in urls]
+                self.found[f"episodes_{kind}"] = conversations.play(self.pool, kind)
+                after = [self.metric(url, "prefix_cache_hits_total") for url in urls]
+                self.found[f"hits_{kind}"] = [b - a for a, b in zip(before, after, strict=True)]
+            self.found["block_sizes"] = [self.setting(url, "block_size") for url in urls]
+
+        self.world.from_driver(play)
 
     def given_up(self) -> None:
         """A request whose client goes while it runs is dropped: the server does not write all that it would have."""
@@ -162,8 +164,16 @@ class Scenario:
 
     def metric(self, url: str, name: str) -> float:
         """Returns one of vLLM's own figures."""
+        return sum(float(line.split()[-1]) for line in self.metrics(url) if line.startswith(f"vllm:{name}{{"))
+
+    def setting(self, url: str, name: str) -> int | None:
+        """Returns one of the settings of vLLM's cache; None of another server."""
+        found = re.findall(rf"vllm:cache_config_info\{{.*\b{name}=\"(\d+)\"", "\n".join(self.metrics(url)))
+        return int(found[0]) if found else None
+
+    def metrics(self, url: str) -> list[str]:
         text = urllib3.request("GET", f"{url}/metrics", headers={HEADER: self.token()}).data.decode()
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"vllm:{name}{{"))
+        return text.splitlines()
 
     def refit_while_requests_run(self, mode: str, version: int) -> None:
         def ask() -> None:
@@ -277,7 +287,7 @@ def main() -> None:
         scenario.everybody_is_there()
         scenario.conforms(Path(role.model.path))
         scenario.greedy_before_and_after_an_update()
-        scenario.sampled()
+        scenario.episodes()
         scenario.given_up()
         for version, mode in enumerate(("abort", "wait", "keep"), start=2):
             scenario.refit_while_requests_run(mode, version)

@@ -78,6 +78,7 @@ class Plays:
         os._exit(7)
 
     def hang(self, asked: dict[str, Any]) -> list[Any]:
+        Path(self.settings["environment"]["child"]).touch()  # tells that it has begun
         time.sleep(600)
         return []
 

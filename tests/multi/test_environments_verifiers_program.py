@@ -10,14 +10,21 @@ import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
+import cut_runs
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
+from chats import chat_tokenizer
 from conftest import ROOT, program
 from cut_runs import role, write_speakers
+from fake_engines import ScriptedEngine
+from refitted_servers import RefittedVllm
 from safetensors.torch import load_file
+from tiny_models import make_model
 from transformers import AutoTokenizer
 
 from megatron_rl.config.base import ConfigError
@@ -26,18 +33,29 @@ from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.environments.base import EpisodeSettings
 from megatron_rl.environments.verifiers import HOST, Verifiers
 from megatron_rl.run.metrics import read_metrics
+from megatron_rl.training.store import turn_files
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Author, Outcome, Prompt, Rollout
 
 PYTHON = Path(os.environ.get("MEGATRON_RL_VERIFIERS_PYTHON", ROOT / ".venv-verifiers/bin/python"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: make verifiers"),
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"there is no {PYTHON}: `make verifiers` makes it"),
 ]
+WORLDS = ROOT / "tests/helpers/verifiers_worlds"  # environments of our own
 CHAT = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
+TOOL_MARKS = [
+    "<|endoftext|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 FORM = ["<eos>", "<unk>", "<|im_start|>", "system", "user", "assistant"]
 MOVES = ["[check]", "[bet]", "[fold]", "[call]", "I", "think"]
 NAMES = ("one", "uno", "eins", "un")
@@ -58,7 +76,7 @@ def no_network(monkeypatch):
 
 def need(package: str) -> None:
     if not list(PYTHON.parents[1].glob(f"lib/*/site-packages/{package}")):
-        pytest.skip(f"{package} is not installed beside {PYTHON}: make verifiers says why")
+        pytest.skip(f"{package} is not installed beside {PYTHON}: `make verifiers` says why")
 
 
 def speaker(base: Path, name: str, words: list[str]) -> Path:
@@ -256,3 +274,111 @@ def test_two_models_are_trained_on_the_same_hands(tmp_path):
         )
         assert any(not torch.equal(before[key], after[key]) for key in before)
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(HOST) in (p.info["cmdline"] or ())]
+
+
+def crowd(base: Path, name: str, servers: list[RefittedVllm]) -> dict[str, Any]:
+    """Returns a run of three turns, with one played ahead of training where there are servers."""
+    taskset = {"taskset": {"id": "crowd"}, "max_concurrent_agents": None}
+    agents = {"speaker": "a", "listener": "b"}
+    world = {"python": str(PYTHON), "environment": taskset, "agents": agents, "paths": [str(WORLDS)]}
+    maker = {"target": "megatron_rl.environments.verifiers:Verifiers", "args": world}
+    args = {"updates": 3, "environment": maker, "seats": {"a": 1, "b": 3}, "group_size": 3, "rewards": {"small": 1.0}}
+    lengths = {"sampling": {"max_tokens": 4}, "max_prompt_tokens": 190, "micro_batch_tokens": 256}
+    roles = {each: role(base, model=each, **lengths) for each in agents.values()}
+    settings = cut_runs.config(
+        base, name, "megatron_rl.recipes.agents:Agents", roles, args=args | {"workers": 3}, prompts_per_step=1
+    )
+    settings["data"]["fields"] = {"question": "question", "index": "index"}
+    return cut_runs.ahead(settings, base, 1, servers) if servers else settings
+
+
+def assert_same_but_for_rounding(whole: Path, cut: Path) -> None:
+    """Fails unless two runs with embedded engines are the same but for times and the last digits of log-probs.
+
+    An embedded engine computes together what was asked at about the same time, and these digits depend on it. Nothing
+    is trained on them here: the weights are the same to the last bit.
+    """
+    told = dict.fromkeys(("engine_gap", "engine_kl"), 0.0)  # what is figured from those digits
+    first, second = ([(r.turn, r.scope, r.metrics | told) for r in read_metrics(run)] for run in (whole, cut))
+    assert first == second
+    files = [turn_files(run / "rollouts") for run in (whole, cut)]
+    for ours, theirs in zip(*files, strict=True):
+        one, other = pq.read_table(ours), pq.read_table(theirs)
+        own, its = (table["logprobs"].combine_chunks().flatten().to_numpy() for table in (one, other))
+        np.testing.assert_allclose(own, its, atol=1e-5)
+        assert one.drop_columns("logprobs").equals(other.drop_columns("logprobs")), ours.name
+    for name in "ab":
+        model = f"models/{name}/model.safetensors"
+        assert (whole / model).read_bytes() == (cut / model).read_bytes(), name
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("ahead", "cut"), [(0, 2), (1, 1)])
+def test_a_run_that_was_cut_goes_on_exactly(tmp_path, ahead, cut):
+    """Its agents speak at the same time and are done in an order by chance; what they read has the order of a set."""
+    tokenizer = chat_tokenizer()  # of characters
+    for seed, name in enumerate("ab"):
+        make_model(tmp_path / name, vocab_size=len(tokenizer), num_hidden_layers=1, seed=seed, **cut_runs.SMALL)
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [{"question": f"word {i}", "index": i} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "token").write_text(cut_runs.TOKEN)
+    servers = [RefittedVllm(cut_runs.TOKEN, vocab=len(tokenizer)) for _ in range(2 * ahead)]
+    try:
+        every = [("whole", None), ("cut", cut), ("cut", None)]
+        cut_runs.run_all(tmp_path, [(crowd(tmp_path, name, servers), leave) for name, leave in every])
+    finally:
+        for server in servers:
+            server.close()
+    (cut_runs.assert_same if ahead else assert_same_but_for_rounding)(tmp_path / "runs/whole", tmp_path / "runs/cut")
+    rows = [row for row in read_metrics(tmp_path / "runs/whole") if "staleness" in row.metrics]
+    assert max(row.metrics["staleness"] for row in rows) == ahead
+    trained = {row.turn for row in rows if not row.metrics["skipped"]}
+    assert min(trained) < cut <= max(trained), "there is something to learn before and after the cut"
+
+
+def test_an_agent_calls_a_tool_and_reads_what_it_says(maker):
+    """The model says what it is told to: a call, and then what the tool answered; and in another episode a call that
+    nobody can read."""
+    renderers = pytest.importorskip("renderers")
+    tokenizer = chat_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": TOOL_MARKS})
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = '<tool_call>\n{"name": "calculator_multiply", "arguments": {"left": 6, "right": 7}}\n</tool_call>'
+
+    def answer(prompt, key, sample, sampling):
+        told = tokenizer.decode(prompt)
+        said = call.replace("}}", "}") if "12 * 12" in told else "42" if "<tool_response>" in told else call
+        return [*tokenizer(said, add_special_tokens=False)["input_ids"], end]
+
+    table = Table(
+        engines={"solver": ScriptedEngine(answer, eos=end)}, tokenizers={"solver": tokenizer}, samplings={},
+        max_prompt_tokens={"solver": 4000}, grade=lambda *_: [],
+    )  # fmt: skip
+    one = maker(
+        environment={"taskset": {"id": "product"}}, agents={"agent": "solver"}, paths=(str(WORLDS),),
+        renderers={"solver": {"name": "qwen3", "enable_thinking": False}},
+    )  # fmt: skip
+    good, bad = play(one, table, [0, 1], tokens=200)
+    assert [(e.outcome, e.why, e.turns, e.tool_calls, e.cuts) for e in (good, bad)] == [
+        (Outcome.SCORE, "", 2, 1, 0), (Outcome.SCORE, "", 1, 0, 0),
+    ]  # fmt: skip
+    [rollout], [unread] = good.rollouts, bad.rollouts
+    assert rollout.rewards == {"right": 1.0, "reward": 1.0} and unread.rewards == {"right": 0.0, "reward": 0.0}
+    assert unread.tokens[unread.start :].tolist() == answer(unread.tokens[: unread.start], 0, 0, None)
+    spans = rollout.spans.tolist()
+    assert [author for _, _, author, _ in spans] == [Author.ENVIRONMENT, Author.POLICY] * 2
+    opening, said, _, final = np.split(rollout.tokens, [end for _, end, *_ in spans[:-1]])
+    assert (tokenizer.decode(said), tokenizer.decode(final)) == (f"{call}<|im_end|>", "42<|im_end|>")
+    assert (rollout.logprobs == np.where(rollout.trainable, -1, 0)).all()
+    [offered] = re.findall(r"<tools>\n(.*)\n</tools>", tokenizer.decode(opening))
+    tool = json.loads(offered)
+    assert tool["function"]["name"] == "calculator_multiply"
+    assert tool["function"]["description"] == "Returns the product of two whole numbers."
+    assert set(tool["function"]["parameters"]["required"]) == {"left", "right"}
+    renderer = renderers.create_renderer(tokenizer, renderers.Qwen3RendererConfig(enable_thinking=False))
+    question = [{"role": "user", "content": "What is 6 * 7?"}]
+    assert opening.tolist() == renderer.render_ids(question, tools=[tool], add_generation_prompt=True)
+    answered = [{"role": "tool", "content": "42"}]
+    bridged = renderer.bridge_to_next_turn(opening.tolist(), said.tolist(), answered, tools=[tool])
+    assert rollout.tokens[: spans[2][1]].tolist() == bridged.token_ids

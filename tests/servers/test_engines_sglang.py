@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import conformance
+import conversations
 import pytest
 from engines_worker import prompts
 from ranks import ROOT, run_ranks
@@ -96,6 +97,11 @@ def test_greedy_after_a_refit_into_two_ranks_is_that_of_transformers(found, judg
     """One prompt has 300 tokens that the prefix cache knew before the refit."""
     check_greedy(judges[version], found[f"greedy_v{version}"], version=version)
     assert found["greedy_v0"] != found["greedy_v1"] and found["versions"] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", conversations.SAMPLINGS)
+def test_conversations_with_a_tool_are_what_transformers_reads_in_them(found, judges, kind):
+    conversations.check(judges[1], found[f"episodes_{kind}"], kind, version=1)
 
 
 def test_requests_that_a_refit_interrupts_go_on_with_the_new_weights(found, judges):

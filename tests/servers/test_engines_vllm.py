@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 import conformance
+import conversations
 import pytest
 from engines_worker import LONG, prompts
 from ranks import ROOT, run_ranks
@@ -99,6 +100,20 @@ def test_greedy_after_a_refit_from_a_tp2_pp2_actor_is_that_of_transformers(found
 
 def test_an_update_changed_the_answers(found):
     assert found["greedy_v0"] != found["greedy_v1"]
+
+
+@pytest.mark.parametrize("kind", conversations.SAMPLINGS)
+def test_conversations_with_a_tool_are_what_transformers_reads_in_them(found, judges, kind):
+    conversations.check(judges[1], found[f"episodes_{kind}"], kind, version=1)
+
+
+@pytest.mark.parametrize("kind", conversations.SAMPLINGS)
+def test_a_conversation_stays_with_the_server_that_holds_its_beginning(found, kind):
+    """Their beginnings are all different: elsewhere a question would find nothing in the prefix cache."""
+    hits = found[f"hits_{kind}"]
+    [block] = set(found["block_sizes"])
+    assert len(hits) == 2 and all(hits), "both servers have conversations"
+    assert sum(hits) == conversations.cached(found[f"episodes_{kind}"], block)
 
 
 def test_a_request_that_nobody_waits_for_is_dropped(found):

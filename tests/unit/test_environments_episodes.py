@@ -235,6 +235,21 @@ def test_two_roles_in_one_episode_have_a_sample_each():
     assert all(sampling.stop_strings == ("!",) and sampling.n == 1 for _, sampling in engines["red"].asked)
 
 
+def test_the_thread_that_plays_looks_after_the_servers():
+    """A pool brings a server that came back to the current weights in the thread that owns it, and nowhere else."""
+    engine, player, tended = speaker("ab", "c", "def"), threading.get_ident(), threading.Event()
+    engine.tend = lambda: tended.set() if threading.get_ident() == player else None
+    generate = engine.generate_rows
+
+    def when_tended(rows):
+        assert tended.wait(20), "nobody looked after the server that the answer waits for"
+        return generate(rows)
+
+    engine.generate_rows = when_tended
+    [one] = play(Echo(), table_of({"agent": engine}))
+    assert one.outcome is Outcome.SCORE
+
+
 def test_an_engine_that_fails_ends_the_play():
     def broken(*_):
         raise ValueError("the engine's own")

@@ -26,6 +26,7 @@ from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.base import EngineError, Sampling
 from megatron_rl.environments import verifiers
 from megatron_rl.environments.base import EpisodeSettings
+from megatron_rl.environments.moves import EnvironmentFailure
 from megatron_rl.environments.token_route import GENERATE, MODELS, SESSION, TokenRoute
 from megatron_rl.environments.verifiers import Verifiers
 from megatron_rl.training.turns import Table
@@ -112,6 +113,37 @@ def test_draws_do_not_depend_on_the_order_of_arrival(route):
     assert told(seats[::-1], 3) == first
     texts = [json.dumps(answer["choices"]) for answers in first.values() for answer in answers]
     assert len(set(texts)) > 3, "other seats and later requests draw anew"
+
+
+def test_programs_of_one_seat_that_ask_at_the_same_time_draw_the_same_in_any_order(route):
+    table, prompts = table_of(), [[1, 2], [3, 4], [5, 6]]
+
+    def told(order):
+        ask = Asker(route)
+        with route.serving(table, SAMPLINGS, [17]) as play:
+            session = play.session_id(0, "solver")
+            return {str(prompt): ask("POST", GENERATE, asked(prompt), session)[1]["choices"] for prompt in order}
+
+    assert told(prompts) == told(prompts[::-1])
+
+
+def test_a_seats_next_question_names_the_one_before_it(route):
+    """So that a pool prefers the server which holds the beginning of the conversation."""
+    table, seen = table_of(), []
+    session = table.engines["student"].session()
+    ask = session.ask
+
+    def noted(key, tokens, sampling, *, after=None):
+        seen.append((key, after))
+        ask(key, tokens, sampling, after=after)
+
+    session.ask, table.engines["student"].session = noted, lambda: session
+    with route.serving(table, SAMPLINGS, [1]) as play:
+        own = Asker(route)
+        for seat in ("a", "b", "a", "b"):
+            assert own("POST", GENERATE, asked([1, 2]), play.session_id(0, seat))[0] == 200
+    (a, none), (b, nothing), (_, after_a), (_, after_b) = seen
+    assert none is nothing is None and (after_a, after_b) == (a, b)
 
 
 def test_the_sampling_is_the_roles(route):
@@ -285,6 +317,19 @@ def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     assert process.poll() is not None and not directory.exists()
 
 
+def test_a_turn_that_is_played_ahead_when_the_program_ends_starts_no_process_anew(maker, tmp_path):
+    one = maker("hang", "single")
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(play, one, table_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+        end = time.monotonic() + 20
+        while not (tmp_path / "child").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        one._running.close()
+        with pytest.raises(EnvironmentFailure, match="verifiers was closed"):
+            ahead.result(20)
+    assert one._running._process is None
+
+
 def test_a_process_that_ended_between_two_calls_costs_no_episode(maker):
     one = maker("single")
     play(one, table_of(), [0])
@@ -305,6 +350,38 @@ def test_an_engines_failure_is_raised(maker):
     table.engines["student"].generate_rows = generate_rows
     with pytest.raises(EngineError, match="no server left"):
         play(maker("single"), table, [0])
+
+
+def tended_by_this_thread(engine: TableEngine) -> threading.Event:
+    """Makes the engine's answers wait until this thread has looked after it."""
+    owner, tended, generate = threading.get_ident(), threading.Event(), engine.generate_rows
+    engine.tend = lambda: tended.set() if threading.get_ident() == owner else None
+
+    def generate_rows(rows):
+        assert tended.wait(20), "nobody looked after the server that the answer waits for"
+        return generate(rows)
+
+    engine.generate_rows = generate_rows
+    return tended
+
+
+def test_the_thread_that_plays_looks_after_the_servers(maker):
+    table = table_of()
+    tended_by_this_thread(table.engines["student"])
+    [one] = play(maker("single"), table, [0])
+    assert one.outcome is Outcome.SCORE
+
+
+def test_an_evaluation_that_waits_for_a_turn_played_ahead_looks_after_the_servers(maker):
+    table, one = table_of(), maker("single")
+    tended = tended_by_this_thread(table.engines["student"])
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(play, one, table, [0])
+        while not (one._lock.locked() or ahead.done()):
+            time.sleep(0.001)
+        [evaluated] = play(one, table, [0])
+        [played] = ahead.result(20)
+    assert tended.is_set() and played.outcome is evaluated.outcome is Outcome.SCORE
 
 
 @pytest.mark.parametrize(
