@@ -105,7 +105,7 @@ class Agents(EpisodeSettings, Recipe):
                     gained = [r.rewards[name] for r in own_last if name in r.rewards]  # a frozen role may have none
                     if gained or role in self._trained:
                         out[f"{role}/{name}_{kind}"] = sum(gained) / (len(prompts) * count)
-            out[f"episodes/turns_{kind}"] = figures["turns"]
+            out[f"episodes/answers_{kind}"] = figures["turns"]
         return out
 
     def state_dict(self) -> dict[str, Any]:

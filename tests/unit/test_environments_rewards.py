@@ -105,5 +105,5 @@ def test_evaluations_measure_roles_that_learn_and_pass_over_others_without_rewar
     figures = agents({"won": 1.0}).evaluate(problems(2), table_of(0.0))
     assert figures == {
         "player/won_sampled": 1.0, "player/won_greedy": 1.0,
-        "episodes/turns_sampled": 2.0, "episodes/turns_greedy": 2.0,
+        "episodes/answers_sampled": 2.0, "episodes/answers_greedy": 2.0,
     }  # fmt: skip
