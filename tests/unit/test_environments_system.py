@@ -66,12 +66,12 @@ def table_of(*roles, says="ab"):
     )  # fmt: skip
 
 
-def duel(settings, payload, environment=None):
-    """The texts of both seats' samples."""
+def duel(settings, payload, environment=None, *, cuts=0):
+    """The texts of both seats' samples, `cuts` of which were cut."""
     table = table_of("red", "blue")
     task = Prompt(id="0/0", tokens=[1], payload={"question": "q", **payload})
     [one] = (environment or Duel()).play(table, [task], [0], table.samplings, settings)
-    assert one.why == "" and one.cuts == 0
+    assert one.why == "" and one.cuts == cuts
     return [QWEN.decode(rollout.tokens) for rollout in one.rollouts]
 
 
@@ -104,8 +104,10 @@ def test_an_environments_own_system_message_stays_and_a_problems_comes_before_th
 
 def test_a_renderer_writes_the_same_beginning():
     pytest.importorskip("renderers")
-    left, right = duel(EpisodeSettings(dialogue="renderers:qwen3", system={"red": "Be red."}), {})
-    assert left.startswith(whole("Be red.", "go") + "\n<|im_start|>assistant\n")
+    settings = EpisodeSettings(dialogue="renderers:qwen3", system={"red": "Be red."})
+    *left, right, _ = duel(settings, {}, cuts=2)  # Qwen3 leaves out what was thought before
+    for sample in left:  # the second one opens with the whole conversation
+        assert sample.startswith(whole("Be red.", "go") + "\n<|im_start|>assistant\n")
     assert right.startswith("<|im_start|>user\ngo<|im_end|>\n"), "Qwen3 has no system message of its own"
 
 
