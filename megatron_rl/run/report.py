@@ -380,6 +380,8 @@ pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px 
 .who { margin: 0 0 .2rem; font-size: .78rem; }
 .words { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+.about { color: var(--dim); }
+.about span { display: inline-block; color: var(--ink); margin: .15rem .4rem .15rem 0; padding: 0 .5rem; }
 .call { outline: 1px dashed var(--accent); outline-offset: 1px; border-radius: 3px; }
 .partner { font-style: italic; color: var(--dim); }
 .legend { color: var(--dim); font-size: .78rem; } .legend span { padding: 1px .5rem; color: var(--ink); }

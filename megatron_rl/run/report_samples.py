@@ -20,6 +20,12 @@ _CALL = re.compile(
     r"<(tool_call|function_call|function|tool|python|calculator|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|\Z)|```.*?(?:```|\Z)",
     re.DOTALL,
 )
+_ABOUT_EPISODES = (
+    '<p class="about">Episodes of the first turns (early) and of the last ones (late), two of each outcome; a click '
+    'unfolds one. <span class="said answer">what a model wrote</span> '
+    '<span class="said environment">what it was told</span> '
+    '<span class="call">a call of a tool</span></p>'
+)
 Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
 
 
@@ -37,6 +43,7 @@ def samples(rollouts: Mapping[str, RolloutEnds]) -> str:
     any_late = any(ends.late for ends in rollouts.values())
     blocks = _episodes("early", [row for ends in rollouts.values() for row in ends.early], shown=not any_late)
     blocks += _episodes("late", [row for ends in rollouts.values() for row in ends.late], shown=True)
+    blocks = [_ABOUT_EPISODES, *blocks] if blocks else []
     for role, ends in rollouts.items():
         for when, rows in (("early", ends.early), ("late", ends.late)):
             alone = [row for row in rows if not _talks(row)]
