@@ -149,7 +149,7 @@ def _turn(who: str, pieces: Sequence[Row], most: float, *, kind: str) -> str:
     """Returns one turn of a conversation. `most`: the largest advantage of the seat, see `_most`."""
     tokens, text = sum(piece["tokens"] for piece in pieces), "".join(piece["text"] for piece in pieces)
     credit = {piece["advantage"] for piece in pieces} - {None}
-    facts = [who, f"{tokens} tokens", *([f"advantage {credit.pop():+.2f}"] if most and len(credit) == 1 else [])]
+    facts = [who, _counted(tokens), *([f"advantage {credit.pop():+.2f}"] if most and len(credit) == 1 else [])]
     words = f'<div class="words">{_credited(pieces, most)}</div>'
     if len(text) > MAX_OPEN:
         words = f"<details><summary>{escape(text[:120])} … ({len(text)} characters)</summary>{words}</details>"
@@ -229,8 +229,12 @@ def _facts(row: Row) -> list[str]:
     own = {piece["advantage"] for piece in row["pieces"] or []} - {None}
     if len(own) > 1:
         advantage = f"advantages from {min(own):+.2f} to {max(own):+.2f}"
-    facts = (f"{row['num_tokens']} tokens", f"stop: {row['stop']}", f"weights {row['version']}", rewards, advantage)
+    facts = (_counted(row["num_tokens"]), f"stop: {row['stop']}", f"weights {row['version']}", rewards, advantage)
     return [fact for fact in facts if fact]
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens} token" if tokens == 1 else f"{tokens} tokens"
 
 
 def _tag(right: bool | None, *, unknown: str = "not graded") -> str:

@@ -14,7 +14,8 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
 ]
 # The page is the document of a frame of the wanted width: a window of its own is never as narrow as a telephone.
-HOST = """<!DOCTYPE html><meta charset="utf-8"><body><iframe style="border:0;width:{width}px;height:900px"
+HOST = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark"><body>
+<iframe style="border:0;width:{width}px;height:900px"
 srcdoc="{page}"></iframe><script>
 addEventListener("load", () => {{
   const page = document.querySelector("iframe").contentDocument;
