@@ -70,9 +70,10 @@ def test_the_environment_that_a_page_shows_can_be_played(tmp_path, monkeypatch):
     assert recipe.rewards == {"won": 1.0} and not own.gate.reward
     space = {}
     exec(code, space)  # the page's own code
-    game = space["GuessTheNumber"](most=10, guesses=3).copy()
+    game = space["GuessTheNumber"](most=10, guesses=4).copy()
     [move] = game.begin({}, seed=6)
     assert (move.seat, move.role) == ("player", "agent")
-    told = [game.step(Said(seat="player", text=text)) for text in ("3", "9", "7")]
-    assert [move.messages[0]["content"] for [move] in told[:2]] == ["Too small.\n", "Too large.\n"]
-    assert told[2].rewards == {"player": {"won": 1.0}}
+    told = [game.step(Said(seat="player", text=text)) for text in ("3", "I say 9.", "none", "7")]
+    said = [move.messages[0]["content"] for [move] in told[:3]]
+    assert said == ["Too small.\n", "Too large.\n", "This was no number.\n"]
+    assert told[3].rewards == {"player": {"won": 1.0}}
