@@ -411,7 +411,7 @@ def test_credit_by_token_of_a_single_answer_is_coloured_where_no_steps_show_it(t
 def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(tmp_path):
     text = page_of(tmp_path, solver=[talk((POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE]))])
     assert 'a&amp;b<span class="partner" title="written by a partner">4 &amp; 5</span>' in text
-    assert "answer 1 of 2 · 2 tokens" in text and 'class="said environment"' not in text
+    assert "answer 1 of 2 · 2 tokens" in text and '<div class="said environment">' not in text
     assert "<h3>solver</h3>" in text, "no seat was named"
 
 
