@@ -189,6 +189,20 @@ $(VERIFIERS)/.tasks: $(VERIFIERS)/.ready # is tried again by the next `make veri
 	then touch $@; else echo "The task sets for the tests are not to be had from $(VERIFIERS_TASKS), and the tests that play them are skipped." \
 		"Give a clone that you have: make verifiers VERIFIERS_TASKS=git+file:///path/of/the/clone"; fi
 
+.PHONY: test-task-sets
+TASKS ?= .venv-tasks
+TASKS_PIP := $(TASKS)/bin/python -m pip install --quiet --disable-pip-version-check
+test-task-sets: $(TASKS)/.ready ## problems and scores of reasoning-gym, in an environment of its own on top of .venv, .venv-tasks
+	$(TASKS)/bin/python -m pytest tests/unit/test_environments_generated.py -q
+
+$(TASKS)/.ready: $(STAMP) # pip builds eleven packages that the library needs; what .venv has is not installed again
+	$(PYTHON) -m venv $(TASKS)
+	$(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(TASKS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	$(TASKS_PIP) $(CONSTRAINTS) -e ".[tasks]"
+	$(TASKS)/bin/python -c "import reasoning_gym"
+	touch $@
+
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu
 
@@ -204,4 +218,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers .venv-tasks runs

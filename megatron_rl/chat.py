@@ -21,6 +21,7 @@ from megatron_rl.text import fill, load_tokenizer
 
 Message = Mapping[str, Any]
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+SYSTEMS = (SYSTEM, "developer")  # roles of a conversation's first message that instructs the model
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -86,6 +87,18 @@ def problem_text(template: str, values: Mapping[str, Any]) -> str:
     if "messages" in values:
         return UserText.within(values["messages"], str(values["question"]))
     return fill(template, **{name: str(value) for name, value in values.items()})
+
+
+def system_of(messages: Sequence[Message]) -> str | None:
+    """Returns the text of a conversation's system message; None where it has none."""
+    return str(messages[0].get("content", "")) if messages and messages[0]["role"] in SYSTEMS else None
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
+    """Returns a conversation with a system message in front, where one is given and it has none of its own."""
+    if system is None or system_of(messages) is not None:
+        return [*messages]
+    return [{"role": SYSTEM, "content": system}, *messages]
 
 
 def last_user(messages: Sequence[Message]) -> int:

@@ -16,6 +16,8 @@ class EpisodeEstimate:
     told: NonNegativeInt = 0  # mean tokens that its environment puts before each answer but the first
     tool_s: NonNegativeFloat = 0.0  # mean seconds that the environment, with its tools, takes for that
     calls_at_once: PositiveInt = 64  # calls of the environment that run at the same time, over all episodes
+    # The role's max_prompt_tokens holds for all that stands before an answer. false: for the prompt alone.
+    bounded: bool = False
 
     def __post_init__(self) -> None:
         unread = {"told": self.told, "tool_s": self.tool_s}

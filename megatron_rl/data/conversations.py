@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.chat import ASSISTANT, SYSTEM, TOOL, USER, Message, last_user
+from megatron_rl.chat import ASSISTANT, SYSTEMS, TOOL, USER, Message, last_user, with_system
 from megatron_rl.config.schema import PromptSet
 from megatron_rl.data.rows import DataError, NotThere, reach
 
 MESSAGES, QUESTION, ANSWER = "messages", "question", "answer"  # our fields
-ROLES = (SYSTEM, "developer", USER, ASSISTANT, TOOL)
+ROLES = (*SYSTEMS, USER, ASSISTANT, TOOL)
 CONVERSATIONS = (MESSAGES, "conversations")  # keys of whole conversations
 _PROMPT = "prompt"
 _ANSWERS = (ANSWER, "reward_model.ground_truth", "ground_truth")  # keys of answers, the first that a row has
@@ -85,14 +85,12 @@ def prompt_messages(value: Any, key: str, *, continued: bool, system: str | None
         raise DataError(f"{key!r}: {error}") from None
     if not str(messages[place].get("content", "")).strip():
         raise DataError(f"the content of {key}.{place}, the last user's message, is empty")
-    if system is not None and messages[0]["role"] not in ROLES[:2]:
-        messages = [{"role": SYSTEM, "content": system}, *messages]
-    return messages
+    return with_system(messages, system)
 
 
 def as_conversation(question: str, system: str | None) -> list[Message]:
     """Returns a question as a user's message, behind a system message where one is given."""
-    return [*([] if system is None else [{"role": SYSTEM, "content": system}]), {"role": USER, "content": question}]
+    return with_system([{"role": USER, "content": question}], system)
 
 
 def shape_of(values: Mapping[str, Any]) -> tuple[str, ...]:

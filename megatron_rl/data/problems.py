@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.chat import ChatError, last_user
+from megatron_rl.chat import SYSTEMS, ChatError, last_user
 from megatron_rl.config.data_settings import generated_name, resolve
 from megatron_rl.config.schema import ConfigError, PromptSet
 from megatron_rl.data.conversations import (
@@ -261,7 +261,7 @@ def _asked(row: Mapping[str, Any], source: PromptSet, fields: Mapping[str, str])
     question = _shortened(messages[place]["content"], source)
     messages[place] = {**messages[place], "content": question}
     if source.chat is False:
-        if len(messages) > place + 1 or any(m["role"] not in ("system", "developer") for m in messages[:place]):
+        if len(messages) > place + 1 or any(m["role"] not in SYSTEMS for m in messages[:place]):
             raise DataError(f"{key!r} has more turns than a user's, which data.chat = false would drop: set it to null")
         return {QUESTION: question}
     return {QUESTION: question, MESSAGES: messages}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.dialogue import TEXT
 from megatron_rl.environments.episodes import EpisodesPlay
 from megatron_rl.environments.moves import Episode, Move, Over, Said
 from megatron_rl.training.turns import Table
@@ -21,10 +24,17 @@ class EpisodeSettings:
 
     # text: messages are put one behind the other as they are. chat: the tokenizer's chat template. renderers:NAME: that
     # renderer of the library `renderers`, which also reads calls of tools.
-    dialogue: str = "text"
+    dialogue: str = TEXT
+    # By role: the system message that opens the conversation of each of its seats, where neither the environment sends
+    # one nor, for the first role, the problem's own conversation has one (data.system). Not with the dialogue text.
+    system: Mapping[str, str] = field(default_factory=dict)
     episode_timeout_s: float = 3600.0  # from an episode's begin on; a later one is given up
     step_timeout_s: float = 120.0  # for one `begin` or `step`
     workers: int = 64  # calls of environments that run at the same time
+    # What `megatron-rl plan` is told of an environment, and nothing else reads: mean tokens that it puts before each
+    # answer of a seat but the first, and mean seconds that it takes for that.
+    told: int = 0
+    tool_s: float = 0.0
 
 
 class EpisodeMaker(ABC):
@@ -46,6 +56,10 @@ class EpisodeMaker(ABC):
         environment is an episode's outcome.
         """
         ...
+
+    def most_answers(self, role: str) -> int | None:
+        """Returns how often a seat of a role answers in an episode at most; None where that is not known. For plans."""
+        return None
 
 
 class Environment(EpisodeMaker):
@@ -87,3 +101,43 @@ class Environment(EpisodeMaker):
 
     def close(self) -> None:
         """Ends what the episode still holds. It is called once, also while `step` hangs in another thread."""
+
+
+def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> None:
+    """Raises ConfigError for system messages that no seat would have. `roles`: those that speak."""
+    for role, text in settings.system.items():
+        key = f"recipe.args.system.{role} = {text[:40]!r}"
+        if role not in roles:
+            raise ConfigError(f"{key}: the roles of recipe.args.seats are {', '.join(roles)}")
+        if not isinstance(maker, Environment):
+            raise ConfigError(f"{key}: {type(maker).__name__} makes its own conversations; write it in there")
+        if settings.dialogue == TEXT:
+            raise ConfigError(
+                f"{key}, but recipe.args.dialogue = {TEXT!r} has no system messages: set it to chat, or write the text "
+                "into the environment's first message"
+            )
+
+
+def estimates(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> dict[str, EpisodeEstimate]:
+    """Returns what plans take an episode of each role to be: the most answers that its maker knows of, and what the
+    settings say. Raises ConfigError for a setting below 0, and for one of what stands between answers where no role is
+    known to answer twice."""
+    most = {role: maker.most_answers(role) or 1 for role in roles}
+    for name, value in (("told", settings.told), ("tool_s", settings.tool_s)):
+        if value < 0:
+            raise ConfigError(f"recipe.args.{name} = {value}: give at least 0")
+        if value and max(most.values()) == 1:
+            raise ConfigError(
+                f"recipe.args.{name} = {value} is between two answers of a seat, and the environment knows of one: let "
+                f"its `most_answers` say more, or tell the plan by --episode {min(roles)}.{name}={value}"
+            )
+    return {
+        role: EpisodeEstimate(
+            answers=answers,
+            told=settings.told if answers > 1 else 0,
+            tool_s=settings.tool_s if answers > 1 else 0.0,
+            calls_at_once=settings.workers,
+            bounded=True,
+        )
+        for role, answers in most.items()
+    }

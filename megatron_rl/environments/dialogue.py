@@ -13,7 +13,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.environments.moves import Call, Tool
 from megatron_rl.text import decode
 
-RENDERERS = "renderers:"  # before the name of a renderer
+TEXT, CHAT = "text", "chat"  # kinds of dialogue; a third is RENDERERS with a name behind it
+RENDERERS = "renderers:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,16 +60,16 @@ class Dialogue(Protocol):
 def dialogue_of(kind: str, tokenizer: Any) -> Dialogue:
     """Returns the dialogue of a kind, see EpisodeSettings. Raises ConfigError for one that is not known or cannot be
     had."""
-    if kind == "text":
+    if kind == TEXT:
         return TextDialogue(tokenizer)
-    if kind == "chat":
+    if kind == CHAT:
         return ChatDialogue(tokenizer)
     return RendererDialogue(tokenizer, _renderer_name(kind))
 
 
 def check_dialogue(kind: str) -> None:
     """Raises ConfigError for a kind of dialogue that is not known or cannot be had."""
-    if kind not in ("text", "chat"):
+    if kind not in (TEXT, CHAT):
         _renderer_name(kind)
 
 

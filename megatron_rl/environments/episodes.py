@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.chat import system_of
 from megatron_rl.engines.base import Completion, Sampling, Session
 from megatron_rl.environments.dialogue import Dialogue, dialogue_of
-from megatron_rl.environments.moves import SEAT, Episode, Move, Over, Said
+from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over, Said
+from megatron_rl.environments.refusals import check_move, checked_end, checked_moves
 from megatron_rl.environments.seats import Seat
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Outcome, Prompt
@@ -160,21 +162,25 @@ class EpisodesPlay:
             self._end(running, result)
         else:
             try:
-                self._speak(running, result)
+                self._speak(running, checked_moves(result, of="begin" if stamp == 1 else "step"))
+            except EnvironmentFailure as error:
+                self._end(running, _failed(str(error)))
+                return
             except (ValueError, TypeError, KeyError, AttributeError) as error:  # moves that cannot be
                 self._end(running, _failed(f"its moves cannot be made: {type(error).__name__}: {error}"))
                 return
             self._advance(running)
 
-    def _speak(self, running: _Underway, moves: Any) -> None:
-        """Asks the engines for the answers to moves."""
+    def _speak(self, running: _Underway, moves: Sequence[Move]) -> None:
+        """Asks the engines for the answers to moves. Raises EnvironmentFailure for one that cannot be made."""
         for move in moves:
-            if move.role not in self._samplings:
-                raise ValueError(
-                    f"seat {move.seat!r} has the role {move.role!r}; there are {', '.join(self._samplings)}"
-                )
+            spoke_as = {name: seat.role for name, seat in running.seats.items()}
+            check_move(move, self._samplings, spoke_as, [asked.seat for asked, _ in running.expected])
             session, dialogue = self._session(move.role)
-            seat = running.seats.setdefault(move.seat, Seat(move.role, dialogue, move.tools))
+            if move.seat not in running.seats:
+                system = self._system(running.task, move.role)
+                running.seats[move.seat] = Seat(move.role, dialogue, move.tools, system=system)
+            seat = running.seats[move.seat]
             sampling = self._sampling(running, move, seat, dialogue)
             key = running.number * MOST_ANSWERS + running.asked
             running.asked += 1
@@ -185,6 +191,13 @@ class EpisodesPlay:
             else:
                 session.ask(key, context, sampling, after=seat.last_key)
                 seat.last_key = key
+
+    def _system(self, task: Prompt, role: str) -> str | None:
+        """Returns the system message of a role's seats: for the first role that of the problem's own conversation,
+        where it has one; else what `system` in the settings says."""
+        first = role == next(iter(self._samplings))
+        own = system_of(task.payload.get("messages", ())) if first else None
+        return self._settings.system.get(role) if own is None else own
 
     def _sampling(self, running: _Underway, move: Move, seat: Seat, dialogue: Dialogue) -> Sampling:
         own = self._samplings[move.role]
@@ -222,14 +235,15 @@ class EpisodesPlay:
     def _end(self, running: _Underway, over: Over) -> None:
         """Ends an episode; whatever of it is still to come is passed over."""
         del self._running[running.number]
-        unknown = (set(over.rewards) | set(over.answers)) - set(running.seats)
-        if over.outcome is Outcome.SCORE and unknown:
-            over = _failed(f"it gives rewards to {', '.join(sorted(unknown))}, and no such seat spoke")
+        try:
+            over = checked_end(over, {name: seat.answers for name, seat in running.seats.items()})
+        except EnvironmentFailure as error:
+            over = _failed(str(error))
         rollouts = []
         if over.outcome is Outcome.SCORE:
             for name, seat in running.seats.items():
                 payload = {**running.task.payload, **over.payload, SEAT: name}
-                rewards = {key: float(value) for key, value in over.rewards.get(name, {}).items()}
+                rewards = dict(over.rewards.get(name, {}))
                 rollouts += [replace(r, payload=payload, rewards=rewards) for r in seat.rollouts()]
         seats = running.seats.values()
         self._done[running.number] = Episode(

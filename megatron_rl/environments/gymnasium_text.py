@@ -78,6 +78,9 @@ class GymnasiumText(Environment):
     def close(self) -> None:
         self._world.close()
 
+    def most_answers(self, role: str) -> int | None:
+        return self.turns if role == self.role else None
+
     def _ask(self, text: str) -> Sequence[Move]:
         return [Move(seat=self.role, role=self.role, messages=[{"role": USER, "content": text}])]
 

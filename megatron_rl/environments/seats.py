@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_rl.chat import Message
+from megatron_rl.chat import Message, with_system
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.environments.dialogue import Dialogue, Exchange, Reply
 from megatron_rl.environments.moves import Tool
@@ -20,8 +20,9 @@ class Seat:
     cannot go on from them, the transcript is cut: it is a sample of its own, and the next one opens with the whole
     conversation."""
 
-    def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool]) -> None:
-        self.role, self._dialogue, self._tools = role, dialogue, tools
+    def __init__(self, role: str, dialogue: Dialogue, tools: Sequence[Tool], *, system: str | None = None) -> None:
+        """`system`: a system message, which opens a conversation that has none of its own."""
+        self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
         self.last_key: int | None = None  # of its last ask
@@ -35,7 +36,7 @@ class Seat:
         """Takes what is new to the seat -> the tokens [T] that it is asked with. Raises ChatError for messages that
         cannot be rendered."""
         if self._current is None:
-            self._history += messages
+            self._history += messages if self._history else with_system(messages, self._system)
             self._context = self._dialogue.open(self._history, self._tools)
             return self._context
         past = Exchange(prompt=self._context, answer=self._answer, history=self._history, tools=self._tools)

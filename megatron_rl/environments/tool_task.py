@@ -72,6 +72,9 @@ class ToolTask(Environment):
             return self._over()
         return self._after_tags(said.text) if self.calls == "tags" else self._after_calls(said.calls)
 
+    def most_answers(self, role: str) -> int | None:
+        return self.max_calls + 1 if role == self.role else None
+
     def _after_tags(self, text: str) -> Sequence[Move] | Over:
         """Runs the first call in a text. -> the next move, or the end where the text has an answer or neither."""
         found = self._tag.search(text)

@@ -99,7 +99,9 @@ def episodes_of(config: TrainConfig, recipe: Any | None, settings: Sequence[str]
 
 def longest_context(role: RoleConfig, episode: EpisodeEstimate) -> int:
     """Returns the most tokens of one sample of a role: the longest prompt, all answers at their longest, and what is
-    told between them, at its mean."""
+    told between them, at its mean; in a bounded episode what fits, and one answer."""
+    if episode.bounded:
+        return role.max_prompt_tokens + role.sampling.max_tokens
     return role.max_prompt_tokens + episode.answers * role.sampling.max_tokens + (episode.answers - 1) * episode.told
 
 
@@ -124,15 +126,32 @@ def _draws(
 ) -> list[Draw]:
     out = []
     for name, each in drawn.items():
-        role = config.roles[name]
+        prompt, response, longest = _lengths(config.roles[name], episodes[name], fill)
         out.append(
             Draw(
                 role=name,
                 samples=config.run.prompts_per_step * each,
-                prompt=fill * role.max_prompt_tokens,
-                response=fill * role.sampling.max_tokens,
-                longest=role.sampling.max_tokens,
+                prompt=prompt,
+                response=response,
+                longest=longest,
                 episode=episodes[name],
             )
         )
     return out
+
+
+def _lengths(role: RoleConfig, episode: EpisodeEstimate, fill: float) -> tuple[float, float, int]:
+    """Returns the mean tokens of a prompt and of an answer, and the most of an answer.
+
+    In a bounded episode the prompt, the earlier answers and what is told after them share `fill` of the role's
+    max_prompt_tokens. Answers are as long as in other episodes, but at most so long that the prompt gets an equal part.
+    In the longest sample all answers are longer alike.
+    """
+    before, response, longest = fill * role.max_prompt_tokens, fill * role.sampling.max_tokens, role.sampling.max_tokens
+    if not episode.bounded or episode.answers == 1:
+        return before, response, longest
+    later = episode.answers - 1
+    response = min(response, max(1.0, before / episode.answers - episode.told))
+    prompt = max(1.0, before - later * (response + episode.told))
+    room = longest_context(role, episode) - prompt - later * episode.told
+    return prompt, response, min(longest, max(1, int(room / episode.answers)))

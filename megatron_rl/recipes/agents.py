@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import TRAINED, assign_advantages
 from megatron_rl.algorithms.role_credit import DECAY, RoleBaselines, compare_peers
+from megatron_rl.chat import problem_text
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings
-from megatron_rl.environments.dialogue import check_dialogue
+from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings, check_system, estimates
+from megatron_rl.environments.dialogue import TEXT, check_dialogue
 from megatron_rl.environments.moves import SEAT, Episode
+from megatron_rl.environments.refusals import with_rewards
 from megatron_rl.recipes.base import check_arguments, sampling_for
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.training.rollouts import greedy, plain
@@ -56,17 +58,27 @@ class Agents(EpisodeSettings, Recipe):
         self._maker: EpisodeMaker = build(self.environment)
         if not isinstance(self._maker, EpisodeMaker):
             raise ConfigError(f"recipe.args.environment.target = {self.environment.target!r} is no EpisodeMaker")
+        check_system(self, self._maker, self.seats)
+        self._estimates = estimates(self, self._maker, self.seats)
         self._baselines = RoleBaselines()
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {role: self.group_size * count for role, count in self.seats.items()}
-        return {r: Part(trained=r in self._trained, samples=count, drawn=drawn) for r, count in drawn.items()}
+        return {
+            r: Part(trained=r in self._trained, samples=count, drawn=drawn, episode=self._estimates[r])
+            for r, count in drawn.items()
+        }
 
     def schedule(self) -> Schedule:
         return [[tuple(self._trained)]] * self.updates
 
     def prompt(self, payload: Mapping[str, Any]) -> str:
-        return str(payload["question"])
+        if "messages" in payload and self.dialogue == TEXT:
+            raise ConfigError(
+                f"recipe.args.dialogue = {TEXT!r}, and the problems are conversations: set it to chat, or data.chat to "
+                "false"
+            )
+        return problem_text("{question}", payload)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         problems = source.take()
@@ -88,10 +100,12 @@ class Agents(EpisodeSettings, Recipe):
             own: dict[str, Sampling] = {role: alone(table.samplings[role], seed=table.seed) for role in self.seats}
             rollouts, figures = self._graded(table, self._maker.play(table, prompts, seeds, own, self))
             for role, count in self.seats.items():
+                own_last = [r for r in _last(rollouts) if r.role == role]
                 for name in self.rewards:
-                    gained = sum(r.rewards[name] for r in _last(rollouts) if r.role == role)
-                    out[f"{role}/{name}_{kind}"] = gained / (len(prompts) * count)
-            out[f"turns_{kind}"] = figures["turns"]
+                    gained = [r.rewards[name] for r in own_last if name in r.rewards]  # a frozen role may have none
+                    if gained or role in self._trained:
+                        out[f"{role}/{name}_{kind}"] = sum(gained) / (len(prompts) * count)
+            out[f"episodes/answers_{kind}"] = figures["turns"]
         return out
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,6 +121,7 @@ class Agents(EpisodeSettings, Recipe):
     def _graded(self, table: Table, episodes: Sequence[Episode]) -> tuple[list[Rollout], dict[str, float]]:
         """Grades what the environments left to the run's reward function. -> the samples with all their rewards, and
         figures of the episodes. Raises RewardFailure when too many episodes, or gradings, fail."""
+        episodes = [with_rewards(one, self.rewards, self._trained, OUTCOME) for one in episodes]
         ended = [Graded(one.outcome, detail=one.why) for one in episodes]
         check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
         asked = [(one.number, seat) for one in episodes for seat in one.answers]

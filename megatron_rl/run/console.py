@@ -27,6 +27,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "kl": ("kl_ref", "kl"),
     "entropy": ("entropy",),
     "length": ("length", "tokens_per_sample"),
+    "answers": ("turns",),  # of the seats of an episode
     "gap": ("engine_gap",),
 }
 NOTES = ("eval", "gate")  # scopes whose rows are not turns

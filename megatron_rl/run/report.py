@@ -377,14 +377,18 @@ pre { max-height: 30rem; overflow: auto; } .text { padding: .75rem; border: 1px 
   background: color-mix(in srgb, var(--accent) 7%, transparent); }
 .said.environment { margin-left: 2.5rem; border-left: 0; border-right: 3px solid var(--dim);
   background: color-mix(in srgb, var(--dim) 10%, transparent); }
-.who { margin: 0 0 .2rem; font-size: .78rem; }
-.words { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
+.who { margin: 0 0 .2rem; font-size: .78rem; } .sample > p { margin: .35rem 0; }
+.words, .said summary { font: 13px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
+.about { color: var(--dim); }
+.about span.said, .about span { display: inline-block; color: var(--ink);
+  margin: .15rem .4rem .15rem 0; padding: 0 .5rem; }
 .call { outline: 1px dashed var(--accent); outline-offset: 1px; border-radius: 3px; }
 .partner { font-style: italic; color: var(--dim); }
-.legend { color: var(--dim); font-size: .78rem; } .legend span { padding: 1px .5rem; color: var(--ink); }
+.legend { color: var(--dim); font-size: .78rem; }
+.legend span { display: inline-block; padding: 1px .5rem; color: var(--ink); }
 .badge { color: var(--dim); font-size: .72rem; margin-left: .6em; white-space: pre; }
 .tag { display: inline-block; border-radius: 9px; padding: 0 .55rem; font-size: .78rem; color: #fff;
-  background: var(--dim); }
+  background: #67707a; }
 .tag.right { background: var(--good); } .tag.wrong { background: var(--bad); }
 """

@@ -19,6 +19,14 @@ from megatron_rl.run.metrics import MetricsRow
 PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
 INK = "#010203"  # a mark for the page's text colour; it becomes `currentColor` in SVG
 LEADING = ("accuracy", "reward", "loss", "kl_ref", "entropy", "length", "engine_gap")  # metrics that are drawn first
+# Titles of metrics whose own names say too little on a page. Times and places on the page are counted in turns of the
+# run; what a run of agents logs as `turns` are the answers of one episode.
+TITLES = {
+    "turns": "answers in an episode",
+    "tool_calls": "calls of tools in an episode",
+    "cuts": "cut transcripts in an episode",
+    "episodes": "episodes that failed",
+}
 MAX_BARS = 60  # most bars in the chart of times by turn
 FEW = 20  # a line with fewer points is not smoothed
 _STYLE: dict[Any, Any] = {
@@ -69,7 +77,8 @@ def charts(rows: Sequence[MetricsRow]) -> list[Chart]:
             family, _, member = name.partition("/")
             if family == "confusion" or not math.isfinite(value):
                 continue
-            title = f"{row.scope}: {family}" if member else family
+            named = TITLES.get(family, family)
+            title = f"{row.scope}: {named}" if member else named
             xs, ys = families.setdefault((family, title), {}).setdefault(member or row.scope, ([], []))
             xs.append(row.turn)
             ys.append(value)

@@ -17,8 +17,14 @@ MAX_OPEN = 1500  # characters; longer turns of a conversation are folded
 _MARKS = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect"), None: ("unread", "no verdict")}
 # Calls of tools in the forms that models write them: in tags, or as a block of code. The last one may be cut short.
 _CALL = re.compile(
-    r"<(tool_call|function_call|function|tool|python|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|\Z)|```.*?(?:```|\Z)",
+    r"<(tool_call|function_call|function|tool|python|calculator|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|\Z)|```.*?(?:```|\Z)",
     re.DOTALL,
+)
+_ABOUT_EPISODES = (
+    '<p class="about">Episodes of the first turns (early) and of the last ones (late), two of each outcome; a click '
+    'unfolds one. <span class="said answer">what a model wrote</span> '
+    '<span class="said environment">what it was told</span> '
+    '<span class="call">a call of a tool</span></p>'
 )
 Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
 
@@ -37,6 +43,7 @@ def samples(rollouts: Mapping[str, RolloutEnds]) -> str:
     any_late = any(ends.late for ends in rollouts.values())
     blocks = _episodes("early", [row for ends in rollouts.values() for row in ends.early], shown=not any_late)
     blocks += _episodes("late", [row for ends in rollouts.values() for row in ends.late], shown=True)
+    blocks = [_ABOUT_EPISODES, *blocks] if blocks else []
     for role, ends in rollouts.items():
         for when, rows in (("early", ends.early), ("late", ends.late)):
             alone = [row for row in rows if not _talks(row)]
@@ -142,7 +149,7 @@ def _turn(who: str, pieces: Sequence[Row], most: float, *, kind: str) -> str:
     """Returns one turn of a conversation. `most`: the largest advantage of the seat, see `_most`."""
     tokens, text = sum(piece["tokens"] for piece in pieces), "".join(piece["text"] for piece in pieces)
     credit = {piece["advantage"] for piece in pieces} - {None}
-    facts = [who, f"{tokens} tokens", *([f"advantage {credit.pop():+.2f}"] if most and len(credit) == 1 else [])]
+    facts = [who, _counted(tokens), *([f"advantage {credit.pop():+.2f}"] if most and len(credit) == 1 else [])]
     words = f'<div class="words">{_credited(pieces, most)}</div>'
     if len(text) > MAX_OPEN:
         words = f"<details><summary>{escape(text[:120])} … ({len(text)} characters)</summary>{words}</details>"
@@ -222,8 +229,12 @@ def _facts(row: Row) -> list[str]:
     own = {piece["advantage"] for piece in row["pieces"] or []} - {None}
     if len(own) > 1:
         advantage = f"advantages from {min(own):+.2f} to {max(own):+.2f}"
-    facts = (f"{row['num_tokens']} tokens", f"stop: {row['stop']}", f"weights {row['version']}", rewards, advantage)
+    facts = (_counted(row["num_tokens"]), f"stop: {row['stop']}", f"weights {row['version']}", rewards, advantage)
     return [fact for fact in facts if fact]
+
+
+def _counted(tokens: int) -> str:
+    return f"{tokens} token" if tokens == 1 else f"{tokens} tokens"
 
 
 def _tag(right: bool | None, *, unknown: str = "not graded") -> str:

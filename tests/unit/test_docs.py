@@ -11,6 +11,7 @@ from megatron_rl.algorithms.estimators import ESTIMATORS
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.algorithms.objectives import WORDS
 from megatron_rl.config.files import load, read_keys
+from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.environments.moves import Said
 
@@ -55,16 +56,24 @@ def test_every_objective_and_estimator_is_named(page):
     assert not [word for word in (*WORDS, *ESTIMATORS) if f"`{word}`" not in text], f"name them in {page}"
 
 
-def test_the_environment_that_a_page_shows_can_be_played(tmp_path):
+def test_the_environment_that_a_page_shows_can_be_played(tmp_path, monkeypatch):
     page = (ROOT / "docs/environments.md").read_text()
-    [config], [code] = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
-    (tmp_path / "run.yaml").write_text(config)
-    assert load(TrainConfig, [tmp_path / "run.yaml"]).recipe.target == "megatron_rl.recipes.agents:Agents"
+    configs, [code] = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
+    (tmp_path / "guess.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for place, config in enumerate(configs):
+        (tmp_path / f"{place}.yaml").write_text(config)
+    tools, own = (load(TrainConfig, [tmp_path / f"{place}.yaml"]) for place in range(2))
+    assert tools.recipe.target == "megatron_rl.recipes.agents:Agents"
+    recipe = build(own.recipe)
+    recipe.check(own)
+    assert recipe.rewards == {"won": 1.0} and not own.gate.reward
     space = {}
     exec(code, space)  # the page's own code
-    game = space["GuessTheNumber"](most=10, guesses=3).copy()
+    game = space["GuessTheNumber"](most=10, guesses=4).copy()
     [move] = game.begin({}, seed=6)
     assert (move.seat, move.role) == ("player", "agent")
-    told = [game.step(Said(seat="player", text=text)) for text in ("3", "9", "7")]
-    assert [move.messages[0]["content"] for [move] in told[:2]] == ["Too small.\n", "Too large.\n"]
-    assert told[2].rewards == {"player": {"won": 1.0}}
+    told = [game.step(Said(seat="player", text=text)) for text in ("3", "I say 9.", "none", "7")]
+    said = [move.messages[0]["content"] for [move] in told[:3]]
+    assert said == ["Too small.\n", "Too large.\n", "This was no number.\n"]
+    assert told[3].rewards == {"player": {"won": 1.0}}

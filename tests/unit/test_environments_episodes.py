@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Move, Over, Said
+from megatron_rl.environments.refusals import check_move
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Author, Outcome, Prompt, Stop
 
@@ -121,6 +122,8 @@ class Trouble(Echo):
         self.bad = seed == 1
         if self.bad and self.way == "begin":
             raise EnvironmentFailure("no sandbox")
+        if self.bad and self.way == "never begins":
+            self.closed.wait(20)
         return super().begin(task, seed)
 
     def step(self, said):
@@ -149,9 +152,10 @@ class Trouble(Echo):
         ("begin", Outcome.ERROR, "EnvironmentFailure: no sandbox"),
         ("raises", Outcome.ERROR, "KeyError: 'lost'"),
         ("hangs", Outcome.TIMEOUT, "its environment took longer than step_timeout_s = 0.4"),
+        ("never begins", Outcome.TIMEOUT, "its environment took longer than step_timeout_s = 0.4"),
         ("nobody", Outcome.ERROR, "its environment asked nobody, and did not end the episode"),
-        ("role", Outcome.ERROR, "seat 'two' has the role 'nobody'; there are agent"),
-        ("seat", Outcome.ERROR, "it gives rewards to three, and no such seat spoke"),
+        ("role", Outcome.ERROR, "seat 'two' has the role 'nobody'; there are agent: give Move.role one of them"),
+        ("seat", Outcome.ERROR, "it gives rewards to three, and no such seat spoke: those of this episode are one"),
         ("says", Outcome.TIMEOUT, "the game's own clock"),
     ],
 )
@@ -169,6 +173,87 @@ def test_an_episode_that_goes_wrong_has_no_sample_and_harms_no_other(way, outcom
         time.sleep(0.02)
     else:
         pytest.fail(f"threads are left: {threading.enumerate()}")
+
+
+HELLO = Move(seat="one", role="agent", messages=[{"role": "user", "content": "hello"}])
+
+
+def won(value):
+    return Over(rewards={"one": {"won": value}})
+
+
+@dataclass
+class Mistaken(Echo):
+    """Returns something from the first `begin` (then from no step) or `step` of the episode number 1."""
+
+    at: str = "step"
+    result: Any = None
+
+    def begin(self, task, seed):
+        self.bad = seed == 1
+        return self.result if self.bad and self.at == "begin" else super().begin(task, seed)
+
+    def step(self, said):
+        return self.result if self.bad and self.at == "step" else super().step(said)
+
+
+@pytest.mark.parametrize(
+    ("at", "result", "why"),
+    [
+        ("begin", None, "its begin returned None: return a list of Move, one for each seat that speaks next, or Over"),
+        ("begin", HELLO, "its begin returned Move(seat='one'"),
+        ("step", "go on", "its step returned 'go on': return a list of Move"),
+        (
+            "begin",
+            [replace(HELLO, messages=[{"role": "user"}])],
+            "message 0 to seat 'one' has the content None: give a",
+        ),
+        ("begin", [replace(HELLO, messages=[{"content": "hello"}])], "message 0 to seat 'one' has no role: give it as"),
+        ("begin", [replace(HELLO, messages={"role": "user", "content": "a"})], "is 'role': give a list of messages"),
+        ("begin", [replace(HELLO, messages=[])], "seat 'one' was told nothing: its first Move needs a message"),
+        ("begin", [HELLO, HELLO], "seat 'one' is asked again before it has answered: return one Move for each seat"),
+        ("step", [replace(HELLO, role="other")], "has the role 'other', and had the role 'agent' before: a seat keeps"),
+        (
+            "step",
+            Over(rewards={"one": 1.0}),
+            "the rewards of seat 'one' are 1.0: give them by name, such as {'one': {'",
+        ),
+        ("step", won("much"), "the reward 'won' of seat 'one' is 'much': give a finite number"),
+        ("step", won("1.0"), "the reward 'won' of seat 'one' is '1.0': give a finite number"),
+        ("step", won(None), "the reward 'won' of seat 'one' is None: give a finite number"),
+        ("step", won(float("nan")), "the reward 'won' of seat 'one' is nan: give a finite number, or end the episode"),
+        ("step", won(np.float32("inf")), "give a finite number"),
+        ("step", Over(rewards=[1.0]), "Over.rewards is [1.0]: give a mapping"),
+        ("step", Over(answers={"one": 7}), "Over.answers of seat 'one' is 7: give a text"),
+        (
+            "step",
+            Over(payload={"board": object()}),
+            "Over.payload cannot be kept as JSON (Object of type object is not",
+        ),
+    ],
+)
+def test_an_environments_mistake_costs_its_episode_and_the_reason_names_the_cure(at, result, why):
+    table = table_of({"agent": table_engine(), "other": table_engine()}, most=6)
+    found = play(Mistaken(at=at, result=result), table, 3)
+    assert [(one.outcome, len(one.rollouts), one.answers != {}) for one in found] == [
+        (Outcome.SCORE, 1, True), (Outcome.ERROR, 0, False), (Outcome.SCORE, 1, True)
+    ]  # fmt: skip
+    assert why in found[1].why
+
+
+def test_rewards_may_be_any_numbers_and_an_answer_that_calls_needs_no_content():
+    [one] = play(Mistaken(result=won(np.float32(0.5))), table_of({"agent": table_engine()}, most=3), 2)[1:]
+    assert one.rollouts[0].rewards == {"won": 0.5} and type(one.rollouts[0].rewards["won"]) is float
+    [one] = play(Mistaken(result=won(True)), table_of({"agent": table_engine()}, most=3), 2)[1:]
+    assert one.rollouts[0].rewards == {"won": 1.0}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    check_move(replace(HELLO, messages=[{"role": "assistant", "tool_calls": calls}]), ["agent"], {}, [])
+
+
+def test_an_episode_whose_first_message_has_no_room_is_an_error():
+    [one] = play(Echo(), table_of({"agent": table_engine()}, room=2))
+    assert one.outcome is Outcome.ERROR and not one.rollouts
+    assert "no seat had room for an answer: what one is told first has more tokens than roles.NAME.max_" in one.why
 
 
 def test_an_environment_that_cannot_be_closed_is_warned_of_and_its_sample_stays(caplog):
@@ -221,7 +306,12 @@ class Duel(Environment):
         return []
 
     def _move(self, seat, text):
-        return Move(seat=seat, role={"left": "red", "right": "blue"}[seat], messages=[{"content": text}], stop=["!"])
+        return Move(
+            seat=seat,
+            role={"left": "red", "right": "blue"}[seat],
+            messages=[{"role": "user", "content": text}],
+            stop=["!"],
+        )
 
 
 def test_two_roles_in_one_episode_have_a_sample_each():

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
 from megatron_rl.config.episodes import EpisodeEstimate
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError, TrainConfig, Use
 from megatron_rl.main import main
 from megatron_rl.planning import compute
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.compute import EngineSetup
 from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.shapes import read_shape
-from megatron_rl.planning.workload import Draw, episodes_of, longest_context, step_work
+from megatron_rl.planning.workload import Draw, _lengths, episodes_of, longest_context, step_work
 from megatron_rl.training.turns import Part
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +177,7 @@ def test_the_command_takes_what_is_known_of_episodes_and_says_what_it_assumed(ca
     assert "verifier is taken to answer" not in said
     main(["plan", TANGO, *fleet, *words, "--json"])
     [told] = json.loads(capsys.readouterr().out)["turns"][0]["episodes"]
-    assert told["estimate"] == {"answers": 4, "told": 300, "tool_s": 2.5, "calls_at_once": 16}
+    assert told["estimate"] == {"answers": 4, "told": 300, "tool_s": 2.5, "calls_at_once": 16, "bounded": False}
 
 
 def test_settings_stand_over_what_the_recipe_says():
@@ -196,7 +197,7 @@ def test_settings_stand_over_what_the_recipe_says():
     [
         ("judge.answers=2", "it has the form ROLE.name=value; the roles are generator, verifier"),
         ("answers=2", "it has the form ROLE.name=value"),
-        ("generator.turns=2", "turns: unknown key; known here: answers, told, tool_s, calls_at_once"),
+        ("generator.turns=2", "turns: unknown key; known here: answers, told, tool_s, calls_at_once, bounded"),
         ("generator.answers=0", "answers = 0"),
         ("generator.tool_s=-1", "tool_s = -1"),
         ("generator.told=5", "told = 5 with answers = 1: nothing follows the answer"),
@@ -208,3 +209,83 @@ def test_episodes_that_cannot_be_are_refused(setting, says):
         episodes_of(config, None, [setting])
     assert f"--episode {setting}: " in str(error.value) or "--episode of generator: " in str(error.value)
     assert says in str(error.value)
+
+
+TOOLS = {
+    "target": "megatron_rl.environments.tool_task:ToolTask",
+    "args": {
+        "tools": [{"target": "megatron_rl.environments.calculator:Calculator"}], "template": "calculator_tags",
+        "max_calls": 4,
+    },
+}  # fmt: skip
+
+
+def agents(**args):
+    use = Use(target="megatron_rl.recipes.agents:Agents", args={"updates": 1, "environment": TOOLS, **args})
+    return plugins.build(use)
+
+
+def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know():
+    part = agents(told=60, tool_s=0.5, workers=8).roles()["agent"]
+    assert part.episode == EpisodeEstimate(answers=5, told=60, tool_s=0.5, calls_at_once=8, bounded=True)
+    both = agents(seats={"agent": 1, "other": 1}, told=60).roles()
+    assert both["other"].episode == EpisodeEstimate(calls_at_once=64, bounded=True), (
+        "it has no seat in this environment"
+    )
+    pytest.importorskip("gymnasium")
+    lake = {"target": "megatron_rl.environments.gymnasium_text:GymnasiumText", "args": {"id": "FrozenLake-v1"}}
+    assert agents(environment=lake).roles()["agent"].episode.answers == 20
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"tool_s": -1.0}, "recipe.args.tool_s = -1.0: give at least 0"),
+        (
+            {"told": 9, "seats": {"other": 1}},
+            "recipe.args.told = 9 is between two answers of a seat, and the environment",
+        ),
+    ],
+)
+def test_what_stands_between_answers_needs_two_of_them(args, says):
+    with pytest.raises(ConfigError) as error:
+        agents(**args)
+    assert says in str(error.value)
+
+
+def test_the_plan_of_a_run_of_agents_takes_what_these_know_unless_it_is_told_otherwise(tmp_path, capsys):
+    args = {"updates": 3, "environment": TOOLS, "told": 40, "tool_s": 0.5}
+    run = {
+        "recipe": {"target": "megatron_rl.recipes.agents:Agents", "args": args},
+        "roles": {
+            "agent": {"model": {"path": "llama-3.1-8b"}, "max_prompt_tokens": 2000, "sampling": {"max_tokens": 400}}
+        },
+        "data": {"path": "questions.jsonl"}, "engine": {"kind": "vllm", "replicas": 2},
+    }  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    command = ["plan", str(tmp_path / "run.json"), "--cluster", "4x8xA100-80", "--json"]
+
+    def estimate(*words):
+        main([*command, *words])
+        turn = json.loads(capsys.readouterr().out)["turns"][0]
+        return turn["episodes"][0]["estimate"], turn["episodes"][0]["longest"], turn
+
+    known, longest, turn = estimate()
+    assert known == {"answers": 5, "told": 40, "tool_s": 0.5, "calls_at_once": 64, "bounded": True}
+    assert longest == 2000 + 400, "max_prompt_tokens holds for all that stands before an answer"
+    # five parts of half of 2,000 tokens: a prompt of 200, and four answers of 160 with 40 told after each; then another
+    assert turn["trained"] == 256 * 8 * (5 * 200 + 160) and turn["generated"] == 256 * 8 * 5 * 160
+    told, longest, _ = estimate("--episode", "agent.answers=2", "--episode", "agent.told=100")
+    assert (told["answers"], told["told"], told["tool_s"], longest) == (2, 100, 0.5, 2400)
+
+
+def test_a_bounded_episode_fits_in_what_may_stand_before_an_answer():
+    role, _ = planned(episode=EpisodeEstimate())
+    role = replace(role, max_prompt_tokens=1000, sampling=replace(role.sampling, max_tokens=100))
+    for answers, told in ((1, 0), (2, 10), (5, 50), (20, 0), (20, 40)):
+        episode = EpisodeEstimate(answers=answers, told=told, bounded=True)
+        prompt, answer, longest = _lengths(role, episode, 0.5)
+        before = prompt + (answers - 1) * (answer + told)
+        assert before == pytest.approx(500) or (answer == 1 and prompt == 1), (answers, before)
+        assert 1 <= answer <= 50 and answer <= longest + 1 <= 101
+        assert prompt + answers * longest + (answers - 1) * told <= max(1100, before + answer)

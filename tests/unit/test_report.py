@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SUM, TOOL, WORDS, keep_talks, talk
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run import report_figures as figures
@@ -31,7 +32,6 @@ roles:
   generator: {model: {path: models/<tiny>}, optimizer: {lr: 1.5e-4}, layout: {tp: 2}}
   verifier: {model: {path: models/tiny}, optimizer: {lr: 1.0e-4}}
 """
-WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "<script>alert(1)</script>", "<answer>"]
 VOID = {"meta", "br", "link", "img"}
 
 
@@ -344,39 +344,11 @@ def test_a_sweep_without_a_begun_run_has_no_means(tmp_path):
     assert re.findall(r"<td>([^<]*)</td>", sweep(tmp_path, [None, None])) == ["all", "0 of 2"]
 
 
-SAID = [*WORDS, "<tool_call>", "</tool_call>", "4 & 5", " = 9", "w" * 80, "\n"]
-TOOL, ENDS, SUM, NINE, LONG, LINE = range(len(WORDS), len(SAID))
-
-
-def say(role, tokens):
-    words = [SAID[token].encode() for token in tokens]
-    return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
-
-
-def talk(*parts, role="solver", seat=None, episode=None, **changes):
-    """A conversation. `parts`: (author, tokens) behind a prompt of one token."""
-    tokens = [0, *(token for _, own in parts for token in own)]
-    spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(own), author, 3) for author, own in parts))
-    payload = {"question": "how <many>?", "answer": "9", "seat": seat, "episode": episode}
-    values = {
-        "group": "problem", "tokens": tokens, "logprobs": [0.0] * len(tokens), "spans": spans, "advantages": 0.5,
-        "payload": {name: value for name, value in payload.items() if value is not None},
-    }  # fmt: skip
-    return Rollout(role=role, **{**values, **changes})
-
-
 def page_of(tmp_path, **rollouts):
-    run = open_run(Run(dir=str(tmp_path), name="talks"), CONFIG)
-    turn = Turn(step=0, index=0, roles=tuple(rollouts), number=0)
-    TurnStore(run.rollouts, decode=say).put(turn, Played(rollouts=rollouts, metrics={}), {})
-    text = write_report(run.path).read_text()
+    text = write_report(keep_talks(tmp_path, CONFIG, **rollouts).path).read_text()
     page = Page(text)
     assert page.problems == [] and "script" not in {tag for tag, _ in page.tags}
     return text[text.index("<h2>Sample rollouts</h2>") : text.index("<h2>Config</h2>")]
-
-
-POLICY, PARTNER, ENVIRONMENT = Author.POLICY, Author.PARTNER, Author.ENVIRONMENT
-CALLING = (POLICY, [3, TOOL, SUM, ENDS]), (ENVIRONMENT, [LINE, NINE, LINE]), (POLICY, [6, NINE])
 
 
 def test_an_episode_is_a_conversation_turn_by_turn(tmp_path):
@@ -439,7 +411,7 @@ def test_credit_by_token_of_a_single_answer_is_coloured_where_no_steps_show_it(t
 def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(tmp_path):
     text = page_of(tmp_path, solver=[talk((POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE]))])
     assert 'a&amp;b<span class="partner" title="written by a partner">4 &amp; 5</span>' in text
-    assert "answer 1 of 2 · 2 tokens" in text and 'class="said environment"' not in text
+    assert "answer 1 of 2 · 2 tokens" in text and '<div class="said environment">' not in text
     assert "<h3>solver</h3>" in text, "no seat was named"
 
 

@@ -1,0 +1,44 @@
+"""Conversations of episodes, as a run's store keeps them for the report."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.config.schema import Run
+from megatron_rl.run.directory import RunDirectory, open_run
+from megatron_rl.text import Decoded
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.turns import Played, Turn
+from megatron_rl.types import Author, Rollout, spans_of
+
+WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "<script>alert(1)</script>", "<answer>"]
+SAID = [*WORDS, "<tool_call>", "</tool_call>", "4 & 5", " = 9", "w" * 80, "\n"]
+TOOL, ENDS, SUM, NINE, LONG, LINE = range(len(WORDS), len(SAID))
+POLICY, PARTNER, ENVIRONMENT = Author.POLICY, Author.PARTNER, Author.ENVIRONMENT
+CALLING = (POLICY, [3, TOOL, SUM, ENDS]), (ENVIRONMENT, [LINE, NINE, LINE]), (POLICY, [6, NINE])
+
+
+def say(role, tokens):
+    """Decodes tokens as places in SAID."""
+    words = [SAID[token].encode() for token in tokens]
+    return Decoded(b"".join(words).decode(), b"".join(words), np.cumsum([*map(len, words)], dtype=np.int64))
+
+
+def talk(*parts, role="solver", seat=None, episode=None, **changes):
+    """A conversation. `parts`: (author, tokens) behind a prompt of one token."""
+    tokens = [0, *(token for _, own in parts for token in own)]
+    spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(own), author, 3) for author, own in parts))
+    payload = {"question": "how <many>?", "answer": "9", "seat": seat, "episode": episode}
+    values = {
+        "group": "problem", "tokens": tokens, "logprobs": [0.0] * len(tokens), "spans": spans, "advantages": 0.5,
+        "payload": {name: value for name, value in payload.items() if value is not None},
+    }  # fmt: skip
+    return Rollout(role=role, **{**values, **changes})
+
+
+def keep_talks(directory, config, **rollouts) -> RunDirectory:
+    """Makes the directory of a run whose only turn had these conversations. `rollouts`: by role."""
+    run = open_run(Run(dir=str(directory), name="talks"), config)
+    turn = Turn(step=0, index=0, roles=tuple(rollouts), number=0)
+    TurnStore(run.rollouts, decode=say).put(turn, Played(rollouts=rollouts, metrics={}), {})
+    return run
