@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -75,7 +76,14 @@ class OverEpisodes(EpisodeSettings):
         return EpisodesGraded(episodes=episodes, rollouts=rollouts, figures=_figures(episodes))
 
     def total(self, rollout: Rollout) -> float:
-        """Returns the weighted sum of a sample's rewards that counts."""
+        """Returns the weighted sum of a sample's rewards that counts. Raises ValueError where one is missing or no finite
+        number."""
+        for name in self.rewards:
+            if not math.isfinite(rollout.rewards.get(name, math.nan)):
+                raise ValueError(
+                    f"group {rollout.group!r} has no finite reward {name!r}, only {dict(rollout.rewards)}: name in "
+                    "recipe.args.rewards what the environment gives"
+                )
         return sum(weight * rollout.rewards[name] for name, weight in self.rewards.items())
 
     def measure_episodes(
