@@ -11,6 +11,7 @@ and on the verdicts about its turns. Which turns are right is known here: the ta
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from pathlib import Path
@@ -20,7 +21,6 @@ sys.path.append(str(HERE.parents[1]))
 
 from examples.agent_mini import run as agents  # noqa: E402  (beside this one; it makes the generator's start)
 from examples.tango_agent_mini import judge  # noqa: E402
-
 from megatron_rl.text import fill, read_template  # noqa: E402
 
 TAGS = [f"<{slash}{tag}>" for tag in ("step_verification", "step", "final_verification") for slash in ("", "/")]
@@ -62,18 +62,20 @@ def prepare(seed: int) -> None:
     files = BASE / "task"
     if not (BASE / "ready").exists():
         agents.task.write_model(files / "model", seed, KNOWN)
-        rng, template = random.Random(seed), read_template(str(HERE / "prompt.txt"))
-        agents.task.write_jsonl(files / "sft.jsonl", [_pair(rng, template) for _ in range(STEPS * agents.BATCH)])
+        rng, taught = random.Random(seed), (agents.BASE / "task/train.jsonl").read_text().splitlines()
+        questions = [json.loads(line)["question"] for line in taught]
+        pairs = [_pair(rng, rng.choice(questions)) for _ in range(STEPS * agents.BATCH)]
+        agents.task.write_jsonl(files / "sft.jsonl", pairs)
         (BASE / "ready").touch()
     if not (BASE / "start/model/model.safetensors").exists():
         agents.command("sft", str(HERE / "sft.yaml"), f"steps={STEPS}", f"run.dir={BASE}")
 
 
-def _pair(rng: random.Random, template: str) -> dict[str, str]:
-    """Draws a conversation, and what the teacher says of it."""
-    question = agents.question(rng.randint(10, 99), rng.randint(10, 99))
+def _pair(rng: random.Random, question: str) -> dict[str, str]:
+    """Draws a conversation about a question, and what the teacher says of it."""
     turns, told = judge.draw_turns(rng, question, spoiled=SPOILED)
     text = judge.write_down(turns, told)
+    template = read_template(str(HERE / "prompt.txt"))
     prompt = fill(template, question=question, solution=text, num_steps=str(len(turns)))
     return {"prompt": prompt, "response": judge.verification(rng, question, turns, told, TRUST)}
 

@@ -76,8 +76,8 @@ class OverEpisodes(EpisodeSettings):
         return EpisodesGraded(episodes=episodes, rollouts=rollouts, figures=_figures(episodes))
 
     def total(self, rollout: Rollout) -> float:
-        """Returns the weighted sum of a sample's rewards that counts. Raises ValueError where one is missing or no finite
-        number."""
+        """Returns the weighted sum of a sample's rewards that counts. Raises ValueError for one that is missing or not
+        finite."""
         for name in self.rewards:
             if not math.isfinite(rollout.rewards.get(name, math.nan)):
                 raise ValueError(
