@@ -262,7 +262,8 @@ def test_joined_samples_come_apart_as_they_were(recipe):
     assert whole.tokens.tolist() == [*samples[0].tokens.tolist(), *samples[1].tokens.tolist()]
     assert whole.num_trainable == sum(s.num_trainable for s in samples)
     for part, sample in zip(parted(replace(whole, advantages=0.5), samples), samples, strict=True):
-        assert part.advantages == 0.5 and part.tokens is sample.tokens and part.spans is sample.spans
+        assert part.advantages == 0.5 and np.array_equal(part.spans, sample.spans)
+        assert np.array_equal(part.tokens, sample.tokens) and np.array_equal(part.logprobs, sample.logprobs)
     scored = replace(mark_turns(whole), advantages=np.arange(len(whole.tokens), dtype=np.float32))
     ranges = scored.marks_of(STEP).ranges
     scored = replace(scored, marks={STEP: Marks(ranges, np.array([1.0, 2.0, 3.0]))})
