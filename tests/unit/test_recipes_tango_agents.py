@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +18,7 @@ from fake_engines import ScriptedEngine
 from test_recipes import Problems, turn, verification
 from toys import EOS, characters, graded
 
+from examples.tango_agent_mini import judge as judge_mini
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
@@ -24,7 +27,7 @@ from megatron_rl.environments.base import Environment, EpisodeMaker
 from megatron_rl.environments.episodes import MOST_ANSWERS
 from megatron_rl.environments.moves import EnvironmentFailure, Move, Over, Said
 from megatron_rl.recipes.tango_agents import TangoAgents
-from megatron_rl.recipes.transcripts import joined, mark_turns, parted
+from megatron_rl.recipes.transcripts import TranscriptForm, joined, mark_turns, parted
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
 from megatron_rl.training.turns import Table
@@ -422,3 +425,23 @@ def test_the_packaged_prompt_shows_a_perfect_verification():
     [example] = re.findall(r"good verification of it is:\n(<step_ver.*?</final_verification>)", text, re.DOTALL)
     read = review(example, num_steps=2, correct=False, generator_format=1.0)
     assert (read.verdicts, read.final, read.format, read.reward) == ((True, False), False, 1.0, 1.8)
+
+
+def test_the_miniatures_teacher_tells_the_truth_and_writes_conversations_as_the_recipe_does():
+    rng = random.Random(3)
+    form = TranscriptForm(turn="#{number} {text} ", told="{text} ")  # as in tango.yaml
+    counts = Counter()
+    for _ in range(300):
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        question, product = f"{' '.join(str(a))} * {' '.join(str(b))}", " ".join(str(a * b))
+        turns, told = judge_mini.draw_turns(rng, question, spoiled=0.3)
+        assert judge_mini.write_down(turns, told) == form.write(question, [f"<bos> {question} <ask>", *told[1:]], turns)
+        gold = judge_mini.labels(turns, {"question": question, "answer": product})
+        read = review(
+            judge_mini.verification(rng, question, turns, told, 0.0), num_steps=len(turns), correct=gold[-1],
+            generator_format=1.0,
+        )  # fmt: skip
+        guess = turns[0].startswith("<answer>")
+        assert list(read.verdicts) == ([False] if guess else gold) and read.format == 1.0 and (guess or read.agrees)
+        counts[len(turns), read.final] += 1
+    assert all(counts[key] > 5 for key in [(1, False), (2, True), (2, False), (3, True), (3, False)]), counts
