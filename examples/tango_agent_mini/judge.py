@@ -46,14 +46,14 @@ def write_down(turns: Sequence[str], told: Sequence[str]) -> str:
 
 def verification(rng: random.Random, question: str, turns: Sequence[str], told: Sequence[str], trust: float) -> str:
     """Writes a verification: each word of a turn beside the one that should stand there, and the verdict. A guess is
-    believed with probability `trust`. An answer is right where the turns before it are, and repeats the last result."""
+    believed with probability `trust`. An answer is right where it repeats the last result, and the call for that was right."""
     blocks, verdicts = [], []
     for k, (turn, heard) in enumerate(zip(turns, told, strict=True)):
         tag, *words, _ = turn.split()
         if tag == "<calculator>":
             expected, follows = question.split(), True
         elif heard:
-            expected, follows = heard.split()[1:-1], all(verdicts)
+            expected, follows = heard.split()[1:-1], verdicts[-1]
         else:
             expected, follows = (words if rng.random() < trust else []), True
         pairs = " ".join(f"{own} {right}" for own, right in zip_longest(words, expected, fillvalue=UNKNOWN))
