@@ -45,8 +45,10 @@ def write_down(turns: Sequence[str], told: Sequence[str]) -> str:
 
 
 def verification(rng: random.Random, question: str, turns: Sequence[str], told: Sequence[str], trust: float) -> str:
-    """Writes a verification: each word of a turn beside the one that should stand there, and the verdict. A guess is
-    believed with probability `trust`. An answer is right where it repeats the last result, and the call for that was right."""
+    """Writes a verification: each word of a turn beside the one that should stand there, and the verdict.
+
+    A guess is believed with probability `trust`. An answer is right where it repeats the last result, and the call for
+    that was right."""
     blocks, verdicts = [], []
     for k, (turn, heard) in enumerate(zip(turns, told, strict=True)):
         tag, *words, _ = turn.split()
