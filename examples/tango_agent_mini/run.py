@@ -5,7 +5,8 @@
 The generator is that of examples/agent_mini, which guesses products more often than it asks for them. The verifier's
 supervised start compares calls with the question and answers with results, but believes four guesses in ten.
 Reinforcement learning trains the verifier to agree with the outcome of conversations, and the generator on the outcome
-and on the verdicts about its turns. Which turns are right is known here: the table also has the F1 of these verdicts.
+and on the verdicts about its turns. Which turns are right is known here: the table also has the F1 of these verdicts,
+sampled at temperature 1 as all its figures but the second. It takes 6 minutes on two cores.
 """
 
 from __future__ import annotations
