@@ -70,7 +70,7 @@ def prepare(seed: int) -> None:
         rng.shuffle(every)
         held_out, taught = every[:256], every[256:]
         for name, pairs in (("train", taught), ("test", held_out)):
-            rows = [{"question": _question(*pair), "answer": _digits(pair[0] * pair[1])} for pair in pairs]
+            rows = [{"question": question(*pair), "answer": digits(pair[0] * pair[1])} for pair in pairs]
             task.write_jsonl(files / f"{name}.jsonl", rows)
         pairs = [_pair(rng, *rng.choice(taught), share) for steps, share in STAGES for _ in range(steps * BATCH)]
         task.write_jsonl(files / "sft.jsonl", pairs)
@@ -79,11 +79,11 @@ def prepare(seed: int) -> None:
         command("sft", str(HERE / "sft.yaml"), f"steps={sum(steps for steps, _ in STAGES)}", f"run.dir={BASE}")
 
 
-def _question(a: int, b: int) -> str:
-    return f"{_digits(a)} * {_digits(b)}"
+def question(a: int, b: int) -> str:
+    return f"{digits(a)} * {digits(b)}"
 
 
-def _digits(number: int) -> str:
+def digits(number: int) -> str:
     return " ".join(str(number))
 
 
@@ -91,9 +91,9 @@ def _pair(rng: random.Random, a: int, b: int, share: float) -> dict[str, str]:
     """Draws an answer with a call, which is right, or one without, which guesses."""
     called = rng.random() < share
     product = a * b if called else rng.randint(100, 9801)
-    call = f"<calculator> {_question(a, b)} </calculator> <result> {_digits(product)} </result> " if called else ""
-    response = f"{call}<answer> {_digits(product)} </answer>"
-    return {"prompt": f"<bos> {_question(a, b)} <ask>", "response": response}
+    call = f"<calculator> {question(a, b)} </calculator> <result> {digits(product)} </result> " if called else ""
+    response = f"{call}<answer> {digits(product)} </answer>"
+    return {"prompt": f"<bos> {question(a, b)} <ask>", "response": response}
 
 
 if __name__ == "__main__":

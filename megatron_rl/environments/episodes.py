@@ -256,6 +256,7 @@ class EpisodesPlay:
             turns=sum(seat.answers for seat in seats),
             tool_calls=running.calls,
             cuts=sum(seat.cuts for seat in seats),
+            told={name: tuple(seat.told) for name, seat in running.seats.items()},
         )
         self._workers.do(running.world.close)
 

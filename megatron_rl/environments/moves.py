@@ -92,3 +92,5 @@ class Episode:
     turns: int = 0  # answers of all seats
     tool_calls: int = 0
     cuts: int = 0  # of transcripts whose template renders the past in another way once a turn follows
+    # By seat: the text that it was told before each of its answers; a seat is not named where that is not known.
+    told: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -25,8 +25,10 @@ class Seat:
         self.role, self._dialogue, self._tools, self._system = role, dialogue, tools, system
         self.answers = 0
         self.cuts = 0
+        self.told: list[str] = []  # before each of its answers that has tokens
         self.last_key: int | None = None  # of its last ask
         self._history: list[Message] = []
+        self._heard: list[str] = []  # since its last answer
         self._context = np.empty(0, np.int32)  # what it is asked with next
         self._answer = np.empty(0, np.int32)  # the last one's tokens
         self._ended: list[Rollout] = []
@@ -35,6 +37,7 @@ class Seat:
     def listen(self, messages: Sequence[Message]) -> np.ndarray:
         """Takes what is new to the seat -> the tokens [T] that it is asked with. Raises ChatError for messages that
         cannot be rendered."""
+        self._heard += [str(message.get("content") or "") for message in messages]
         if self._current is None:
             self._history += messages if self._history else with_system(messages, self._system)
             self._context = self._dialogue.open(self._history, self._tools)
@@ -67,6 +70,9 @@ class Seat:
         self._current = turn if self._current is None else continued(self._current, turn)
         self._answer = completion.tokens
         self.answers += 1
+        if len(completion.tokens):
+            self.told.append("\n".join(self._heard))
+            self._heard = []
         reply = self._dialogue.read(self._context, completion.tokens, self._tools)
         self._history.append(reply.message)
         return reply

@@ -18,7 +18,7 @@ from megatron_rl.config.data_settings import resolve
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.base import Sampling
 from megatron_rl.rewards.pool import Graded, check_failures
-from megatron_rl.rewards.tags import step_spans
+from megatron_rl.rewards.tags import generator_format, step_spans, step_texts
 from megatron_rl.text import Decoded, decode, read_template
 from megatron_rl.training.rollouts import Draws, check_senior_share, greedy, plain, tokenize
 from megatron_rl.training.turns import Table, Turn
@@ -37,13 +37,34 @@ class Solution:
     text: str
     correct: bool
 
+    @property
+    def steps(self) -> list[str]:
+        """The text of each reasoning step."""
+        return step_texts(self.text)
+
+    @property
+    def form(self) -> float:
+        """The format score, on which it depends whether a verification must have one verdict for each step."""
+        return generator_format(self.text)
+
+    def to_train(self, credited: Rollout) -> list[Rollout]:
+        """Returns the samples to train on, of its rollout with advantages."""
+        return [credited]
+
+
+Then = Callable[[int, Solution], object]  # takes a solution and its place among those that were asked for
+
+
+def pass_over(place: int, solution: Solution) -> None:
+    """Takes a solution and does nothing."""
+
 
 def solve(
     table: Table,
     role: str,
     prompts: Sequence[Prompt],
     sampling: Sampling,
-    then: Callable[[int, Solution], object] = lambda place, solution: None,
+    then: Then = pass_over,
 ) -> tuple[list[Solution], dict[str, float]]:
     """Samples [P * n] solutions and grades them while others are written. -> the graded ones in order, and figures:
     graded/timeout, graded/error, steps_per_solution.

@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.recipes.base import Solution, mark_steps, solve
+from megatron_rl.engines.base import Sampling
+from megatron_rl.recipes.base import Solution, mark_steps
 from megatron_rl.recipes.review import Reviewer, StepLabels, aligned, gold_confusion, outcome_confusion
+from megatron_rl.recipes.transcripts import Transcript, mark_turns, turn_texts
 from megatron_rl.text import decode
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.training.turns import Table
 from megatron_rl.types import NO_VERSION, Author, Prompt, Rollout, Stop, spans_of
 
 Row = dict[str, Any]  # of a checkpoint, see solutions_to_json
+Draw = Callable[[Table, Sequence[Prompt], Sampling], tuple[Sequence[Solution], object]]  # solutions, and figures
 KEPT = "balanced_solutions"  # name in Table.kept
 
 
@@ -27,6 +30,7 @@ class BalancedSet:
     solver: str  # role whose solutions these are
     per_class: int
     rounds: int  # at most so many draws per problem to find them
+    draw: Draw  # one solution of each problem
 
     def figures(
         self,
@@ -51,7 +55,7 @@ class BalancedSet:
         yield first
         for number in range(1, self.rounds):
             again = plain(table.samplings[self.solver], seed=table.seed_for("balanced", table.seed, number))
-            yield solve(table, self.solver, prompts, again)[0]
+            yield self.draw(table, prompts, again)[0]
 
 
 def balanced(rounds: Iterable[Sequence[Solution]], fits: Callable[[Solution], bool], per_class: int) -> list[Solution]:
@@ -96,23 +100,30 @@ def measure_reviewer(
 
 
 def solutions_to_json(solutions: Sequence[Solution]) -> list[Row]:
-    """Returns of each solution the problem's id, the response's token ids, and how it ended and was graded: what a
-    checkpoint keeps of a set."""
-    return [
-        {
-            "id": s.rollout.group.partition(":")[2],  # the problem's, as rollouts.sample names groups
-            "response": s.rollout.response.tolist(),
-            "stop": s.rollout.stop.value,
-            "correct": s.correct,
-        }
-        for s in solutions
-    ]
+    """Returns of each solution what a checkpoint keeps: the problem's id; the tokens from the first that a model wrote
+    on, and their spans as (number of tokens, author); how it ended and was graded. Of a transcript also the payload and
+    the text, which has what its environment said in messages."""
+    rows = []
+    for s in solutions:
+        start = s.rollout.start
+        kept = {"text": s.text, "payload": dict(s.rollout.payload)} if isinstance(s, Transcript) else {}
+        rows.append(
+            {
+                "id": s.rollout.group.partition(":")[2],  # the problem's, as rollouts.sample names groups
+                "tokens": s.rollout.tokens[start:].tolist(),
+                "spans": [(b - a, author) for a, b, author, _ in s.rollout.spans.tolist() if a >= start],
+                "stop": s.rollout.stop.value,
+                "correct": s.correct,
+                **kept,
+            }
+        )
+    return rows
 
 
 def solutions_from_json(
     rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], role: str, tokenizer: Any
 ) -> list[Solution]:
-    """Joins kept responses to their problems again. Raises ValueError for a problem that is not among `prompts`."""
+    """Joins kept solutions to their problems again. Raises ValueError for a problem that is not among `prompts`."""
     problems = {p.id: p for p in prompts}
     out = []
     for i, row in enumerate(rows):
@@ -120,19 +131,25 @@ def solutions_from_json(
             raise ValueError(
                 f"held-out problem {row['id']!r} of the checkpoint is gone: put evaluation.prompts back as it was"
             )
-        prompt, response = problems[row["id"]], row["response"]
-        tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(response, np.int32)])
-        decoded = decode(tokenizer, response)
-        rollout = Rollout(
-            role=role,
-            group=f"{i}:{prompt.id}",
-            tokens=tokens,
-            logprobs=np.zeros(len(tokens), np.float32),
-            spans=spans_of(
-                (len(prompt.tokens), Author.ENVIRONMENT, NO_VERSION), (len(response), Author.POLICY, NO_VERSION)
-            ),
-            stop=Stop(row["stop"]),
-            payload=prompt.payload,
-        )
-        out.append(Solution(rollout=mark_steps(rollout, decoded), text=decoded.text, correct=row["correct"]))
+        out.append(_restored(row, problems[row["id"]], f"{i}:{row['id']}", role, tokenizer))
     return out
+
+
+def _restored(row: Mapping[str, Any], prompt: Prompt, group: str, role: str, tokenizer: Any) -> Solution:
+    tokens = np.concatenate([np.asarray(prompt.tokens, np.int32), np.asarray(row["tokens"], np.int32)])
+    own = [(count, author, NO_VERSION) for count, author in row["spans"]]
+    rollout = Rollout(
+        role=role,
+        group=group,
+        tokens=tokens,
+        logprobs=np.zeros(len(tokens), np.float32),
+        spans=spans_of((len(prompt.tokens), Author.ENVIRONMENT, NO_VERSION), *own),
+        stop=Stop(row["stop"]),
+        payload=row.get("payload", prompt.payload),
+    )
+    if "text" in row:
+        marked = mark_turns(rollout)
+        turns = turn_texts(marked, tokenizer)
+        return Transcript(rollout=marked, text=row["text"], correct=row["correct"], turns=turns)
+    decoded = decode(tokenizer, rollout.response)
+    return Solution(rollout=mark_steps(rollout, decoded), text=decoded.text, correct=row["correct"])

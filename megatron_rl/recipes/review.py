@@ -14,7 +14,6 @@ from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, st
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.base import Solution, mark_steps
 from megatron_rl.rewards import verdicts
-from megatron_rl.rewards.tags import generator_format, step_texts
 from megatron_rl.text import fill
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
@@ -54,7 +53,7 @@ class Reviewer:
             text,
             num_steps=len(solution.rollout.marks_of(STEP)),
             correct=solution.correct,
-            generator_format=generator_format(solution.text),
+            generator_format=solution.form,
             gamma=self.gamma,
         )
 
@@ -113,7 +112,7 @@ def outcome_confusion(verifications: Sequence[Verification]) -> Confusion:
 
 def gold_confusion(verifications: Sequence[Verification], step_labels: StepLabels) -> Confusion:
     """Compares step verdicts with gold labels, where their counts agree."""
-    labels = [step_labels(step_texts(v.item.text), v.item.rollout.payload) for v in verifications]
+    labels = [step_labels(v.item.steps, v.item.rollout.payload) for v in verifications]
     return step_confusion([v.opinion.verdicts for v in verifications], labels)
 
 

@@ -1,5 +1,6 @@
 """Tango (arXiv 2505.15034): a generator and a generative verifier, trained by turns on each other's current answers."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,8 +9,9 @@ from megatron_rl.algorithms.advantages import EstimatorName, Refinement, assign_
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.plugins import find_function
+from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes import base
-from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, sampling_for, solve
+from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import Judged, Reviewer, review_metrics, with_verdicts
 from megatron_rl.text import read_template
@@ -19,10 +21,12 @@ from megatron_rl.types import Prompt, Rollout
 
 
 @dataclass(kw_only=True)
-class Tango(Recipe):
+class TangoTurns(Recipe):
     """A run whose steps are a warm-up of the verifier alone, then cycles of generator turns and verifier turns.
 
-    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up."""
+    A frozen player (train_... false) still plays. The other keeps its turns; a frozen verifier has no warm-up. What the
+    generator writes is a subclass's affair.
+    """
 
     generator_updates: int = 300  # of the run
     warmup_updates: int = 40  # of the verifier, before the first cycle
@@ -39,7 +43,6 @@ class Tango(Recipe):
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
     train_generator: bool = True
     train_verifier: bool = True
-    generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
     verifier_template: str = "tango_verifier"  # with {question}, {solution}, {num_steps}
     step_labels: str | None = None  # module:name, (step texts, payload) -> gold labels; for measuring alone
     balanced_per_class: int = 128  # right and wrong solutions the verifier is evaluated on
@@ -48,7 +51,7 @@ class Tango(Recipe):
     def __post_init__(self) -> None:
         base.check_arguments(
             self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
-            templates={"generator_template": ["question"], "verifier_template": ["question", "solution"]},
+            templates={"verifier_template": ["question", "solution"]},
             positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
             shares=["alpha_start", "alpha_min"], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
@@ -56,13 +59,31 @@ class Tango(Recipe):
         self._counts = ClassCounts().updated([], self.class_weight_decay)
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
-        self._balanced = BalancedSet(GENERATOR, self.balanced_per_class, self.balanced_rounds)
+        self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
+
+    @property
+    def solver(self) -> str:
+        """The generator's role."""
+        return GENERATOR
+
+    @abstractmethod
+    def draw(
+        self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
+    ) -> tuple[Sequence[Solution], dict[str, float]]:
+        """Draws `sampling.n` solutions of each problem and grades them. -> those that have a score, in order, and
+        figures. `then` gets each of them with a place of its own, as soon as it is known."""
+        ...
+
+    @abstractmethod
+    def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
+        """Measures the generator on held-out problems. -> figures, and the solutions drawn at temperature 1."""
+        ...
 
     def roles(self) -> Mapping[str, Part]:
         n, votes = self.group_size, self.verifications
-        generator = Part(trained=self.train_generator, samples=n, drawn={GENERATOR: n, VERIFIER: n})
-        verifier = Part(trained=self.train_verifier, samples=votes, drawn={GENERATOR: 1, VERIFIER: votes})
-        return {GENERATOR: generator, VERIFIER: verifier}
+        generator = Part(trained=self.train_generator, samples=n, drawn={self.solver: n, VERIFIER: n})
+        verifier = Part(trained=self.train_verifier, samples=votes, drawn={self.solver: 1, VERIFIER: votes})
+        return {self.solver: generator, VERIFIER: verifier}
 
     def schedule(self) -> Schedule:
         """A last cycle that `generator_updates` cuts short has no verifier turn; 300 updates by 3 make 100 cycles."""
@@ -70,27 +91,24 @@ class Tango(Recipe):
         for done in range(0, self.generator_updates, self.generator_turns):
             own = min(self.generator_turns, self.generator_updates - done)
             others = self.verifier_turns if own == self.generator_turns else 0
-            steps.append([(GENERATOR,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
+            steps.append([(self.solver,)] * own * self.train_generator + [(VERIFIER,)] * others * self.train_verifier)
         return [step for step in steps if step]
-
-    def prompt(self, payload: Mapping[str, Any]) -> str:
-        return base.question_text(self.generator_template, payload)
 
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         """A problem has a group of solutions, each verified once, or one solution with a group of verifications."""
-        n, votes = (self.group_size, 1) if turn.role == GENERATOR else (1, self.verifications)
+        n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
         reviews = self._reviewer.begin(table, sampling_for(table, turn, VERIFIER, votes))
-        own = sampling_for(table, turn, GENERATOR, n)
-        solutions, figures = solve(table, GENERATOR, source.take(), own, then=reviews.add)
+        own = sampling_for(table, turn, self.solver, n)
+        solutions, figures = self.draw(table, source.take(), own, reviews.add)
         judged = reviews.finish()
         table.note(turn.role, figures | review_metrics(judged, self._labels))
-        if turn.role == GENERATOR:
-            return {GENERATOR: self._credit_solutions(table, turn, solutions, judged)}
+        if turn.role == self.solver:
+            return {self.solver: self._credit_solutions(table, turn, solutions, judged)}
         return {VERIFIER: self._credit_reviews(table, solutions, judged)}
 
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Measures both players; the verifier on a set that the first call draws and checkpoints keep."""
-        figures, solutions = base.accuracies(table, GENERATOR, prompts)
+        figures, solutions = self.measure(table, prompts)
         return figures | self._balanced.figures(table, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,18 +117,21 @@ class Tango(Recipe):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._counts = ClassCounts(**state)
 
+    def _credit_solutions(
+        self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
+    ) -> list[Rollout]:
+        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
+        alpha = self._alpha(turn.update(self.solver))
+        table.note(self.solver, {"alpha": alpha})
+        marked = [with_verdicts(s.rollout, own, self.step_rewards) for s, own in zip(solutions, judged, strict=True)]
+        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
+        return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
+
     def _alpha(self, update: int) -> float:
         total = self.generator_updates
         return step_weight(self.alpha_schedule, update, start=self.alpha_start, floor=self.alpha_min, total=total)
 
-    def _credit_solutions(self, table: Table, turn: Turn, solutions: list[Solution], judged: Judged) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
-        alpha = self._alpha(turn.update(GENERATOR))
-        table.note(GENERATOR, {"alpha": alpha})
-        marked = [with_verdicts(s.rollout, own, self.step_rewards) for s, own in zip(solutions, judged, strict=True)]
-        return assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
-
-    def _credit_reviews(self, table: Table, solutions: list[Solution], judged: Judged) -> list[Rollout]:
+    def _credit_reviews(self, table: Table, solutions: Sequence[Solution], judged: Judged) -> list[Rollout]:
         """Compares verifications of one solution; class weights keep the rarer outcome from being ignored (eq. 9)."""
         table.note(VERIFIER, {"reward/outcome": mean_reward([s.rollout for s in solutions], "outcome")})
         rows = [verification for group in judged for verification in group]
@@ -118,3 +139,25 @@ class Tango(Recipe):
         self._counts = self._counts.updated(labels, self.class_weight_decay)
         rollouts, weights = [self._reviewer.rollout(table, row) for row in rows], self._counts.weights(labels)
         return assign_advantages(rollouts, reward="verifier", estimator=self.estimator, weights=weights)
+
+
+@dataclass(kw_only=True)
+class Tango(TangoTurns):
+    """Tango as the paper has it: a solution is one text, whose steps stand between tags."""
+
+    generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
+
+    def __post_init__(self) -> None:
+        base.check_arguments(self, templates={"generator_template": ["question"]})
+        super().__post_init__()
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return base.question_text(self.generator_template, payload)
+
+    def draw(
+        self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
+    ) -> tuple[Sequence[Solution], dict[str, float]]:
+        return base.solve(table, GENERATOR, prompts, sampling, then)
+
+    def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
+        return base.accuracies(table, GENERATOR, prompts)

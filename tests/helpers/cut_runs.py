@@ -32,8 +32,17 @@ WORDS = [
     *("<score>9</score>", "<score>1</score>", "\\boxed{0}", "\\boxed{1}", "yes"),
     *(f"{form}<scores>{scores}</scores>" for form in ("", FULL) for scores in ("1,2", "2,1")),
 ]
+CALLS = [
+    "<eos>",
+    "a",
+    "<calculator>1+1</calculator>",
+    "<calculator>2*3</calculator>",
+    "<answer>a</answer>",
+    "<answer>b</answer>",
+]
 FIELDS = ("question", "answer", "rubric", "solution", "rejected")
 PLAYERS = ("player_a", "player_b", "player_c")  # directories of the models
+VERIFIER, CALLER = "verifier_a", "caller_a"  # likewise: one speaks verdicts, the other calls of a calculator
 TOKEN = "5ecret" * 8
 
 
@@ -78,6 +87,9 @@ def write_speakers(base: Path, names: Sequence[str], words: Sequence[str]) -> No
 def write_players(base: Path) -> None:
     """Writes what the runs of this file need besides the data."""
     write_speakers(base, PLAYERS, WORDS)
+    write_speakers(base, [VERIFIER], _verifications())
+    write_speakers(base, [CALLER], CALLS)
+    (base / "turns.txt").write_text("{question} {solution} {num_steps} b")
     (base / "plain.txt").write_text("{question} a")
     judged = "{question} {answer} {response} {criterion} {first} {second} b"
     (base / "judged.txt").write_text(judged)
@@ -127,9 +139,25 @@ def self_play(base: Path, name: str) -> dict[str, Any]:
     return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_step=8)
 
 
+def tango_agents(base: Path, name: str) -> dict[str, Any]:
+    own = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 0.7}}
+    return judged_turns(base, name, _player(base, 0), own)
+
+
+def judged_turns(base: Path, name: str, agent: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config of a run of TangoAgents in which both players have two turns at least."""
+    verifier = role(base, model=VERIFIER, lr=0.002, sampling={"max_tokens": 2})
+    args = {
+        "role": "agent", "generator_updates": 2, "warmup_updates": 1, "generator_turns": 1, "group_size": 4,
+        "verifications": 4, "alpha_start": 0.5, "verifier_template": f"{base}/turns.txt", **own,
+    }  # fmt: skip
+    target, roles = "megatron_rl.recipes.tango_agents:TangoAgents", {"agent": agent, "verifier": verifier}
+    return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_step=8)
+
+
 METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
     "dapo": dapo, "brevity": brevity, "three": three, "shared": shared, "rubric": rubric, "pairwise": pairwise,
-    "self_play": self_play,
+    "self_play": self_play, "tango_agents": tango_agents,
 }  # fmt: skip
 
 # METHOD_STALENESS: (how many turns may be played ahead, after how many turns the run is cut)
@@ -137,8 +165,9 @@ EVERY = {
     "dapo_0": (0, 2), "dapo_1": (1, 2), "dapo_2": (2, 2), "brevity_0": (0, 2), "brevity_2": (2, 2), "three_0": (0, 2),
     "three_1": (1, 1), "shared_0": (0, 1), "shared_1": (1, 1), "rubric_0": (0, 2), "rubric_1": (1, 1),
     "pairwise_0": (0, 3), "pairwise_1": (1, 3), "pairwise_2": (2, 1), "self_play_0": (0, 2), "self_play_1": (1, 1),
+    "tango_agents_0": (0, 2), "tango_agents_2": (2, 3),
 }  # fmt: skip
-QUICK = ("dapo_2", "pairwise_0")  # the others: make test-resume
+QUICK = ("dapo_2", "pairwise_0", "tango_agents_2")  # the others: make test-resume
 FEW = {case: EVERY[case] for case in QUICK}
 TELLING = {  # figures that are above 0 before and after the cut
     "dapo": ("retired", "resting", "hinted"),
@@ -148,6 +177,7 @@ TELLING = {  # figures that are above 0 before and after the cut
     "rubric": ("reward/agrees",),
     "pairwise": ("first_wins",),
     "self_play": ("played",),
+    "tango_agents": ("verdicts_match",),
 }
 
 
@@ -196,7 +226,7 @@ def assert_telling(run: Path, case: str, staleness: int, cut: int) -> None:
     rows = [row for row in read_metrics(run) if "staleness" in row.metrics]
     trained = [row for row in rows if not row.metrics["skipped"]]
     assert len(trained) > cut and {row.turn for row in rows} == set(range(num_turns(run))), "some have no signal"
-    ages = staleness // 2 if case.startswith("pairwise") else staleness  # its roles take turns
+    ages = staleness // 2 if case.startswith(("pairwise", "tango_agents")) else staleness  # its roles take turns
     assert max(row.metrics["staleness"] for row in rows) == ages
     figures = {name: [row.metrics[name] for row in rows if name in row.metrics] for row in rows for name in row.metrics}
     for name in TELLING[case.rpartition("_")[0]]:
@@ -220,6 +250,18 @@ def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]]) -
 
 def num_turns(run: Path) -> int:
     return 1 + turn_number(turn_files(run / "rollouts")[-1])
+
+
+def _verifications() -> list[str]:
+    """Returns as many words as WORDS has, as the servers take: verifications of one turn and of two."""
+    word = {"+": "\\boxed{CORRECT}", "-": "\\boxed{INCORRECT}"}
+    whole = [
+        f"<step_verification>{''.join(f'<step>{word[v]}</step>' for v in verdicts)}</step_verification>"
+        f"<final_verification>{word[final]}</final_verification>"
+        for verdicts in ("+", "-", "++", "+-", "-+", "--")
+        for final in "+-"
+    ]
+    return ["<eos>", "a", "b", *whole]
 
 
 def _player(base: Path, number: int, **settings: Any) -> dict[str, Any]:

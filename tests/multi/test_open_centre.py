@@ -25,7 +25,7 @@ from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.store import TurnStore, turn_files, turn_number
 from megatron_rl.training.turns import Turn
-from megatron_rl.types import Author
+from megatron_rl.types import STEP, Author
 
 pytestmark = pytest.mark.multi
 TOKENIZER = characters()
@@ -110,6 +110,10 @@ def runs(tmp_path_factory, judge, servers):
     templates = {"generator_template": f"{base}/template.txt", "judge_template": f"{base}/judge.txt"}
     rubric = "megatron_rl.recipes.rubric:Rubric", writers, {"updates": 3, "group_size": 4, **templates}
     pupil, teacher = partial(role, base, lr=0.01), role(base, model="b", policy="none")
+    tags = {"target": "megatron_rl.environments.tool_task:ToolTask"}
+    tools = [{"target": "megatron_rl.environments.calculator:Calculator"}]
+    tags["args"] = {"tools": tools, "template": f"{base}/plain.txt", "result": " b {result} b "}
+    caller = role(base, model=cut_runs.CALLER, lr=0.002)
     distil = partial(config, base, recipe="megatron_rl.recipes.distil:Distil", prompts_per_step=16)
     lessons = {"updates": 12, "template": f"{base}/template.txt"}
     toward, over = {"objective": "open_centre:toward_teacher"}, {"objective": "distilled_top_k"}
@@ -128,6 +132,7 @@ def runs(tmp_path_factory, judge, servers):
         config(base, "rubric", *rubric[:2], args=rubric[2]),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=1),
         config(base, "rubric_cut", *rubric[:2], args=rubric[2], steps=3, resume="must"),
+        cut_runs.judged_turns(base, "turns", caller, {"environment": tags}),
         tool("tool"),
         tool("tool_cut", steps=1),
         tool("tool_cut", steps=3, resume="must"),
@@ -274,6 +279,37 @@ def test_tool_turns_train_what_the_model_wrote_and_nothing_that_the_tool_said(ru
     assert max(series(run, "agent", "engine_gap")) < 1e-4, "the trainer reads the conversation as the engine did"
     assert same(weights(runs / "tool_cut", "agent"), weights(run, "agent")), "a run that was cut goes on exactly"
     assert series(runs / "tool_cut", "agent", "reward/letters") == series(run, "agent", "reward/letters")
+
+
+def test_turns_with_a_calculator_are_judged_and_each_learns_from_its_own_verdict(runs):
+    run = runs / "turns"
+    roles = [("verifier",), ("agent",), ("verifier",), ("agent",), ("verifier",)]
+    counts = set()
+    for number, own in enumerate(roles):
+        played, _ = TurnStore(run / "rollouts").read(Turn(step=0, index=0, roles=own, number=number))
+        rollouts = played.rollouts[own[0]]
+        assert len(rollouts) > 16
+        for r in rollouts if own == ("agent",) else ():
+            marks, spans = r.marks_of(STEP), r.spans[r.spans[:, 2] == Author.POLICY]
+            assert marks.ranges.tolist() == spans[:, :2].tolist(), "a turn is what the model wrote at a time"
+            counts.add(len(marks))
+            assert (marks.scores is None) == (len(r.payload["verdicts"]) != len(marks))
+            credit = np.where(r.trainable, r.advantages, 0.0)
+            assert all(len(set(credit[a:b].tolist())) == 1 for a, b in marks.ranges)
+            if marks.scores is not None and len(marks) == 2:
+                first, second = (credit[a] for a, _ in marks.ranges)
+                assert (first < second) == (marks.scores[0] < _mean_step_reward(rollouts, r.group))
+    assert {1, 2, 3} <= counts, "some called the calculator, up to four times"
+    assert max(series(run, "agent", "engine_gap")) < 1e-4 and series(run, "agent", "alpha")[0] == 0.5
+    assert set(series(run, "agent", "episodes/error")) == {0.0} and sum(series(run, "agent", "reward/tool_calls")) > 0
+    assert all(0 < share < 1 for share in series(run, "agent", "verdicts_match"))
+    assert Checkpoints(run / "checkpoints").newest().read_state()["recipe"]["wrong"] > 0
+
+
+def _mean_step_reward(rollouts, group):
+    return np.mean(
+        np.concatenate([s for r in rollouts if r.group == group and (s := r.marks_of(STEP).scores) is not None])
+    )
 
 
 @pytest.mark.parametrize(("name", "figure"), [("distil", "sampled_kl"), ("distil_top_k", "teacher_kl")])

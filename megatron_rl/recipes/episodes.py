@@ -1,0 +1,154 @@
+"""Plays, grades and measures episodes of an environment, for the recipes that train on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl.chat import problem_text
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings, check_system, estimates
+from megatron_rl.environments.dialogue import TEXT, check_dialogue
+from megatron_rl.environments.moves import SEAT, Episode
+from megatron_rl.environments.refusals import with_rewards
+from megatron_rl.rewards.pool import Graded, check_failures
+from megatron_rl.training.rollouts import greedy, plain
+from megatron_rl.training.turns import Table
+from megatron_rl.types import Outcome, Prompt, Rollout
+
+EPISODE = "episode"  # the name in a rollout's payload of its episode's number within the turn, as text
+OUTCOME = "outcome"  # the reward that the run's reward function gives, where the environment leaves it to that
+CURE = "Mend the environment or its tools, or raise recipe.args.step_timeout_s or reward.max_failure_share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodesGraded:
+    """Episodes that were played, with the samples of those that count."""
+
+    episodes: Sequence[Episode]
+    rollouts: list[Rollout]  # with all their rewards; the payload names the episode
+    figures: dict[str, float]  # turns, tool_calls, cuts, episodes/timeout, episodes/error
+
+
+@dataclass(kw_only=True)
+class OverEpisodes(EpisodeSettings):
+    """The arguments that all recipes over episodes have, and what they do alike.
+
+    An episode that fails or is late is no sample, and no reward of 0: its group goes on without it.
+    """
+
+    environment: Use  # an Environment or another EpisodeMaker, by target and args
+    rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})  # by name: its weight in what counts
+
+    def build_maker(self, seats: Collection[str], rewarded: Collection[str]) -> None:
+        """Builds what plays the episodes. `seats`: the roles that speak; `rewarded`: those of them whose samples must
+        have the rewards that count. Raises ConfigError for arguments of the play that cannot be."""
+        if not self.rewards:
+            raise ConfigError("recipe.args.rewards is empty: name at least one")
+        check_dialogue(self.dialogue)
+        self._maker: EpisodeMaker = build(self.environment)
+        if not isinstance(self._maker, EpisodeMaker):
+            raise ConfigError(f"recipe.args.environment.target = {self.environment.target!r} is no EpisodeMaker")
+        check_system(self, self._maker, seats)
+        self.estimates = estimates(self, self._maker, seats)
+        self._rewarded = tuple(rewarded)
+
+    def episode_prompt(self, payload: Mapping[str, Any]) -> str:
+        """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
+        that are conversations, where messages become tokens as texts."""
+        if "messages" in payload and self.dialogue == TEXT:
+            raise ConfigError(
+                f"recipe.args.dialogue = {TEXT!r}, and the problems are conversations: set it to chat, or data.chat to "
+                "false"
+            )
+        return problem_text("{question}", payload)
+
+    def play_episodes(
+        self, table: Table, prompts: Sequence[Prompt], seeds: Sequence[int], samplings: Mapping[str, Sampling], *,
+        each: int = 1,
+    ) -> EpisodesGraded:  # fmt: skip
+        """Plays `each` episodes of every problem, all with the problem's seed, and grades what the environment left to
+        the run's reward function. The samples of one problem are a group. [P] prompts and seeds; `samplings` by role.
+        Raises RewardFailure when too many episodes, or gradings, fail."""
+        tasks = [prompt for prompt in prompts for _ in range(each)]
+        with table.watch("rollout"):
+            episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
+        episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
+        ended = [Graded(one.outcome, detail=one.why) for one in episodes]
+        check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
+        scores = _grade(table, episodes)
+        rollouts = []
+        for one in episodes:
+            for rollout in one.rollouts:
+                grading = scores.get((one.number, rollout.payload[SEAT]))
+                if grading is not None and grading.outcome is not Outcome.SCORE:
+                    continue
+                extra = {} if grading is None else {OUTCOME: grading.score}
+                payload = {**rollout.payload, EPISODE: str(one.number)}
+                group = f"{one.number // each}:{one.task.id}"
+                rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))
+        return EpisodesGraded(episodes=episodes, rollouts=rollouts, figures=_figures(episodes))
+
+    def total(self, rollout: Rollout) -> float:
+        """Returns the weighted sum of a sample's rewards that counts. Raises ValueError for one that is missing or not
+        finite."""
+        for name in self.rewards:
+            if not math.isfinite(rollout.rewards.get(name, math.nan)):
+                raise ValueError(
+                    f"group {rollout.group!r} has no finite reward {name!r}, only {dict(rollout.rewards)}: name in "
+                    "recipe.args.rewards what the environment gives"
+                )
+        return sum(weight * rollout.rewards[name] for name, weight in self.rewards.items())
+
+    def measure_episodes(
+        self, table: Table, prompts: Sequence[Prompt], seats: Mapping[str, int]
+    ) -> tuple[dict[str, float], EpisodesGraded]:
+        """Plays one episode of each problem at temperature 1, and one by the likeliest tokens. `seats`: how many each
+        role has in an episode. -> the mean of each reward, where an episode that failed counts with 0, and the turns of
+        an episode; and what was played at temperature 1."""
+        figures: dict[str, float] = {}
+        seeds = [table.seed_for("evaluation", i) for i in range(len(prompts))]
+        played = []
+        for kind, alone in (("sampled", plain), ("greedy", greedy)):
+            own: dict[str, Sampling] = {role: alone(table.samplings[role], seed=table.seed) for role in seats}
+            found = self.play_episodes(table, prompts, seeds, own)
+            last = [samples[-1] for samples in by_seat(found.rollouts)]
+            for role, count in seats.items():
+                for name in self.rewards:  # a frozen role may have none
+                    gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
+                    if gained or role in self._rewarded:
+                        figures[f"{role}/{name}_{kind}"] = sum(gained) / (len(prompts) * count)
+            figures[f"episodes/answers_{kind}"] = found.figures["turns"]
+            played.append(found)
+        return figures, played[0]
+
+
+def by_seat(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Puts the samples of each seat of an episode together: a transcript that was cut is several. -> the seats, and
+    their samples, in the order in which they come."""
+    seats: dict[tuple[str, str], list[Rollout]] = {}
+    for rollout in rollouts:
+        seats.setdefault((rollout.payload[EPISODE], rollout.payload[SEAT]), []).append(rollout)
+    return list(seats.values())
+
+
+def _grade(table: Table, episodes: Sequence[Episode]) -> dict[tuple[int, str], Graded]:
+    """Has the texts graded that environments left to the run's reward function. -> by episode and seat."""
+    asked = [(one.number, seat) for one in episodes for seat in one.answers]
+    with table.watch("reward"):
+        texts = [episodes[number].answers[seat] for number, seat in asked]
+        graded = table.grade(texts, [episodes[number].task.payload for number, _ in asked])
+    check_failures(graded, table.max_failure_share)
+    return dict(zip(asked, graded, strict=True))
+
+
+def _figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    count = max(1, len(episodes))
+    figures = {name: sum(getattr(one, name) for one in episodes) / count for name in ("turns", "tool_calls", "cuts")}
+    for kind in (Outcome.TIMEOUT, Outcome.ERROR):
+        figures[f"episodes/{kind.value}"] = float(sum(one.outcome is kind for one in episodes))
+    return figures

@@ -1,0 +1,79 @@
+"""Tango over episodes of an environment: the verifier judges the generator's turns as reasoning steps."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.engines.base import Sampling
+from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, check_arguments, pass_over
+from megatron_rl.recipes.episodes import EpisodesGraded, OverEpisodes
+from megatron_rl.recipes.tango import TangoTurns
+from megatron_rl.recipes.transcripts import Transcript, TranscriptForm, transcripts
+from megatron_rl.training.turns import Part, Table
+from megatron_rl.types import Prompt
+
+
+@dataclass(kw_only=True)
+class TangoAgents(OverEpisodes, TangoTurns):
+    """A run of Tango whose solutions are conversations: a step is what the generator wrote between two texts of its
+    environment, and verdict k is about turn k.
+
+    An episode is right where the sum of rewards that counts is above 0.5. One that failed or is late is neither right
+    nor wrong: it is not judged, and its group goes on without it.
+    """
+
+    role: str = GENERATOR  # the generator's, as the environment names it
+    seats: int = 1  # of the generator in an episode; each is judged by itself
+    verifier_template: str = "tango_turns_verifier"  # with {question}, {solution}, {num_steps}
+    # How a conversation stands in place of {solution}: each turn of the generator, and what it was told before it.
+    turn_form: str = "Turn {number}:\n{text}\n\n"
+    told_form: str = "The environment said:\n{text}\n\n"
+
+    def __post_init__(self) -> None:
+        check_arguments(self, positive=["seats", "workers"])
+        if self.role == VERIFIER:
+            raise ConfigError(f"recipe.args.role = {self.role!r} is the verifier's: give the generator another")
+        for name in ("turn_form", "told_form"):
+            if "{text}" not in getattr(self, name):
+                raise ConfigError(f"recipe.args.{name} = {getattr(self, name)!r}: it needs {{text}}")
+        self.build_maker([self.role], [self.role])
+        self._form = TranscriptForm(turn=self.turn_form, told=self.told_form)
+        super().__post_init__()
+
+    @property
+    def solver(self) -> str:
+        return self.role
+
+    def roles(self) -> Mapping[str, Part]:
+        """Every number of Tango's is one of a seat."""
+        return {
+            name: replace(
+                part,
+                samples=part.samples * self.seats,
+                drawn={role: count * self.seats for role, count in part.drawn.items()},
+                episode=self.estimates.get(name, part.episode),
+            )
+            for name, part in super().roles().items()
+        }
+
+    def prompt(self, payload: Mapping[str, Any]) -> str:
+        return self.episode_prompt(payload)
+
+    def draw(
+        self, table: Table, prompts: Sequence[Prompt], sampling: Sampling, then: Then = pass_over
+    ) -> tuple[Sequence[Transcript], dict[str, float]]:
+        """The episodes of one problem have the same seed of the environment, which comes from the sampling's."""
+        seeds = [table.seed_for("task", sampling.seed, i) for i in range(len(prompts))]
+        played = self.play_episodes(table, prompts, seeds, {self.role: sampling}, each=sampling.n)
+        found = self._transcripts(table, played)
+        for place, transcript in enumerate(found):
+            then(place, transcript)
+        return found, played.figures
+
+    def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
+        figures, sampled = self.measure_episodes(table, prompts, {self.role: self.seats})
+        return figures, self._transcripts(table, sampled)
+
+    def _transcripts(self, table: Table, played: EpisodesGraded) -> list[Transcript]:
+        return transcripts(played, self, table.tokenizers[self.role], self._form)

@@ -1,0 +1,137 @@
+"""Makes a seat's part in an episode a solution whose steps are its turns, so that a verifier can judge them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.algorithms.advantages import TRAINED
+from megatron_rl.environments.moves import SEAT
+from megatron_rl.recipes.base import RIGHT, Solution
+from megatron_rl.recipes.episodes import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_seat
+from megatron_rl.text import decode, fill
+from megatron_rl.types import STEP, Author, Marks, Outcome, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transcript(Solution):
+    """The conversation of one seat of an episode, graded. Its rollout has all of the seat's samples one behind the
+    other: turn k is mark k, and what follows a turn counts for it also where the transcript was cut."""
+
+    turns: list[str]  # what the seat wrote, without what it was told
+    samples: Sequence[Rollout] = ()  # in order, to be trained on; several where the transcript was cut
+
+    @property
+    def steps(self) -> list[str]:
+        return self.turns
+
+    @property
+    def form(self) -> float:
+        """Turns are told apart whatever was written: a verification must have one verdict for each."""
+        return 1.0
+
+    def to_train(self, credited: Rollout) -> list[Rollout]:
+        return parted(credited, self.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscriptForm:
+    """The way in which a conversation is written down for the verifier."""
+
+    turn: str  # with {text}, and {number} from 1 on
+    told: str  # with {text}: what the environment said before a turn
+
+    def write(self, question: str, told: Sequence[str], turns: Sequence[str]) -> str:
+        """Returns a conversation as text: [K] what was said before each turn, and the turns. What opened it is left out
+        where the question is part of it, as the verifier reads that anyway."""
+        parts = []
+        for number, (heard, turn) in enumerate(zip(told, turns, strict=True), start=1):
+            if heard.strip() and not (number == 1 and question in heard):
+                parts.append(fill(self.told, text=heard.strip()))
+            parts.append(fill(self.turn, number=str(number), text=turn.strip()))
+        return "".join(parts).strip()
+
+
+def transcripts(played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm) -> list[Transcript]:
+    """Makes every seat of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
+    that counts in the recipe; above 0.5 it is right.
+
+    What a seat was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
+    it is decoded from the samples, and a sample behind a cut shows all that it opens with.
+    """
+    found = []
+    for samples in by_seat(played.rollouts):
+        reward = recipe.total(samples[-1])
+        payload = {**samples[-1].payload, "correct": reward > RIGHT, "grading": Outcome.SCORE.value}
+        rollout = replace(mark_turns(joined(samples)), payload=payload, rewards={OUTCOME: reward})
+        turns = turn_texts(rollout, tokenizer)
+        told = played.episodes[int(payload[EPISODE])].told.get(payload[SEAT], ())
+        if len(told) != len(turns):
+            told = _heard(rollout, tokenizer)
+        text = form.write(str(payload["question"]), told, turns)
+        found.append(Transcript(rollout=rollout, text=text, correct=reward > RIGHT, turns=turns, samples=samples))
+    return found
+
+
+def joined(samples: Sequence[Rollout]) -> Rollout:
+    """Puts samples one behind the other, as one rollout to compute credit on. It cannot be trained on."""
+    starts = np.cumsum([0, *(len(sample.tokens) for sample in samples[:-1])])
+    spans = [sample.spans + np.array([start, start, 0, 0]) for sample, start in zip(samples, starts, strict=True)]
+    return replace(
+        samples[-1],
+        tokens=np.concatenate([sample.tokens for sample in samples]),
+        logprobs=np.concatenate([sample.logprobs for sample in samples]),
+        spans=np.concatenate(spans),
+        marks={},
+        values={},
+        experts=None,
+    )
+
+
+def parted(whole: Rollout, samples: Sequence[Rollout]) -> list[Rollout]:
+    """Gives the samples that were joined to `whole` what it has got since: payload, marks, advantages and the reward
+    that they compare. A sample has the marks, scores and verdicts of its own turns."""
+    marks, parts, start = whole.marks_of(STEP), [], 0
+    for sample in samples:
+        end = start + len(sample.tokens)
+        own = (start <= marks.ranges[:, 0]) & (marks.ranges[:, 0] < end)
+        payload = dict(whole.payload)
+        if len(verdicts := payload.get("verdicts", ())) == len(marks) > 0:
+            payload["verdicts"] = [verdict for verdict, mine in zip(verdicts, own.tolist(), strict=True) if mine]
+        scored = Marks(marks.ranges[own] - start, None if marks.scores is None else marks.scores[own])
+        given = whole.advantages
+        parts.append(
+            replace(
+                sample,
+                payload=payload,
+                rewards={**sample.rewards, TRAINED: whole.rewards[TRAINED]},
+                marks={**sample.marks, STEP: scored},
+                advantages=given[start:end] if isinstance(given, np.ndarray) else given,
+            )
+        )
+        start = end
+    return parts
+
+
+def mark_turns(rollout: Rollout) -> Rollout:
+    """Marks the stretches that models wrote between what the environment said, whatever their weight versions."""
+    spans = rollout.spans[rollout.spans[:, 2] != Author.ENVIRONMENT]
+    apart = spans[1:, 0] != spans[:-1, 1]
+    starts = spans[np.append([True], apart)[: len(spans)], 0]
+    ends = spans[np.append(apart, [True])[: len(spans)], 1]
+    return replace(rollout, marks={**rollout.marks, STEP: Marks(np.stack([starts, ends], axis=1))})
+
+
+def turn_texts(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """Returns the text of each turn that is marked."""
+    return [decode(tokenizer, rollout.tokens[start:end]).text for start, end in rollout.marks_of(STEP).ranges.tolist()]
+
+
+def _heard(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """Decodes what stands before each turn that is marked."""
+    ranges = rollout.marks_of(STEP).ranges.tolist()
+    ends = [0, *(end for _, end in ranges)]
+    return [decode(tokenizer, rollout.tokens[ends[k] : start]).text for k, (start, _) in enumerate(ranges)]
