@@ -34,7 +34,7 @@ TRAIN = [
     *("last_letter/tango", "last_letter/grpo", "tandem_last_letter/tandem", "gsm8k_cpu", "rubric_mini/rubric"),
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
     *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
-    *("ssrl_mini/ssrl", "agent_mini/agent"),
+    *("ssrl_mini/ssrl", "agent_mini/agent", "poker_mini/poker"),
 ]
 SFT = [
     "sft_qwen2.5_math_7b",
@@ -44,6 +44,7 @@ SFT = [
     "self_play_mini/sft",
     "ssrl_mini/sft",
     "agent_mini/sft",
+    "poker_mini/sft",
 ]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
