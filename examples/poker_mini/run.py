@@ -37,24 +37,27 @@ from megatron_rl.environments.kuhn_poker import (  # noqa: E402
     legal_actions,
 )
 
-STEPS = 150  # of the supervised start, as in sft.yaml
+STEPS = 300  # of the supervised start, as in sft.yaml
 HANDS = 1024
-RUN = BASE / "poker"
+# By what a hand is compared with: the others with the same cards, or the usual hand of its role as SPIRAL does.
+ARMS = {"task": [], "ema": ["recipe.args.compared=ema", "recipe.args.group_size=1", "run.prompts_per_step=512"]}
 KNOWN = [*CARDS, *SEATS, "nothing", "check", "bet", "fold", "call", "<act>"]
 MIDDLE = equilibrium(1 / 6)  # the player in whose policy the first seat's bluffs are half of what an equilibrium allows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--compared", choices=list(ARMS), default="task", help="what a hand is compared with")
+    parser.add_argument("--updates", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     options, overrides = parser.parse_known_args()
     prepare(seed=1)
+    steps = [f"roles.{seat}.optimizer.decay_steps={options.updates}" for seat in SEATS]
     command(
         "train", str(HERE / "poker.yaml"), f"run.seed={options.seed}", f"recipe.args.updates={options.updates}",
-        *overrides,
+        f"run.name=compared_{options.compared}", *steps, *ARMS[options.compared], *overrides,
     )  # fmt: skip
-    show()
+    show(BASE / f"compared_{options.compared}")
 
 
 def prepare(seed: int) -> None:
@@ -71,26 +74,32 @@ def prepare(seed: int) -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    """Returns both legal answers at every information set, each after all that the seat was told and said."""
+    """Returns the 60 samples of a batch: both legal answers at every information set, each after all that the seat was
+    told and said; and the same places with a card named first, where the answer is to bet or call with that card alone.
+    These keep the cards apart in a model that need not look at them to play at random."""
     game = KuhnPoker(template=str(HERE / "prompt.txt"), answered=" {said} <act> ", tag=None)
     rows = []
     for seat in SEATS:
         for card, said in information_sets(seat).values():
             before = f"{game.told(card, ())} {said[0]} <eos>" if len(said) == 2 else ""
-            rows += [{"prompt": before + game.told(card, said), "response": action} for action in legal_actions(said)]
+            prompt = before + game.told(card, said)
+            rows += [{"prompt": prompt, "response": action} for action in legal_actions(said)]
+            for named in CARDS:
+                asked = f"<bos> {named}" + prompt.removeprefix("<bos>")
+                rows.append({"prompt": asked, "response": legal_actions(said)[card == named]})
     return rows
 
 
-def policies(seat: str) -> list[dict[str, float]]:
+def policies(run: Path, seat: str) -> list[dict[str, float]]:
     """Returns the seat's policy before the run and after every evaluated update."""
-    shares = {name: series(RUN, "eval", f"{seat}/{name}", counted="first") for name in information_sets(seat)}
+    shares = {name: series(run, "eval", f"{seat}/{name}", counted="first") for name in information_sets(seat)}
     counts = {len(points) for points in shares.values()}
     return [{name: points[i][1] for name, points in shares.items()} for i in range(min(counts))]
 
 
-def show() -> None:
+def show(run: Path) -> None:
     """Prints how the seats play, and what that is worth."""
-    found = {seat: policies(seat) for seat in SEATS}
+    found = {seat: policies(run, seat) for seat in SEATS}
     shown = {
         label: {seat: chosen(found[seat]) for seat in SEATS}
         for label, chosen in {
@@ -110,12 +119,12 @@ def show() -> None:
         table.add_section()
     console.print(table)
     console.print(worth(shown))
-    far = [point for _, point in series(RUN, "eval", "exploitability", counted="first")]
+    far = [point for _, point in series(run, "eval", "exploitability", counted="first")]
     averages = [exploitability(*(average_policy(found[seat][: i + 1]) for seat in SEATS)) for i in range(len(far))]
     places = [int(share * (len(far) - 1)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     for label, values in (("of the policies", far), ("of their average so far", averages)):
         console.print(f"exploitability {label}, from start to end:", *(f"{values[place]:.3f}" for place in places))
-    legal = min(point for seat in SEATS for _, point in series(RUN, "eval", f"{seat}/legal", counted="first"))
+    legal = min(point for seat in SEATS for _, point in series(run, "eval", f"{seat}/legal", counted="first"))
     console.print(f"least share of legal answers at any information set and time: {legal:.3f}")
 
 
