@@ -101,12 +101,10 @@ def show(run: Path) -> None:
     """Prints how the seats play, and what that is worth."""
     found = {seat: policies(run, seat) for seat in SEATS}
     shown = {
-        label: {seat: chosen(found[seat]) for seat in SEATS}
-        for label, chosen in {
-            "start": lambda all: all[0],
-            "end": lambda all: all[-1],
-            "average": average_policy,
-        }.items()
+        "start": {seat: own[0] for seat, own in found.items()},
+        "end": {seat: own[-1] for seat, own in found.items()},
+        "average": {seat: average_policy(own) for seat, own in found.items()},
+        "later half": {seat: average_policy(own[len(own) // 2 :]) for seat, own in found.items()},
     }
     table = Table(title="probability of a bet or call")
     for column in ("seat", "card, and what was said", *shown, "equilibria"):
