@@ -48,7 +48,7 @@ MIDDLE = equilibrium(1 / 6)  # the player in whose policy the first seat's bluff
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compared", choices=list(ARMS), default="task", help="what a hand is compared with")
-    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--updates", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     options, overrides = parser.parse_known_args()
     prepare(seed=1)
