@@ -32,7 +32,7 @@ SPOILED, TRUST = 0.15, 0.4  # in its pairs: calls and answers with a wrong digit
 FIGURES = {
     "generator/outcome_sampled": "generator: right answers, held out",
     "generator/outcome_greedy": "the same by the likeliest tokens",
-    "turns_sampled": "generator: turns in a conversation",
+    "episodes/answers_sampled": "generator: turns in a conversation",
     "verifier/outcome_f1": "verifier: F1 of final verdicts",
     "verifier/step_f1": "verifier: F1 of verdicts on turns",
     "verifier/aligned": "verifier: one verdict for each turn",

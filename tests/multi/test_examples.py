@@ -35,6 +35,7 @@ TRAIN = [
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
     *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
     *("ssrl_mini/ssrl", "agent_mini/agent", "tango_agent_mini/tango"),
+    *("poker_mini/poker",),
 ]
 SFT = [
     "sft_qwen2.5_math_7b",
@@ -45,6 +46,7 @@ SFT = [
     "ssrl_mini/sft",
     "agent_mini/sft",
     "tango_agent_mini/sft",
+    "poker_mini/sft",
 ]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 

@@ -342,7 +342,7 @@ def test_evaluation_measures_both_and_keeps_its_conversations(recipe):
     own = recipe(balanced_per_class=2, balanced_rounds=3, step_labels=f"{__name__}:labels")
     table = table_of(writer(writes), by_verdicts)
     figures = own.evaluate(problems(3), table)
-    wanted = {"generator/outcome_sampled": 2 / 3, "generator/outcome_greedy": 2 / 3, "turns_sampled": 8 / 3}
+    wanted = {"generator/outcome_sampled": 2 / 3, "generator/outcome_greedy": 2 / 3, "episodes/answers_sampled": 8 / 3}
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted)
     assert (figures["verifier/num_right"], figures["verifier/num_wrong"]) == (2.0, 2.0)
     assert figures["verifier/outcome_f1"] == figures["verifier/aligned"] == 1.0
