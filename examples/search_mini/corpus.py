@@ -60,10 +60,11 @@ def invent(rng: random.Random, *, name: str | None = None, boss: str | None = No
 
 
 def neighbour(rng: random.Random, found: Person) -> Person:
-    """Draws a person with the first or the last name of another: what a search finds in the second place."""
+    """Draws what a search finds in the second place: a person with the first or the last name of another, or one whose
+    boss the other is."""
     first, last = found.name.split()
-    name = rng.choice([f"{first} {rng.choice(LAST)}", f"{rng.choice(FIRST)} {last}"])
-    return invent(rng, name=name)
+    name = rng.choice([f"{first} {rng.choice(LAST)}", f"{rng.choice(FIRST)} {last}", None])
+    return invent(rng, name=name, boss=found.name if name is None else None)
 
 
 def document(person: Person) -> dict[str, str]:
