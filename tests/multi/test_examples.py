@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from example_home import make_home
 
 from megatron_rl.algorithms.estimators import word_of
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -60,20 +61,10 @@ def test_every_example_is_tested():
     assert found == {*TRAIN, *SFT, *EVAL, "generate_sft_llama3.1_70b"}
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A directory to start examples from, with the corpora that they search."""
-    (tmp_path / "examples").symlink_to(EXAMPLES)
-    for corpus in ("runs/search_mini/task/corpus.jsonl", "data/wiki-18.jsonl"):
-        path = tmp_path / corpus
-        path.parent.mkdir(parents=True)
-        path.write_text('{"title": "Paris", "text": "Paris is a town.", "contents": "Paris\\nIt is a town."}\n')
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("name", TRAIN)
-def test_training_examples_are_valid(name, home):
-    if "search_" in name:
+def test_training_examples_are_valid(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_home(tmp_path))
+    if name.startswith("search_"):
         pytest.importorskip("bm25s")
     found = load(TrainConfig, name)
     config_checks.check(found, 32)
