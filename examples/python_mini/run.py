@@ -3,7 +3,7 @@
     python examples/python_mini/run.py
 
 The model multiplies numbers of two digits, which it cannot do by itself. Its supervised start runs a program in some
-answers, and guesses in the others. Most of its first programs raise; it is told the error, and then either tries again
+answers, and guesses in the others. Half of its first programs raise; it is told the error, and then either tries again
 or guesses. Reinforcement learning rewards right answers alone. The same is done with an interpreter that never tells a
 result: what the model reaches then, it reaches without help. The conversations are in the report's page.
 """
@@ -34,7 +34,7 @@ WRONG = ("prin({question})", "print({question}")  # a name that is not defined, 
 # is written, its result read and its error mended, then to run one seldom.
 STAGES = [(400, 1.0), (200, 0.15)]
 BATCH = 32  # as in sft.yaml
-RAISES = 0.8  # of the first programs
+RAISES = 0.5  # of the first programs
 GIVES_UP = 0.5  # of the late answers that have seen an error
 
 

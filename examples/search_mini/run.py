@@ -30,7 +30,7 @@ TAGS = [f"<{slash}{tag}>" for tag in ("search", "result", "answer") for slash in
 KNOWN = [*TAGS, "<ask>", *corpus.WORDS]
 # Steps of the supervised start, and the share of answers that search: first the model learns how to search and to read,
 # then to search seldom.
-STAGES = [(400, 1.0), (200, 0.2)]
+STAGES = [(800, 1.0), (200, 0.2)]
 BATCH = 32  # as in sft.yaml
 STOPS_EARLY = 0.5  # of the late answers that need two searches and make one
 
