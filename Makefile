@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: demo-agent poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -93,6 +93,12 @@ tango-agent-mini: setup ## a verifier judges the turns of a tiny model that may 
 
 poker-mini: setup ## two models with weights of their own learn to play Kuhn poker against each other, tiny models, no GPU
 	$(PY) examples/poker_mini/run.py --seed $(SEED)
+
+search-mini: setup ## the same with a search in a corpus, once or twice (Search-R1), tiny model, no GPU
+	$(PY) examples/search_mini/run.py
+
+python-mini: setup ## the same with Python in a sandbox, whose errors are told to the model (ReTool), tiny model, no GPU
+	$(PY) examples/python_mini/run.py
 
 pairwise-mini: setup ## a pairwise judge with a bias, asked in one order and in both (BRPO), tiny model, no GPU
 	$(PY) examples/pairwise_mini/run.py

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
 Figures = Mapping[str, float]
+Value = TypeVar("Value")
 console = Console(soft_wrap=True)
 
 
@@ -40,8 +42,13 @@ def series(
     return sorted(points.items())
 
 
-def start_middle_end(values: list[float], *, width: int = 1) -> list[float]:
+def start_middle_end(values: Sequence[float], *, width: int = 1) -> list[float]:
     """Returns the mean of `width` neighbouring values at the start, at the middle and at the end."""
+    return [sum(own) / len(own) for own in windows(values, width=width)]
+
+
+def windows(values: Sequence[Value], *, width: int) -> list[Sequence[Value]]:
+    """Returns `width` neighbouring values at the start, at the middle and at the end."""
     width = min(width, len(values))
     firsts = [int(place * (len(values) - width)) for place in (0.0, 0.5, 1.0)]
-    return [sum(values[first : first + width]) / width for first in firsts]
+    return [values[first : first + width] for first in firsts]

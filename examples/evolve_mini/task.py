@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rule import LETTERS, MOST, letters_of, listed, row, solved
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from megatron_rl.text import fill
@@ -25,11 +25,16 @@ MALFORMED = 0.15  # of the proposals of SFT
 UNTIDY = 0.15  # of the judgements of the late teacher
 
 
-def write_model(directory: Path, seed: int, known: Sequence[str] = KNOWN) -> None:
-    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token for each known word."""
+def write_model(directory: Path, seed: int, known: Sequence[str] = KNOWN, *, pieces: str | None = None) -> None:
+    """Writes a Qwen2 of 0.16 M parameters with random weights, and its tokenizer of one token for each known word.
+
+    Words are set apart by spaces; or they are what the regular expression `pieces` finds, and stand without a space.
+    """
     words = [*SPECIAL, *known]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pieces is not None:
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Split(Regex(pieces), "isolated"), decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     )

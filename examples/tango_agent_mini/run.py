@@ -21,6 +21,7 @@ HERE, BASE = Path(__file__).parent, Path("runs/tango_agent_mini")
 sys.path.append(str(HERE.parents[1]))
 
 from examples.agent_mini import run as agents  # noqa: E402  (beside this one; it makes the generator's start)
+from examples.agent_mini.run import mini_agents, task  # noqa: E402
 from examples.tango_agent_mini import judge  # noqa: E402
 from megatron_rl.text import fill, read_template  # noqa: E402
 
@@ -44,32 +45,32 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=24, help="of the generator")
     parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
     options = parser.parse_args()
-    agents.prepare(seed=1)
+    mini_agents.prepare(agents.MINIATURE)
     prepare(seed=2)
     settings = [f"run.seed={options.seed}", f"recipe.args.generator_updates={options.updates}"]
-    agents.command("train", str(HERE / "tango.yaml"), *settings)
-    agents.command("report", str(BASE / "tango"))
-    table = agents.Table(title="products of two numbers of two digits, with a calculator and a verifier of turns")
+    mini_agents.command("train", str(HERE / "tango.yaml"), *settings)
+    mini_agents.command("report", str(BASE / "tango"))
+    table = mini_agents.Table(title="products of two numbers of two digits, with a calculator and a verifier of turns")
     for column in ("figure", "before", "after"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, label in FIGURES.items():
-        values = [value for _, value in agents.series(BASE / "tango", "eval", name, counted="generator")]
+        values = [value for _, value in mini_agents.series(BASE / "tango", "eval", name, counted="generator")]
         table.add_row(label, *(f"{value:.2f}" for value in (values[0], values[-1])))
-    agents.console.print(table)
+    mini_agents.console.print(table)
 
 
 def prepare(seed: int) -> None:
     """Makes the verifier's files and its supervised start. What is there is kept."""
     files = BASE / "task"
     if not (BASE / "ready").exists():
-        agents.task.write_model(files / "model", seed, KNOWN)
-        rng, taught = random.Random(seed), (agents.BASE / "task/train.jsonl").read_text().splitlines()
+        task.write_model(files / "model", seed, KNOWN)
+        rng, taught = random.Random(seed), (agents.MINIATURE.base / "task/train.jsonl").read_text().splitlines()
         questions = [json.loads(line)["question"] for line in taught]
         pairs = [_pair(rng, rng.choice(questions)) for _ in range(STEPS * agents.BATCH)]
-        agents.task.write_jsonl(files / "sft.jsonl", pairs)
+        task.write_jsonl(files / "sft.jsonl", pairs)
         (BASE / "ready").touch()
     if not (BASE / "start/model/model.safetensors").exists():
-        agents.command("sft", str(HERE / "sft.yaml"), f"steps={STEPS}", f"run.dir={BASE}")
+        mini_agents.command("sft", str(HERE / "sft.yaml"), f"steps={STEPS}", f"run.dir={BASE}")
 
 
 def _pair(rng: random.Random, question: str) -> dict[str, str]:

@@ -29,7 +29,8 @@ class Tool(ABC):
     @abstractmethod
     def run(self, arguments: Mapping[str, Any]) -> str:
         """Returns what the model is told. A model's own mistake (wrong arguments, code that raises or does not end) is
-        such a text too. Raises EnvironmentFailure where the tool itself broke."""
+        such a text too. Raises EnvironmentFailure where the tool itself broke, at once: trying again is the
+        environment's part."""
         ...
 
 

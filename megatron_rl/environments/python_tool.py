@@ -20,8 +20,7 @@ class PythonTool(Tool):
     """Runs a program and tells what it printed; where it printed nothing, the value of its last expression.
 
     A program that raises, takes too long or prints too much is told so, with what it had printed. Nothing is kept from
-    one call to the next, so that a call may be made again. A failure of the sandbox is tried once more before it is an
-    EnvironmentFailure.
+    one call to the next, so that a call may be made again. A failure of the sandbox is an EnvironmentFailure.
     """
 
     name: str = "python"
@@ -63,10 +62,6 @@ class PythonTool(Tool):
         return self._told(self._run(fenced[1] if fenced else code))
 
     def _run(self, code: str) -> Ran:
-        try:
-            return sandbox.run_program(code, show_value=True, settings=self._settings)
-        except SandboxFailure:
-            pass
         try:
             return sandbox.run_program(code, show_value=True, settings=self._settings)
         except SandboxFailure as error:

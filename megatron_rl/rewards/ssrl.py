@@ -6,9 +6,10 @@ The rules are those of the released code (TsinghuaC3I/SSRL 3009f21, verl/workers
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Mapping
 from typing import Any
+
+from megatron_rl.rewards import exact_match
 
 TURNS = 2  # thoughts that a full format score needs
 MAX_TURNS = 8  # more thoughts than these have the format score 0
@@ -17,20 +18,11 @@ _NAMES = ("think", "search", "information", "answer")
 _ANY_TAG = re.compile(r"<([^>]+)>")
 _TAG = re.compile(r"<(/?(?:think|search|information|answer))>")
 _SEARCH = ["search", "/search", "information", "/information"]
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def grade(response: str, payload: Mapping[str, Any]) -> float:
     """Returns 0.9 * exact match + 0.1 * format. Known answers are payload["answers"], else payload["answer"] alone."""
-    known = payload.get("answers")
-    return 0.9 * exact_match(response, [payload["answer"]] if known is None else known) + 0.1 * search_format(response)
-
-
-def exact_match(response: str, known: list[str]) -> float:
-    """Returns 1.0 when the last <answer> block is one of the known answers, but for case, punctuation, articles and
-    spaces; else 0.0."""
-    blocks = _blocks(response, "answer")
-    return float(bool(blocks) and _normal(blocks[-1]) in map(_normal, known))
+    return 0.9 * exact_match.grade(response, payload) + 0.1 * search_format(response)
 
 
 def search_format(response: str) -> float:
@@ -80,8 +72,3 @@ def _paired(tags: list[str]) -> bool:
 
 def _blocks(response: str, name: str) -> list[str]:
     return re.findall(f"<{name}>(.*?)</{name}>", response, re.DOTALL)
-
-
-def _normal(text: str) -> str:
-    plain = str(text).lower().translate(_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from example_home import make_home
 
 from megatron_rl.algorithms.estimators import word_of
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -36,6 +37,12 @@ TRAIN = [
     *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
     *("ssrl_mini/ssrl", "agent_mini/agent", "tango_agent_mini/tango"),
     *("poker_mini/poker",),
+    *(
+        "search_mini/search",
+        "python_mini/python",
+        "search_r1_qwen2.5_7b",
+        "retool_qwen2.5_32b",
+    ),
 ]
 SFT = [
     "sft_qwen2.5_math_7b",
@@ -47,6 +54,8 @@ SFT = [
     "agent_mini/sft",
     "tango_agent_mini/sft",
     "poker_mini/sft",
+    "search_mini/sft",
+    "python_mini/sft",
 ]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
@@ -61,8 +70,10 @@ def test_every_example_is_tested():
 
 
 @pytest.mark.parametrize("name", TRAIN)
-def test_training_examples_are_valid(name, monkeypatch):
-    monkeypatch.chdir(EXAMPLES.parent)
+def test_training_examples_are_valid(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(make_home(tmp_path))
+    if name.startswith("search_"):
+        pytest.importorskip("bm25s")
     found = load(TrainConfig, name)
     config_checks.check(found, 32)
     recipe = plugins.build(found.recipe)
@@ -298,6 +309,41 @@ def test_search_self_play_has_the_released_numbers():
     assert (proposer.optimizer.lr, proposer.optimizer.warmup_steps) == (1e-6, 5)
     loss = proposer.loss
     assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (0.2, 0.285, "k3", 0.01, 0.0)
+
+
+def test_search_r1_has_the_released_numbers():
+    """scripts/nq_hotpotqa/v0.2/train_grpo.sh of PeterGriffinJin/Search-R1 a14dc3a; its total of 1,005 updates has 0.285
+    of warm-up, and its mini-batches are of conversations."""
+    config = load(TrainConfig, "search_r1_qwen2.5_7b")
+    role, args = config.roles["agent"], config.recipe.args
+    samples = config.run.prompts_per_step * args["group_size"]
+    assert (config.run.prompts_per_step, args["group_size"], args["updates"]) == (512, 5, 1005)
+    assert (role.samples_per_optimizer_step, role.optimizer.warmup_steps) == (256, int(0.285 * 1005) * samples // 256)
+    assert (role.optimizer.lr, role.optimizer.weight_decay, role.optimizer.clip_grad) == (1e-6, 0.01, 1.0)
+    loss = role.loss
+    assert (loss.clip_low, loss.clip_high, loss.kl, loss.kl_coef, loss.entropy_coef) == (0.2, 0.2, "k3", 0.001, 0.001)
+    assert (role.max_prompt_tokens, role.sampling.max_tokens, role.sampling.temperature) == (4096, 500, 1.0)
+    world = args["environment"]["args"]
+    assert (world["max_calls"], world["tools"][0]["args"]["top_k"]) == (4, 3)
+    assert world["reminder"].endswith(" the answer between <answer> and </answer>. I try again.\n")
+
+
+def test_retool_has_the_released_numbers():
+    """recipe/retool/run_qwen2.5_32b_dapo.sh of volcengine/verl b16865f; the paper's tags."""
+    config = load(TrainConfig, "retool_qwen2.5_32b")
+    role, args = config.roles["agent"], config.recipe.args
+    assert (config.run.prompts_per_step, args["group_size"], args["estimator"]) == (512, 16, "grpo")
+    assert (role.samples_per_optimizer_step, role.optimizer.lr, role.optimizer.warmup_steps) == (64 * 16, 1e-6, 0)
+    loss = role.loss
+    assert (loss.clip_low, loss.clip_high, loss.objective_args) == (0.2, 0.28, {"dual_clip": 10.0})
+    assert (loss.kl_coef, loss.entropy_coef, loss.aggregation) == (0.0, 0.0, "token_mean")
+    assert role.max_prompt_tokens + role.sampling.max_tokens == 2048 + 16384
+    world = args["environment"]["args"]
+    tool = world["tools"][0]["args"]
+    assert (world["max_calls"] + 1, tool["timeout_s"], tool["memory_mib"]) == (8, 30, 1024)
+    prompt = (EXAMPLES / "retool/prompt.txt").read_text()
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n\n"), "one line end is the file's own"
+    assert all(tag in prompt for tag in ("<code>\n```python", "<interpreter>", "<answer>\n\\boxed{"))
 
 
 @pytest.mark.parametrize("name", ["sft_qwen2.5_math_7b", "sft_llama3.1_8b"])

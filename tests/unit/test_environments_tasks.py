@@ -12,11 +12,14 @@ from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.moves import Call, EnvironmentFailure, Over, Said
+from megatron_rl.rewards import sandbox
+from megatron_rl.rewards.sandbox import SandboxFailure
 from megatron_rl.text import fill, read_template
 from megatron_rl.types import Stop
 
 CALCULATOR = "megatron_rl.environments.calculator:Calculator"
 TOOL_TASK = "megatron_rl.environments.tool_task:ToolTask"
+PYTHON = "megatron_rl.environments.python_tool:PythonTool"
 ECHO, FLAKY = "task_tools:Echo", "task_tools:Flaky"
 
 
@@ -251,6 +254,19 @@ def test_a_tool_that_breaks_is_asked_once_more_and_then_ends_the_episode(tmp_pat
     assert contents(moves)[1] == "\n<result>[a]</result>\n" and over.rewards == {"agent": {"tool_calls": 1.0}}
     with pytest.raises(EnvironmentFailure, match="server is away"):
         played(task(tmp_path, tools=[{"target": FLAKY, "args": {"failures": 2}}]), [call, answer])
+
+
+def test_a_sandbox_that_is_lost_is_tried_twice_in_all(tmp_path, monkeypatch):
+    asked = []
+
+    def lost(code, **settings):
+        asked.append(code)
+        raise SandboxFailure("lost")
+
+    monkeypatch.setattr(sandbox, "run_program", lost)
+    with pytest.raises(EnvironmentFailure, match="the tool python: lost"):
+        played(task(tmp_path, tools=[PYTHON]), ["<python>1 + 1</python>"])
+    assert asked == ["1 + 1"] * 2
 
 
 def test_a_task_with_messages_is_put_as_its_conversation(tmp_path):

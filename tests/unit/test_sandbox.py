@@ -575,24 +575,17 @@ def test_the_python_tool_keeps_nothing_between_calls(any_way):
     assert tool.run({"program": "x"}).startswith("error: give a program")
 
 
-def test_the_python_tool_tries_a_lost_sandbox_once_more(any_way, monkeypatch):
-    real, asked = sandbox_process.run, []
+def test_a_lost_sandbox_is_a_tool_that_broke_at_once(monkeypatch):
+    asked = []
 
-    def lost(times):
-        def once(*given):
-            asked.append(1)
-            if len(asked) <= times:
-                raise SandboxFailure("lost")
-            return real(*given)
+    def lost(code, **settings):
+        asked.append(code)
+        raise SandboxFailure("lost")
 
-        return once
-
-    monkeypatch.setattr(sandbox_process, "run", lost(1))
-    assert PythonTool().run({"code": "1 + 1"}) == "2" and len(asked) == 2
-    asked.clear()
-    monkeypatch.setattr(sandbox_process, "run", lost(2))
+    monkeypatch.setattr(sandbox, "run_program", lost)
     with pytest.raises(EnvironmentFailure, match="the tool python: lost"):
         PythonTool().run({"code": "1 + 1"})
+    assert asked == ["1 + 1"], "who calls the tool tries again: test_environments_tasks.py"
 
 
 @pytest.mark.parametrize("settings", [{"timeout_s": 0}, {"memory_mib": -1}, {"max_characters": 0}])
