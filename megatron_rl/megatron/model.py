@@ -16,10 +16,10 @@ from megatron_rl.megatron import platform
 from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models import core_settings
+from megatron_rl.models.cuts import padded_vocab
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
-from megatron_rl.weights.rectangles import padded_vocab
-from megatron_rl.weights.sizes import FAMILIES
 
 platform.install()
 
@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 IGNORED = -100  # the label of a position whose log-probability is not wanted
+ACTIVATIONS = {"silu": F.silu}  # of gates, by the words of models/sizes.py
 
 
 class PolicyModel(GPTModel):
@@ -119,6 +120,9 @@ def transformer_config(
     Raises ConfigError for fp8 where it is not available.
     """
     dtype = getattr(torch, model.dtype)
+    settings = core_settings.architecture(arch, arch.features)
+    settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
+    settings["activation_func"] = ACTIVATIONS[arch.features.activation]
     if model.fp8:
         check_fp8()
     return TransformerConfig(
@@ -137,31 +141,10 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
-        **_architecture(arch),
+        moe_grouped_gemm=bool(arch.experts) and uses_transformer_engine(),
+        **settings,
         **_parallelism(groups.layout),
-        **_experts(arch, model.router_aux_loss),
         **_recompute(model),
-    )
-
-
-def _architecture(arch: Architecture) -> dict[str, Any]:
-    """Returns the settings that decide the shapes and the arithmetic of the layers."""
-    return dict(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden,
-        num_attention_heads=arch.heads,
-        num_query_groups=arch.kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
     )
 
 
@@ -189,40 +172,6 @@ def _recompute(model: Model) -> dict[str, Any]:
     if model.recompute == "selective":
         return dict(recompute_granularity="selective", recompute_modules=[*model.recompute_modules])
     return {}
-
-
-def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
-    """Returns the settings of the experts and their router.
-
-    No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
-    gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
-    divided by the chosen ones' sum: this is what families that renormalise do.
-    """
-    if not arch.experts:
-        return {}
-    renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
-    chosen = arch.config.num_experts_per_tok
-    if renormalised and chosen == 1:
-        raise ConfigError(
-            f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability "
-            "is always 1 and it gets no gradient; Megatron-core refuses it"
-        )
-    shared = (
-        dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True)
-        if arch.shared_ffn
-        else {}
-    )
-    return dict(
-        num_moe_experts=arch.experts,
-        moe_ffn_hidden_size=arch.expert_ffn,
-        moe_router_topk=chosen,
-        moe_router_pre_softmax=not renormalised,
-        moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
-        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
-        moe_aux_loss_coeff=aux_loss,
-        moe_grouped_gemm=uses_transformer_engine(),
-        **shared,
-    )
 
 
 def build(arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0) -> list[PolicyModel]:
@@ -286,20 +235,7 @@ def _mark_experts(chunk: PolicyModel) -> None:
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
     """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    if not uses_transformer_engine():
-        return {"position_embedding_type": "none"}
-    scaling = (
-        arch.config.rope_parameters if hasattr(arch.config, "rope_parameters") else (arch.config.rope_scaling or {})
-    )
-    kind = scaling.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {kind!r} is not supported with Transformer Engine: use default or llama3")
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": int(arch.rope_theta),
-        "rope_scaling": kind == "llama3",
-        "rope_scaling_factor": scaling.get("factor", 8.0),
-    }
+    return core_settings.rotary(arch.features) if uses_transformer_engine() else {"position_embedding_type": "none"}
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
@@ -308,10 +244,10 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.qk_norm
+            num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.features.qk_norm
         )
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm
+        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.features.qk_norm
     )
     layer = cast(Any, spec)  # core declares its submodules as `object`
     layer.submodules.input_layernorm = RMSNorm
@@ -328,7 +264,7 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         part.activation_func = SwiGLU
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = SDPAttention
-    if arch.qk_norm:
+    if arch.features.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, **virtual)
     norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too

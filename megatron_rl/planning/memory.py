@@ -135,7 +135,7 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
     norms = 2 * stream * (sizes.hidden * (numbers.norm + w) + 4)
     # attention keeps q, k, v and its output, and the next product keeps the output again
     attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)
-    if sizes.qk_norm:
+    if shape.features.qk_norm:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (w * (q + 2 * kv + copied) + normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages
 from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
@@ -32,7 +33,6 @@ from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.layouts import EngineLayout
 from megatron_rl.weights.rectangles import Rect
-from megatron_rl.weights.sizes import Sizes
 
 Model = dict[str, torch.Tensor]
 

@@ -13,6 +13,8 @@ import pytest
 from ranks import run_ranks
 from tiny_models import make_model
 
+from megatron_rl.models.registry import families
+
 WORKER = Path(__file__).parents[1] / "helpers" / "layouts_worker.py"
 TP, PP = {"tp": 2}, {"pp": 2}
 SP = {"tp": 2, "sequence_parallel": True}
@@ -287,6 +289,15 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize(("world", "name"), [(world, case["name"]) for world, cases in CASES.items() for case in cases])
 def test_parity_with_transformers(results, world, name):
     check(results(world), name)
+
+
+def test_every_family_has_a_case():
+    """A family that nobody compared with transformers is a claim."""
+    models = {case.get("model", "qwen2") for cases in CASES.values() for case in cases}
+    assert not families().keys() - models, "give these families cases above"
+    assert {name for name, family in families().items() if family.has_experts} <= {
+        case.get("model") for cases in CASES.values() for case in cases if case["layout"].get("ep") == 2
+    }
 
 
 @pytest.mark.matrix

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_model
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import delta
 from megatron_rl.refit.topology import Topology
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.sizes import Sizes
 
 TIMEOUT_S = 200
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)

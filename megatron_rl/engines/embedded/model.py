@@ -24,7 +24,7 @@ class Decoder:
         self.arch, self.weights = arch, weights
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
         self._turns = self._rotary(512)
-        self._eps = torch.tensor(arch.norm_eps)
+        self._eps = torch.tensor(arch.features.norm_eps)
 
     def new_cache(self, rows: int, width: int) -> list[Tensor]:
         """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so
@@ -112,7 +112,7 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda:
-            return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+            return F.rms_norm(x, weight.shape, weight, self.arch.features.norm_eps)
         # On CPU torch runs rms_norm as nine small operations; these are five.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()

@@ -148,7 +148,7 @@ class _Storage:
     def layer(self, prefix: str) -> Layer:
         """Makes the block whose tensors' names begin with `prefix`."""
         arch = self._arch
-        bias = self._fused_heads(f"{prefix}self_attn.", "bias") if arch.qkv_bias else None
+        bias = self._fused_heads(f"{prefix}self_attn.", "bias") if arch.features.qkv_bias else None
         return Layer(
             norm=self.plain(f"{prefix}input_layernorm.weight", arch.hidden),
             qkv=self._fused_heads(f"{prefix}self_attn.", "weight", arch.hidden),
@@ -180,7 +180,7 @@ class _Storage:
         return fused
 
     def _head_norm(self, name: str) -> Tensor | None:
-        if not self._arch.qk_norm:
+        if not self._arch.features.qk_norm:
             return None
         weight = self._new(self._arch.head_dim)
         self.slots[name] = WeightSlot(weight, self._arch.head_dim)

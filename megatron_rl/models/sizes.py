@@ -1,0 +1,74 @@
+"""Holds the sizes that decide the shapes of a model's tensors, and the features that decide its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a decoder of one of the families, in Hugging Face's terms."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # width of a dense layer
+    vocab: int
+    tied: bool  # whether the output weights are the embedding
+    experts: int = 0  # experts per layer; 0 for a dense model
+    expert_ffn: int = 0  # width of an expert
+    shared_ffn: int = 0  # width of the shared expert; 0 where there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """A rotary embedding: its base, and how its frequencies are scaled for long contexts."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # rope_type of config.json
+    factor: float = 8.0  # by which a scaled context is longer; not used by the kind "default"
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Reads it as transformers 5 writes it (rope_parameters) or as older files spell it (rope_theta and
+        rope_scaling)."""
+        told = config.get("rope_parameters") or {
+            "rope_theta": config.get("rope_theta", cls.theta),
+            **(config.get("rope_scaling") or {}),
+        }
+        kind = told.get("rope_type", told.get("type", "default"))
+        return cls(theta=float(told["rope_theta"]), kind=kind, factor=float(told.get("factor", cls.factor)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The way a router chooses experts: those of the largest softmax probabilities, whose outputs it weighs by them."""
+
+    chosen: int  # experts of a token
+    renormalised: bool  # whether the chosen ones' probabilities are made to sum to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The features of a model's arithmetic that differ between families, or between models of one.
+
+    Settings of Megatron-core, planning, the embedded engine and checks read them; what a family does not name is as in
+    Llama.
+    """
+
+    norm_eps: float = 1e-6
+    activation: Literal["silu"] = "silu"  # of the gate
+    qkv_bias: bool = False  # query, key and value have a bias
+    qk_norm: bool = False  # queries and keys are normalised, head by head
+    rotary: Rotary = Rotary()
+    routing: Routing | None = None  # None: the model has no experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Returns how many experts a token sees; 0 for a dense model."""
+        return 0 if self.routing is None else self.routing.chosen
