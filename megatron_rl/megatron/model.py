@@ -13,11 +13,12 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform
-from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
+from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models import core_settings
 from megatron_rl.models.cuts import padded_vocab
+from megatron_rl.models.sizes import Features
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
 
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -37,7 +39,11 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 IGNORED = -100  # the label of a position whose log-probability is not wanted
-ACTIVATIONS = {"silu": F.silu}  # of gates, by the words of models/sizes.py
+# By the words of models/sizes.py: a gate's function, and the module that computes a gate from fc1's joined output.
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "silu": (F.silu, SwiGLU),
+    "gelu_tanh": (functools.partial(F.gelu, approximate="tanh"), GeGLU),
+}
 
 
 class PolicyModel(GPTModel):
@@ -92,14 +98,26 @@ class PolicyModel(GPTModel):
         )
 
 
-def uses_transformer_engine() -> bool:
-    """Says whether there is a GPU and Transformer Engine can be imported. Otherwise the torch spec is used."""
+def has_transformer_engine() -> bool:
+    """Says whether there is a GPU and Transformer Engine can be imported."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_fp8() -> None:
+def uses_transformer_engine(features: Features) -> bool:
+    """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
+
+    It also is for models of which core has no layers with Transformer Engine.
+    """
+    return has_transformer_engine() and not core_settings.needs_own_layers(features)
+
+
+def check_fp8(features: Features) -> None:
     """Raises ConfigError where 8-bit matrix products are not available."""
-    if not uses_transformer_engine():
+    if core_settings.needs_own_layers(features):
+        raise ConfigError(
+            "model.fp8 = true, and Transformer Engine's layers cannot compute this family: set it to false"
+        )
+    if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
         )
@@ -119,19 +137,19 @@ def transformer_config(
 
     Raises ConfigError for fp8 where it is not available.
     """
-    dtype = getattr(torch, model.dtype)
+    dtype, fused = getattr(torch, model.dtype), uses_transformer_engine(arch.features)
     settings = core_settings.architecture(arch, arch.features)
     settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
-    settings["activation_func"] = ACTIVATIONS[arch.features.activation]
+    settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
-        check_fp8()
+        check_fp8(arch.features)
     return TransformerConfig(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
-        bias_activation_fusion=uses_transformer_engine(),
-        use_te_activation_func=not uses_transformer_engine(),  # core's name for: take the layer spec's activation
+        bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # core's name for: take the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -141,7 +159,7 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
-        moe_grouped_gemm=bool(arch.experts) and uses_transformer_engine(),
+        moe_grouped_gemm=bool(arch.experts) and fused,
         **settings,
         **_parallelism(groups.layout),
         **_recompute(model),
@@ -192,6 +210,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
         _mark_experts(chunk)
+        _scale_embedding(chunk, arch.features.embedding_scale)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
@@ -233,14 +252,24 @@ def _mark_experts(chunk: PolicyModel) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
+def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
+    """Makes the first stage multiply embedded tokens by `scale`, rounded to the dtype of the model."""
+    if scale == 1.0 or not chunk.pre_process:
+        return
+    rounded = float(torch.tensor(scale, dtype=chunk.config.params_dtype))
+    chunk.embedding.register_forward_hook(lambda _module, _tokens, embedded: embedded * rounded)
+
+
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
     """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    return core_settings.rotary(arch.features) if uses_transformer_engine() else {"position_embedding_type": "none"}
+    if uses_transformer_engine(arch.features):
+        return core_settings.rotary(arch.features)
+    return {"position_embedding_type": "none"}
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
     """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
-    if uses_transformer_engine():
+    if uses_transformer_engine(arch.features):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec(
@@ -261,11 +290,14 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         }
     mlp = _submodules(layer.submodules.mlp)
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
-        part.activation_func = SwiGLU
+        part.activation_func = ACTIVATIONS[arch.features.activation][1]
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SDPAttention
+    attention.core_attention = ModuleSpec(module=SDPAttention, params={"features": arch.features})
     if arch.features.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if arch.features.norms_after:
+        addition = ModuleSpec(module=NormedAddition, params={"config": config})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = addition
     count = get_num_layers_to_build(config, **virtual)
     norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

@@ -163,7 +163,7 @@ class MegatronPolicy:
     def trainer_layout(self) -> TrainerLayout:
         """The rectangles that the ranks hold, for the plan of a refit."""
         layout = self.role.layout
-        fused = models.uses_transformer_engine()
+        fused = models.uses_transformer_engine(self.arch.features)
         return TrainerLayout(
             tp=layout.tp,
             pp=layout.pp,

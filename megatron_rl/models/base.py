@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
 from megatron_rl.models.rows import Ends, Row
-from megatron_rl.models.sizes import Features, Rotary, Routing, Sizes
+from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Routing, Sizes
 
 KEYS = {  # of config.json, by the field of Sizes that they give
     "num_layers": "num_hidden_layers",
@@ -67,9 +67,9 @@ class Family:
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
         """Returns the sizes in a config.json that is supported. Raises KeyError for a key that is missing."""
-        wanted = ["num_layers", "hidden", "heads", "ffn", "vocab"]
-        wanted += ["experts", "expert_ffn"] if self.has_experts else []
+        wanted = ["experts", "expert_ffn"] if self.has_experts else []
         wanted += ["shared_ffn"] if self.has_shared_expert else []
+        wanted += ["num_layers", "hidden", "heads", "ffn", "vocab"]
         found = {field: int(config[self.key(field, config)]) for field in wanted}
         return Sizes(
             family=self.model_type,
@@ -93,9 +93,13 @@ class Family:
         return replace(
             self.common,
             norm_eps=float(config.get("rms_norm_eps", self.common.norm_eps)),
-            rotary=Rotary.read(config),
+            kinds=self.kinds(config),
             routing=self.routing(config) if self.has_experts else None,
         )
+
+    def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
+        """Returns the kinds of attention that its layers have."""
+        return (AttentionKind(rotary=Rotary.read(config)),)
 
     def routing(self, config: Mapping[str, Any]) -> Routing:
         """Returns how the routers of a model with experts choose."""

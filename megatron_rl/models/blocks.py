@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.models.base import Sizes
 from megatron_rl.models.cuts import (
     ByColumns,
     ByRows,
@@ -16,6 +15,7 @@ from megatron_rl.models.cuts import (
     Whole,
 )
 from megatron_rl.models.rows import EXPERT, Ends, Row
+from megatron_rl.models.sizes import Sizes
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 PARTS = ("gate_proj", "up_proj", "down_proj")

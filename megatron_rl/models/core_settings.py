@@ -29,7 +29,14 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         add_qkv_bias=features.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        layernorm_zero_centered_gamma=features.norm_from_one,
+        softmax_scale=features.softmax_scale,
     )
+
+
+def needs_own_layers(features: Features) -> bool:
+    """Returns whether core has no layers of its own for a model: norms after, or attention of several kinds."""
+    return features.norms_after or len(features.kinds) > 1
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
@@ -70,7 +77,7 @@ def rotary(features: Features) -> dict[str, Any]:
 
     Raises ValueError for a scaling that core does not have.
     """
-    own = features.rotary
+    own = features.kinds[0].rotary
     if own.kind not in ("default", "llama3"):
         raise ValueError(f"rope_type {own.kind!r} is not supported with Transformer Engine: use default or llama3")
     return {

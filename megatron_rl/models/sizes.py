@@ -54,6 +54,15 @@ class Routing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """What a layer's attention sees, and how it knows places. The layers of a model may be of several kinds."""
+
+    rotary: Rotary = Rotary()
+    window: int | None = None  # a token sees so many, itself and those right before it; None: all before it
+    layer_type: str | None = None  # config.json's word for such layers, where there are several kinds
+
+
+@dataclass(frozen=True, kw_only=True)
 class Features:
     """The features of a model's arithmetic that differ between families, or between models of one.
 
@@ -62,11 +71,20 @@ class Features:
     """
 
     norm_eps: float = 1e-6
-    activation: Literal["silu"] = "silu"  # of the gate
+    norm_from_one: bool = False  # norms multiply by 1 + weight
+    norms_after: bool = False  # what attention and feed-forward add is normalised once more
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     qkv_bias: bool = False  # query, key and value have a bias
     qk_norm: bool = False  # queries and keys are normalised, head by head
-    rotary: Rotary = Rotary()
+    softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
+    pattern: tuple[int, ...] = ()  # the kind of every layer, as a place in `kinds`; empty: all are of the first
     routing: Routing | None = None  # None: the model has no experts
+
+    def kind_of(self, layer: int) -> int:
+        """Returns the place in `kinds` of a layer's attention."""
+        return self.pattern[layer] if self.pattern else 0
 
     @property
     def experts_per_token(self) -> int:

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.blocks import EMBEDDING, HEAD
-from megatron_rl.models.sizes import Features, Sizes
+from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import headers
 from megatron_rl.weights.copies import from_tensor
 from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
@@ -35,21 +35,23 @@ class Architecture(Sizes):
     features: Features
     config: PretrainedConfig
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
-        frequencies, scale = self._frequencies()
+    def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says, for layers
+        of one of the features' kinds."""
+        frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * scale, angles.sin() * scale
 
-    def _frequencies(self) -> tuple[Tensor, float]:
+    def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
         """Returns radians per position [head_dim / 2] (float32), and the factor of cos and sin, as transformers' rotary
         embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
-        settings = self.config.rope_parameters
-        if settings["rope_type"] != "default":
-            return ROPE_INIT_FUNCTIONS[settings["rope_type"]](cast(Any, self.config))
+        own = kind.rotary
+        if own.kind != "default":
+            layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
+            return ROPE_INIT_FUNCTIONS[own.kind](cast(Any, self.config), **layer_type)
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
-        return 1.0 / settings["rope_theta"] ** exponents, 1.0
+        return 1.0 / own.theta**exponents, 1.0
 
 
 def local_directory(path: str | Path) -> Path:

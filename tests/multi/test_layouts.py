@@ -86,6 +86,16 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen3_moe-packed", "model": "qwen3_moe", "layout": {}, "packed": True},
         {"name": "qwen3_moe-renormalised-padded", "model": "qwen3_moe_renormalised", "layout": {}, "packed": False},
         {"name": "qwen2_moe-packed", "model": "qwen2_moe", "layout": {}, "packed": True},
+        {"name": "gemma3-packed", "model": "gemma3_text", "layout": {}, "packed": True},
+        {"name": "gemma3-padded", "model": "gemma3_text", "layout": {}, "packed": False},
+        {
+            "name": "gemma3-untied-recompute",
+            "model": "gemma3_untied",
+            "layout": {},
+            "packed": True,
+            "model_settings": RECOMPUTE,
+        },
+        {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "packed": True, "dtype": "bfloat16"},
         {
             "name": "qwen2_moe-recompute-padded",
             "model": "qwen2_moe",
@@ -139,6 +149,13 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen2_moe-tp2sp-padded", "model": "qwen2_moe", "layout": SP, "packed": False},
         {"name": "qwen2_moe-pp2-packed", "model": "qwen2_moe", "layout": PP, "packed": True},
         {"name": "qwen3_moe-pp2vpp2-packed", "model": "qwen3_moe_renormalised", "layout": VPP, "packed": True},
+        {"name": "gemma3-tp2-packed", "model": "gemma3_text", "layout": TP, "packed": True},
+        {"name": "gemma3-tp2sp-packed", "model": "gemma3_text", "layout": SP, "packed": True},
+        {"name": "gemma3-tp2sp-padded", "model": "gemma3_text", "layout": SP, "packed": False},
+        {"name": "gemma3-pp2-packed", "model": "gemma3_text", "layout": PP, "packed": True},
+        {"name": "gemma3-pp2vpp2-padded", "model": "gemma3_text", "layout": VPP, "packed": False},
+        {"name": "gemma3-cp2-packed", "model": "gemma3_text", "layout": CP, "packed": True},
+        {"name": "gemma3-cp2-padded", "model": "gemma3_text", "layout": CP, "packed": False},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
@@ -264,8 +281,9 @@ def results(tmp_path_factory):
     make_model(directory / "qwen2", "qwen2", **sizes)
     make_model(directory / "qwen2_tied", "qwen2", tie_word_embeddings=True, **sizes)
     make_model(directory / "qwen3", "qwen3", **sizes)
-    for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe"):
+    for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text"):
         make_model(directory / family, family, **sizes)
+    make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)
     for family in MOE:
         make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
