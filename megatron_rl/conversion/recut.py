@@ -81,7 +81,7 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
         raise ConfigError(
             f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
-    axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts else layout.tp)
+    axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
     if problems := trainer_problems(sizes, axes, str(source.model)):
         raise ConfigError("\n  ".join(f"no run reads such a checkpoint: {line}" for line in problems))
     cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)

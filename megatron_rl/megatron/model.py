@@ -39,10 +39,11 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 IGNORED = -100  # the label of a position whose log-probability is not wanted
-# By the words of models/sizes.py: a gate's function, and the module that computes a gate from fc1's joined output.
+# By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
+# computes a gate from fc1's joined output in its place.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": (F.silu, SwiGLU),
-    "gelu_tanh": (functools.partial(F.gelu, approximate="tanh"), GeGLU),
+    "gelu_tanh": (F.gelu, GeGLU),
 }
 
 

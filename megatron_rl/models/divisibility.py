@@ -22,7 +22,7 @@ class Axes:
     tp: int = 1
     runs: int = 1  # of layers: pp x vpp. Layouts whose stages may be uneven leave it at 1
     ep: int = 1
-    etp: int = 1
+    etp: int | None = None  # None: as many as tp
     sequence_parallel: bool = True
 
     @classmethod
@@ -32,7 +32,7 @@ class Axes:
             tp=layout.tp,
             runs=layout.pp * (layout.vpp or 1),
             ep=layout.ep,
-            etp=layout.expert_tp,
+            etp=layout.etp,
             sequence_parallel=layout.sequence_parallel,
         )
 
@@ -82,7 +82,7 @@ def _engine_rules(sizes: Sizes, expert_parallel: bool) -> list[_Rule]:
 
 def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:
     """Returns every size that a trainer's layout does not divide."""
-    ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.etp}
+    ranks = {"tp": axes.tp, "pp x vpp": axes.runs, "ep": axes.ep, "etp": axes.tp if axes.etp is None else axes.etp}
     return [*_violations(sizes, _trainer_rules(sizes), ranks)]
 
 
@@ -98,7 +98,7 @@ def trainer_problems(sizes: Sizes, axes: Axes, model: str) -> list[str]:
     trains experts under tensor parallelism with sequence parallelism alone.
     """
     found = [violation.says(model) for violation in trainer_violations(sizes, axes)]
-    if not sizes.experts and (axes.ep > 1 or axes.etp != axes.tp):
+    if not sizes.experts and (axes.ep > 1 or axes.etp not in (None, 1) or (axes.etp or axes.tp) != axes.tp):
         found.append(f"{model} has no experts: set layout.ep = {axes.ep} to 1 and layout.etp = {axes.etp} to null")
     if sizes.experts and axes.tp > 1 and not axes.sequence_parallel:
         found.append(

@@ -138,7 +138,7 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
 def _axes(sizes: Sizes, layout: TrainerLayout) -> Axes:
     """Returns the axes of a layout. The arithmetic here allows uneven stages, so that runs of layers are not asked
     about."""
-    etp = layout.etp if sizes.experts or layout.etp > 1 else layout.tp
+    etp = layout.etp if sizes.experts or layout.etp > 1 else None
     return Axes(tp=layout.tp, ep=layout.ep, etp=etp)
 
 
