@@ -220,6 +220,9 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "buckets": 0.0,
     "cast": 0.0,
 }
+# Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
+# makes lr / eps = 100 times a gradient's error.
+BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}}
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,
@@ -335,5 +338,5 @@ def check(answers, name):
         assert errors["largest_gradient"] > 1e-2
         relative = errors["gradients"] / errors["largest_gradient"]
         assert relative <= GRADIENTS, f"rank {rank}: gradients are off by {relative:.1e} of the largest"
-        for what, bound in BOUNDS.items():
+        for what, bound in BOUNDS_OF.get(name.partition("-")[0], BOUNDS).items():
             assert errors[what] <= bound, f"rank {rank}: {what} is off by {errors[what]:.2e}, bound {bound:.0e}"
