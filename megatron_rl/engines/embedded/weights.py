@@ -1,6 +1,7 @@
 """The embedded engine's copy of a model's weights: fused storage, and where each Hugging Face tensor lies in it.
 
-H query heads   KV key/value heads   d head size   h hidden size   f ffn size   V vocabulary
+H query heads   KV key/value heads   d head size   h hidden size   f width of a feed-forward or an expert   E experts
+V vocabulary
 """
 
 from __future__ import annotations
@@ -12,11 +13,38 @@ import torch
 from torch import Tensor
 
 from megatron_rl.weights.hf import Architecture
+from megatron_rl.weights.sizes import FAMILIES
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A dense feed-forward layer; gate and up are fused by rows."""
+
+    gate_up: Tensor  # [2 f, h]
+    down: Tensor  # [h, f]
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token goes through; a gate of its own weighs what it gives."""
+
+    gate: Tensor  # [1, h]
+    layer: FeedForward
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A layer's router, and its experts in two tensors; gate and up of one expert are fused by rows."""
+
+    router: Tensor  # [E, h]
+    gate_up: Tensor  # [E, 2 f, h]
+    down: Tensor  # [E, h, f]
+    shared: SharedExpert | None
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights; q, k, v and gate, up are fused by rows.
+    """One block's weights; q, k and v are fused by rows.
 
     The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
     attention is the same, and turning them is one complex product.
@@ -29,8 +57,7 @@ class Layer:
     k_norm: Tensor | None  # [d]
     out: Tensor  # [h, H d]
     mlp_norm: Tensor  # [h]
-    gate_up: Tensor  # [2 f, h]
-    down: Tensor  # [h, f]
+    mlp: FeedForward | ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -157,8 +184,7 @@ class _Storage:
             k_norm=self._head_norm(f"{prefix}self_attn.k_norm.weight"),
             out=self.plain(f"{prefix}self_attn.o_proj.weight", arch.hidden, arch.heads * arch.head_dim),
             mlp_norm=self.plain(f"{prefix}post_attention_layernorm.weight", arch.hidden),
-            gate_up=self._gate_up(f"{prefix}mlp."),
-            down=self.plain(f"{prefix}mlp.down_proj.weight", arch.hidden, arch.ffn),
+            mlp=self._experts(prefix) if arch.experts else self._feed_forward(f"{prefix}mlp.", arch.ffn),
         )
 
     def plain(self, name: str, *shape: int) -> Tensor:
@@ -186,8 +212,25 @@ class _Storage:
         self.slots[name] = WeightSlot(weight, self._arch.head_dim)
         return weight
 
-    def _gate_up(self, prefix: str) -> Tensor:
-        fused = self._new(2 * self._arch.ffn, self._arch.hidden)
-        for name, part in zip(("gate", "up"), fused.chunk(2), strict=True):
+    def _feed_forward(self, prefix: str, width: int) -> FeedForward:
+        gate_up = self._new(2 * width, self._arch.hidden)
+        for name, part in zip(("gate", "up"), gate_up.chunk(2), strict=True):
             self.slots[f"{prefix}{name}_proj.weight"] = WeightSlot(part)
-        return fused
+        return FeedForward(gate_up, self.plain(f"{prefix}down_proj.weight", self._arch.hidden, width))
+
+    def _experts(self, prefix: str) -> ExpertWeights:
+        """Makes router and experts, and the shared expert where the family has one."""
+        arch, family = self._arch, FAMILIES[self._arch.family]
+        gate_up = self._new(arch.experts, 2 * arch.expert_ffn, arch.hidden)
+        down = self._new(arch.experts, arch.hidden, arch.expert_ffn)
+        for number, (fused, last) in enumerate(zip(gate_up, down, strict=True)):
+            for name, part in zip(family.parts, (*fused.chunk(2), last), strict=True):
+                self.slots[f"{prefix}{family.experts}.experts.{number}.{name}.weight"] = WeightSlot(part)
+        router = self.plain(f"{prefix}{family.experts}.gate.weight", arch.experts, arch.hidden)
+        return ExpertWeights(router, gate_up, down, self._shared_expert(f"{prefix}{family.shared}"))
+
+    def _shared_expert(self, name: str) -> SharedExpert | None:
+        if not self._arch.shared_ffn:
+            return None
+        gate = self.plain(f"{name}_gate.weight", 1, self._arch.hidden)
+        return SharedExpert(gate, self._feed_forward(f"{name}.", self._arch.shared_ffn))

@@ -1,0 +1,72 @@
+"""The feed-forward layers of the embedded engine. With experts a router sends every token to some of them, and where
+the family has a shared expert, every token goes through that one too.
+
+N tokens   h hidden size   E experts   k experts of one token   f width of a feed-forward or an expert
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.engines.embedded.weights import ExpertWeights, FeedForward
+from megatron_rl.weights.hf import Architecture
+from megatron_rl.weights.sizes import FAMILIES
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The settings of a model's routers."""
+
+    count: int  # k
+    renormalised: bool  # whether the probabilities of a token's experts are made to sum to 1
+
+    @classmethod
+    def of(cls, arch: Architecture) -> Routing:
+        """Reads the settings of a model with experts."""
+        renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
+        return cls(count=arch.config.num_experts_per_tok, renormalised=renormalised)
+
+
+def add_dense(x: Tensor, y: Tensor, layer: FeedForward) -> None:
+    """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]."""
+    x.addmm_(_gated(F.linear(y, layer.gate_up)), layer.down.T)
+
+
+def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
+    """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]. Returns the chosen experts [N, k]."""
+    weights, chosen = route(y, layer.router, routing)
+    order = chosen.flatten().argsort(stable=True)  # [N k], places of (token, expert) pairs, expert by expert
+    experts = torch.arange(len(layer.router), device=y.device)
+    ends = torch.searchsorted(chosen.flatten()[order], experts, right=True).int()  # [E], of each expert's pairs
+    inner = _gated(F.grouped_mm(y[order // routing.count], layer.gate_up.mT, offs=ends))
+    made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
+    by_token = torch.empty_like(made)
+    by_token[order] = made
+    x.add_(torch.bmm(weights[:, None], by_token.float().unflatten(0, (-1, routing.count)))[:, 0])
+    if layer.shared is not None:
+        own = layer.shared.layer
+        shared = F.linear(_gated(F.linear(y, own.gate_up)), own.down)
+        x.addcmul_(shared, F.linear(y, layer.shared.gate).sigmoid_())
+    return chosen
+
+
+def route(y: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of every token. [N, h], [E, h] -> their weights [N, k] float32, their numbers [N, k] int64,
+    likeliest first.
+
+    The weights are probabilities of a softmax over all experts, as in transformers' routers. Logits are float32 in a
+    bfloat16 model too, as the trainer's are: rounded ones would send tokens near a tie to other experts.
+    """
+    probabilities = F.linear(y.float(), router.float()).softmax(dim=-1)
+    weights, chosen = probabilities.topk(routing.count, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True) if routing.renormalised else weights, chosen
+
+
+def _gated(fused: Tensor) -> Tensor:
+    """Multiplies the activated gate with up. [N, 2 f] -> [N, f]"""
+    gate, up = fused.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
