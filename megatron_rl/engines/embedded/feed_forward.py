@@ -39,14 +39,14 @@ def add_dense(x: Tensor, y: Tensor, layer: FeedForward) -> None:
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
     """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]. Returns the chosen experts [N, k]."""
     weights, chosen = route(y, layer.router, routing)
-    order = chosen.flatten().argsort(stable=True)  # [N k], places of (token, expert) pairs, expert by expert
-    experts = torch.arange(len(layer.router), device=y.device)
-    ends = torch.searchsorted(chosen.flatten()[order], experts, right=True).int()  # [E], of each expert's pairs
-    inner = _gated(F.grouped_mm(y[order // routing.count], layer.gate_up.mT, offs=ends))
+    experts, order = chosen.flatten().sort(stable=True)  # [N k] each: (token, expert) pairs stand expert by expert
+    numbers = torch.arange(len(layer.router), device=y.device)
+    ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], where the pairs of each expert end
+    rows = y.index_select(0, order // routing.count)
+    inner = _gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
     made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
-    by_token = torch.empty_like(made)
-    by_token[order] = made
-    x.add_(torch.bmm(weights[:, None], by_token.float().unflatten(0, (-1, routing.count)))[:, 0])
+    by_token = made.index_select(0, order.argsort()).unflatten(0, (-1, routing.count))
+    x.add_((by_token * weights[..., None]).sum(dim=1))
     if layer.shared is not None:
         own = layer.shared.layer
         shared = F.linear(_gated(F.linear(y, own.gate_up)), own.down)
