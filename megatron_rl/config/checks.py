@@ -86,16 +86,16 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
     problems += [
-        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers report the "
-        "experts that they choose; set engine.kind to vllm, or router_replay to false"
+        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers and the "
+        "embedded engine tell the experts that they choose; set engine.kind to one of them, or router_replay to false"
         for name, role in config.roles.items()
-        if role.router_replay and config.engine.kind != "vllm"
+        if role.router_replay and config.engine.kind not in ("vllm", "embedded")
     ]
     problems += [
         f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
-        "leave one of them out"
+        "leave one of them out, or set engine.kind to embedded"
         for name, role in config.roles.items()
-        if role.router_replay and role.tandem is not None
+        if role.router_replay and role.tandem is not None and config.engine.kind == "vllm"
     ]
     return problems
 

@@ -288,11 +288,6 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
-        if shape.sizes.experts:
-            raise ConfigError(
-                f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: "
-                "set engine.kind to vllm or sglang"
-            )
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
         cache = _writers(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))

@@ -99,8 +99,8 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
 
 
 def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
-    """Yields the config with each choice of engines worth trying; the embedded one for dense models alone."""
-    if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
+    """Yields the config with each choice of engines worth trying."""
+    if isinstance(config.engine, Embedded):
         yield config
     settings = config.engine if isinstance(config.engine, Servers) else Vllm()
     width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())

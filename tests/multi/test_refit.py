@@ -136,6 +136,7 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
         ("qwen3", {"pp": 2, "vpp": 2, "overlap_p2p": True}, False, {"num_key_value_heads": 4}),
         ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, False, {}),
         ("qwen2_moe", {"ep": 2, "pp": 2}, True, {}),
+        ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "ep": 2}, True, {}),
     ):
         path = make_model(tmp_path / family, family, **sizes)
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})

@@ -1,8 +1,7 @@
-"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused
-projections.
+"""The decoder of the embedded engine in plain torch, with a key/value cache and fused projections.
 
-B rows   P prompt width   L cache columns   H query heads   KV key/value heads   d head size   h hidden size   V
-vocabulary
+B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
+d head size   h hidden size   V vocabulary
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.engines.embedded.weights import Layer, Weights
+from megatron_rl.engines.embedded.feed_forward import add_dense, add_experts
+from megatron_rl.engines.embedded.weights import FeedForward, Layer, Weights
 from megatron_rl.weights.hf import Architecture
 
 
@@ -25,6 +25,7 @@ class Decoder:
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
         self._turns = self._rotary(512)
         self._eps = torch.tensor(arch.features.norm_eps)
+        self._routing = arch.features.routing
 
     def new_cache(self, rows: int, width: int) -> list[Tensor]:
         """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so
@@ -32,23 +33,26 @@ class Decoder:
         shape = (2, rows, self.arch.kv_heads, width, self.arch.head_dim)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, and per layer a cache
-        [2, B, KV, P, d]."""
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache [2, B,
+        KV, P, d], and per layer the experts that were chosen [B P, k]; none in a dense model."""
         rows, width = tokens.shape
         turns = self._turns_up_to(width)[:width].repeat(rows, 1)[:, None]  # [B P, 1, d / 2]
-        x, cache = F.embedding(tokens.flatten(), self.weights.embedding), []
+        x, cache, chosen = F.embedding(tokens.flatten(), self.weights.embedding), [], []
         for layer in self.weights.layers:
             q, kv = self._project(x, layer, turns)
             keys, values = kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
             q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
             y = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-            self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
+            chosen += self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
             cache.append(kv)
-        return x.unflatten(0, (rows, width)), cache
+        return x.unflatten(0, (rows, width)), cache, chosen
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int) -> Tensor:
-        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm.
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm, and per layer
+        the experts that were chosen [B, k]; none in a dense model.
 
         The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
         in place.
@@ -59,12 +63,12 @@ class Decoder:
         bias = torch.where(later, -torch.inf, 0.0).to(self.dtype)  # [B, window]
         if self.dtype == torch.float32:  # once, in the shape that `_attend` needs
             bias = bias[:, None].expand(-1, self.arch.kv_heads, -1).reshape(-1, 1, window)
-        x = F.embedding(tokens, self.weights.embedding)
+        x, chosen = F.embedding(tokens, self.weights.embedding), []
         for layer, held in zip(self.weights.layers, cache, strict=True):
             q, kv = self._project(x, layer, turns)
             held[:, index, :, positions] = kv
-            self._finish(x, self._attend(q, held[:, : len(tokens)], bias), layer)
-        return x
+            chosen += self._finish(x, self._attend(q, held[:, : len(tokens)], bias), layer)
+        return x, chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turns hidden states before the last norm into scores of the next token. [..., h] -> [..., V]"""
@@ -104,11 +108,16 @@ class Decoder:
         y = F.scaled_dot_product_attention(q.unflatten(1, (kv_heads, -1)), keys, values, attn_mask=bias[:, None, None])
         return y.reshape(rows, -1)
 
-    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> None:
-        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]."""
+    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
+        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]. Returns the experts that were
+        chosen, one [N, k]; none in a dense layer."""
         x.addmm_(attended, layer.out.T)
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(up), layer.down.T)
+        y = self._norm(x, layer.mlp_norm)
+        if isinstance(layer.mlp, FeedForward):
+            add_dense(x, y, layer.mlp)
+            return []
+        assert self._routing is not None, "a model whose layers have experts has routers"
+        return [add_experts(x, y, layer.mlp, self._routing)]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.is_cuda:
