@@ -33,6 +33,8 @@ MODELS = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe-renormalised": ("qwen2_moe", {"norm_topk_prob": True, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {}),
+    "gemma3": ("gemma3_text", {"num_key_value_heads": 1}),
+    "gemma3-untied": ("gemma3_text", {"tie_word_embeddings": False}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)

@@ -10,13 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.engines.embedded.weights import ExpertWeights, FeedForward
+from megatron_rl.engines.embedded.weights import ExpertWeights
 from megatron_rl.models.sizes import Routing
-
-
-def add_dense(x: Tensor, y: Tensor, layer: FeedForward) -> None:
-    """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]."""
-    x.addmm_(_gated(F.linear(y, layer.gate_up)), layer.down.T)
 
 
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
@@ -26,13 +21,13 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
     numbers = torch.arange(len(layer.router), device=y.device)
     ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], where the pairs of each expert end
     rows = y.index_select(0, order // routing.chosen)
-    inner = _gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
+    inner = gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
     made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
     by_token = made.index_select(0, order.argsort()).unflatten(0, (-1, routing.chosen))
     x.add_((by_token * weights[..., None]).sum(dim=1))
     if layer.shared is not None:
         own = layer.shared.layer
-        shared = F.linear(_gated(F.linear(y, own.gate_up)), own.down)
+        shared = F.linear(gated(F.linear(y, own.gate_up)), own.down)
         x.addcmul_(shared, F.linear(y, layer.shared.gate).sigmoid_())
     return chosen
 
@@ -49,7 +44,8 @@ def route(y: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(dim=-1, keepdim=True) if routing.renormalised else weights, chosen
 
 
-def _gated(fused: Tensor) -> Tensor:
+def gated(fused: Tensor, activation: str = "silu") -> Tensor:
     """Multiplies the activated gate with up. [N, 2 f] -> [N, f]"""
     gate, up = fused.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active.mul_(up)

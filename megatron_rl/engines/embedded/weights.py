@@ -59,8 +59,10 @@ class Layer:
     q_norm: Tensor | None  # [d]
     k_norm: Tensor | None  # [d]
     out: Tensor  # [h, H d]
+    out_after: Tensor | None  # [h], of what attention adds
     mlp_norm: Tensor  # [h]
     mlp: FeedForward | ExpertWeights
+    mlp_after: Tensor | None  # [h], of what the feed-forward adds
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,10 @@ class _Storage:
             q_norm=made.get("self_attention.q_layernorm.weight"),
             k_norm=made.get("self_attention.k_layernorm.weight"),
             out=made["self_attention.linear_proj.weight"],
+            out_after=made.get("self_attn_bda.weight"),
             mlp_norm=made["pre_mlp_layernorm.weight"],
             mlp=_experts(made) if "mlp.router.weight" in made else _feed_forward(made, "mlp"),
+            mlp_after=made.get("mlp_bda.weight"),
         )
 
     def row(self, row: Row, prefix: str) -> Tensor:
