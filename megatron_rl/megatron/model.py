@@ -258,7 +258,11 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
     if scale == 1.0 or not chunk.pre_process:
         return
     rounded = float(torch.tensor(scale, dtype=chunk.config.params_dtype))
-    chunk.embedding.register_forward_hook(lambda _module, _tokens, embedded: embedded * rounded)
+
+    def scaled(_module: Any, _tokens: Any, embedded: Tensor) -> Tensor:
+        return embedded * rounded
+
+    chunk.embedding.register_forward_hook(scaled)
 
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def ends(sizes: Sizes) -> Ends:
 
 def _named(config: Mapping[str, Any], where: str) -> Family:
     """Returns the family of a config.json. Raises ConfigError for another model."""
-    kind = config.get("model_type")
+    kind: Any = config.get("model_type")
     if kind not in families():
         raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(families())}")
     return families()[kind]

@@ -218,9 +218,9 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
             range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)
         )
         joined = [
-            Rect(prefix + tensor.replace(EXPERT, str(expert)), *at, place * rows + at_row, at_column)
+            rect._replace(tensor=prefix + rect.tensor.replace(EXPERT, str(expert)), at_row=place * rows + rect.at_row)
             for place, expert in enumerate(here)
-            for tensor, *at, at_row, at_column in rects
+            for rect in rects
         ]
         out[prefix + row.engine] = (len(here) * rows, columns), joined
     return out
