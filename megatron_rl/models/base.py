@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import blocks
-from megatron_rl.models.rows import Ends, Row
+from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Routing, Sizes
 
 KEYS = {  # of config.json, by the field of Sizes that they give
@@ -115,7 +115,7 @@ class Family:
         rows += blocks.experts(sizes)
         return rows + blocks.shared_expert(sizes) if self.has_shared_expert else rows
 
-    def ends(self, sizes: Sizes) -> Ends:
+    def ends(self, sizes: Sizes) -> OuterRows:
         """Returns the parameters outside of the layers."""
         return blocks.ends(sizes)
 

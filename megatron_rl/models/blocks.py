@@ -14,7 +14,7 @@ from megatron_rl.models.cuts import (
     Vocabulary,
     Whole,
 )
-from megatron_rl.models.rows import EXPERT, Ends, Row
+from megatron_rl.models.rows import EXPERT, OuterRows, Row
 from megatron_rl.models.sizes import Sizes
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -149,7 +149,7 @@ def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert") -> list[Ro
     ]
 
 
-def ends(sizes: Sizes) -> Ends:
+def ends(sizes: Sizes) -> OuterRows:
     """Returns the rows of embedding, last norm and output layer."""
 
     def table(name: str, tensor: str, *, engine: str | None = None, copy: bool = False) -> Row:
@@ -163,4 +163,4 @@ def ends(sizes: Sizes) -> Ends:
         head = table("output_layer.weight", EMBEDDING, copy=True)
     else:
         head = table("output_layer.weight", HEAD, engine=HEAD)
-    return Ends(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))
+    return OuterRows(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))

@@ -1,6 +1,6 @@
 """Qwen1.5-MoE and Qwen2-MoE: experts in every layer, and one that sees every token.
 
-Ends and padding are those of Qwen2.
+Ends of texts and padding are those of Qwen2.
 """
 
 from megatron_rl.models.base import EVERY_LAYER, Family

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl import models
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.base import Family
-from megatron_rl.models.rows import Ends, Row
+from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import Features, Sizes
 
 
@@ -69,7 +69,7 @@ def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
 
 
 @lru_cache(maxsize=256)
-def ends(sizes: Sizes) -> Ends:
+def ends(sizes: Sizes) -> OuterRows:
     """Returns the parameters outside of the layers."""
     return family_of(sizes).ends(sizes)
 

@@ -44,7 +44,7 @@ class Row:
         return self.cut if self.engine_cut is None else self.engine_cut
 
 
-class Ends(NamedTuple):
+class OuterRows(NamedTuple):
     """The rows outside of the layers, with whole names: those of the first pipeline stage, and those of the last."""
 
     first: Sequence[Row]

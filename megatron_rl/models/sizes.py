@@ -55,7 +55,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind:
-    """What a layer's attention sees, and how it knows places. The layers of a model may be of several kinds."""
+    """The reach of a layer's attention, and its rotary embedding. The layers of a model may be of several kinds."""
 
     rotary: Rotary = Rotary()
     window: int | None = None  # a token sees so many, itself and those right before it; None: all before it
