@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.rectangles import Shard, hf_shapes, megatron, megatron_names
-from megatron_rl.weights.sizes import Sizes
 
 BARS = {"import/tp1/ratio": 0.8, "import/tp4/ratio": 0.8}
 LIMITS = {"import/tp1/extra_mib": 64, "import/tp4/extra_mib": 64}

@@ -18,13 +18,13 @@ sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 from common import add_arguments, finish  # noqa: E402
 
+from megatron_rl.models.sizes import Sizes  # noqa: E402
 from megatron_rl.planning import compute, shapes  # noqa: E402
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch  # noqa: E402
 from megatron_rl.planning.hardware import parse_cluster  # noqa: E402
 from megatron_rl.planning.memory import WHOLE, Precision  # noqa: E402
 from megatron_rl.planning.shapes import Parallel, Shape, read_shape  # noqa: E402
 from megatron_rl.planning.workload import Draw  # noqa: E402
-from megatron_rl.weights.sizes import Sizes  # noqa: E402
 
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md @ 061f2c7"
 AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel docs/performance-summary.md @ 01926a5"

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from megatron_rl.cluster.address import free_port
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit.base import ParameterPart, Tensors
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -44,7 +45,6 @@ from megatron_rl.weights import layouts
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.rectangles import Rect, by_tensor, hf_shapes, is_sharded
 from megatron_rl.weights.reshard import RefitPlan
-from megatron_rl.weights.sizes import Sizes
 
 RANKS = 4
 BUCKET = 64 << 20  # bytes that memcpy copies
@@ -161,7 +161,7 @@ def shards(topology: Topology, rank: int) -> Shards:
     generator, out = torch.Generator().manual_seed(rank), {}
     for name, (shape, rects) in shapes_of(topology, rank).items():
         # All ranks of a stage hold the same values of a parameter that is not sharded.
-        seeded = generator if is_sharded(name) else torch.Generator().manual_seed(len(name))
+        seeded = generator if is_sharded(topology.sizes, name) else torch.Generator().manual_seed(len(name))
         out[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
     return out
 

@@ -36,7 +36,14 @@ import common
 import served
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
@@ -57,6 +64,18 @@ PRESETS = {
         num_hidden_layers=8,
         num_attention_heads=6,
         num_key_value_heads=2,
+    ),
+    "experts": dict(
+        vocab_size=8192,
+        hidden_size=384,
+        moe_intermediate_size=768,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=64,
     ),
 }
 BARS = {
@@ -81,17 +100,21 @@ class Recorded(LogitsProcessor):
 
 
 def write_model(directory: Path, preset: str, eos_share: float) -> None:
-    """A random Qwen2 whose every next-token distribution gives EOS the probability `eos_share`, nearly."""
+    """A random model (Qwen2, with experts Qwen3-MoE) whose every next-token distribution gives EOS the probability
+    `eos_share`, nearly."""
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(**PRESETS[preset], max_position_embeddings=2048, eos_token_id=EOS, pad_token_id=0)
-    ).eval()
+    kind = Qwen3MoeConfig if "num_experts" in PRESETS[preset] else Qwen2Config
+    config = kind(**PRESETS[preset], max_position_embeddings=2048, eos_token_id=EOS, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         # Feature 0 of the residual stream is a constant; the output row of EOS reads it alone, the other rows never.
         model.model.embed_tokens.weight[:, 0] = model.model.embed_tokens.weight.norm(dim=1).mean()
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
+            if kind is Qwen3MoeConfig:
+                layer.mlp.experts.down_proj[:, 0] = 0
+            else:
+                layer.mlp.down_proj.weight[0] = 0
         model.lm_head.weight[:, 0] = 0
         model.lm_head.weight[EOS] = 0
         hidden = model.model(torch.randint(2, PRESETS[preset]["vocab_size"], (8, 64))).last_hidden_state
@@ -102,7 +125,7 @@ def write_model(directory: Path, preset: str, eos_share: float) -> None:
 
 
 def generate_recorded(
-    model: Qwen2ForCausalLM, prompts: list[list[int]], recordings: list[list[int]], batch: int
+    model: PreTrainedModel, prompts: list[list[int]], recordings: list[list[int]], batch: int
 ) -> list[list[int]]:
     """Runs transformers' generate over the prompts, `batch` at a time, and returns what it generated."""
     out = []
@@ -137,7 +160,7 @@ def compare(
     """Measures both sides in turn. Raises RuntimeError when transformers generated other tokens than ours."""
     engine = EmbeddedEngine(directory, max_batch=len(prompts))
     engine.load_pretrained()
-    model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa").eval()
     recordings = [row[0].tokens.tolist() for row in complete(engine, prompts, sampling)]
     if generate_recorded(model, prompts, recordings, batches[0]) != recordings:
         raise RuntimeError("transformers did not generate the recorded tokens: the comparison is void")
@@ -193,7 +216,10 @@ def main() -> None:
         "--python", type=Path, default=VLLM_PYTHON, help="interpreter of the environment that has vLLM (make engines)"
     )
     parser.add_argument(
-        "--preset", choices=PRESETS, default="tiny", help="of embedded; tiny: 0.16 M parameters; small: 19 M"
+        "--preset",
+        choices=PRESETS,
+        default="tiny",
+        help="of embedded; tiny: 0.16 M parameters; small: 19 M; experts: 65 M, 8 experts, 2 for a token",
     )
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--samples", type=int, default=4, help="of one prompt, in a request to vLLM")

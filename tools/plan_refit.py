@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.models import KNOWN
 from megatron_rl.weights.rectangles import hf_shapes
 from megatron_rl.weights.reshard import RankPlacement, RefitPlan
-from megatron_rl.weights.sizes import Sizes
 
 NVLINK = 300e9  # bytes a second, per GPU and direction
 
@@ -37,7 +37,7 @@ NVLINK = 300e9  # bytes a second, per GPU and direction
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", required=True, help=f"a config.json, a model directory, or one of {', '.join(KNOWN)}"
+        "--model", required=True, help=f"a config.json, a model directory, or one of {', '.join(registry.known())}"
     )
     parser.add_argument("--trainer", required=True, help="e.g. tp4,pp2,dp4 or tp4,pp2,dp8,ep16")
     parser.add_argument("--engine", required=True, help="e.g. tp2x8 or tp8+ep")
@@ -155,16 +155,15 @@ def placement(world: int, first: int, per_node: int) -> RankPlacement:
 
 def read_model(name: str) -> Sizes:
     """Returns the sizes of a model by its name, its directory or its config.json. Raises ConfigError."""
-    if name in KNOWN:
-        return KNOWN[name]
+    if name in registry.known():
+        return registry.known_sizes(name)
     path = Path(name)
     if not path.exists():
-        raise ConfigError(
-            f"--model {name}: no such file; give a config.json, a model directory or one of {', '.join(KNOWN)}"
-        )
+        public = ", ".join(registry.known())
+        raise ConfigError(f"--model {name}: no such file; give a config.json, a model directory or one of {public}")
     file = path / "config.json" if path.is_dir() else path
     try:
-        return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+        return registry.read(json.loads(file.read_text(encoding="utf-8")), str(file))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"--model {name}: {file} cannot be read as JSON ({error})") from error
 

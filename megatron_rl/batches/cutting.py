@@ -10,7 +10,7 @@ from typing import Self
 
 import numpy as np
 
-from megatron_rl.weights.sizes import Sizes
+from megatron_rl.models.sizes import Sizes
 
 
 @dataclass(frozen=True)

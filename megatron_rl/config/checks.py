@@ -25,10 +25,10 @@ from megatron_rl.config.schema import (
     Sinks,
     TrainConfig,
 )
+from megatron_rl.models import registry
+from megatron_rl.models.divisibility import Axes, trainer_problems
 
 _DATA_FILES = (".jsonl", ".json", ".parquet")
-_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
-_EXPERT_SIZES = ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
@@ -86,16 +86,16 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
     problems += [
-        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers report the "
-        "experts that they choose; set engine.kind to vllm, or router_replay to false"
+        f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers and the "
+        "embedded engine tell the experts that they choose; set engine.kind to one of them, or router_replay to false"
         for name, role in config.roles.items()
-        if role.router_replay and config.engine.kind != "vllm"
+        if role.router_replay and config.engine.kind not in ("vllm", "embedded")
     ]
     problems += [
         f"roles.{name}.router_replay = true with roles.{name}.tandem: vLLM has no model runner that does both; "
-        "leave one of them out"
+        "leave one of them out, or set engine.kind to embedded"
         for name, role in config.roles.items()
-        if role.router_replay and role.tandem is not None
+        if role.router_replay and role.tandem is not None and config.engine.kind == "vllm"
     ]
     return problems
 
@@ -380,43 +380,9 @@ def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: 
             problems.append(f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name")
         return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-        sizes = {key: int(facts[key]) for key in (*_SIZES, *_EXPERT_SIZES) if facts.get(key) is not None}
+        sizes = registry.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+    except ConfigError as error:
+        return [*problems, f"{name}: {error}"]
     except (ValueError, TypeError) as error:
         return [*problems, f"{name}: {file} is not a model's config ({error}): look at model.path"]
-    experts = any(key in sizes for key in _EXPERT_SIZES[:2])
-    problems += _expert_problems(name, path, layout, experts=experts)
-    for key, by, what in (
-        ("num_attention_heads", layout.tp, "tp"),
-        ("num_key_value_heads", layout.tp, "tp"),
-        ("num_hidden_layers", layout.pp * (layout.vpp or 1), "pp x vpp"),
-        *(_cuts_of_experts(layout, sizes) if experts else [("intermediate_size", layout.tp, "tp")]),
-    ):
-        if key in sizes and sizes[key] % by:
-            problems.append(
-                f"{name}: {key} = {sizes[key]} of {path} is not divisible by {what} = {by}: choose a divisor of it"
-            )
-    return problems
-
-
-def _cuts_of_experts(layout: Layout, sizes: dict[str, int]) -> list[tuple[str, int, str]]:
-    """Lists (key of config.json, number that must divide it, setting) for a model with experts in every layer."""
-    width = "moe_intermediate_size" if "moe_intermediate_size" in sizes else "intermediate_size"
-    numbers = [(key, layout.ep, "ep") for key in _EXPERT_SIZES[:2]]
-    etp = "etp" if layout.etp is not None else "etp (null: tp)"
-    return [*numbers, (width, layout.expert_tp, etp), ("shared_expert_intermediate_size", layout.tp, "tp")]
-
-
-def _expert_problems(name: str, path: str, layout: Layout, *, experts: bool) -> list[str]:
-    """Returns what Megatron-core would refuse later, or would do needlessly, about experts."""
-    if not experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
-        return [
-            f"{name}: layout.ep = {layout.ep}, layout.etp = {layout.etp}, but {path} has no experts: set ep to 1 and "
-            "etp to null"
-        ]
-    if experts and layout.tp > 1 and not layout.sequence_parallel:
-        return [
-            f"{name}: {path} has experts and layout.tp = {layout.tp}: Megatron-core trains that only with sequence "
-            "parallelism; set layout.sequence_parallel to true"
-        ]
-    return []
+    return problems + [f"{name}: {line}" for line in trainer_problems(sizes, Axes.of(layout), path)]

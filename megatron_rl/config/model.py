@@ -265,7 +265,7 @@ class RoleConfig:
     micro_batch_tokens: PositiveInt = 8192  # largest micro-batch, in tokens per context-parallel rank
     samples_per_optimizer_step: int | None = None  # B, samples in one optimizer step; null: one step per update
     data: PromptSet | None = None  # problems for this role's turns; null: the run's `data`
-    # For models with experts: train each token with the experts that the engine chose for it. engine.kind must be vllm.
+    # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.source import WeightSource
 from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
 from megatron_rl.weights.rectangles import WHOLE, hf_shapes, megatron
-from megatron_rl.weights.sizes import Sizes
 
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
 EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none

@@ -15,9 +15,9 @@ from megatron_rl.config.schema import Layout, Model, RoleConfig
 from megatron_rl.megatron import parallel, step
 from megatron_rl.megatron.attention import RotaryTable
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.types import NO_VERSION, Author, Rollout, spans_of
 from megatron_rl.weights.rectangles import hf_shapes
-from megatron_rl.weights.sizes import Sizes
 
 POSITIONS = 8
 BYTES_PER_PARAMETER = 8  # of both models together, in float32

@@ -20,6 +20,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.convert import OF_CHECKPOINTS
 from megatron_rl.conversion.source import WeightSource, find, roles, step_directory
 from megatron_rl.conversion.target import copy_side_files, fresh
+from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import STATE, seal
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
@@ -27,7 +29,6 @@ from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts,
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
-from megatron_rl.weights.sizes import Sizes
 
 MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
 Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
@@ -80,15 +81,9 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
         raise ConfigError(
             f"{source.path} is a Hugging Face directory, which has no layout: make a checkpoint by to-megatron"
         )
-    for what, number, by in (
-        ("layers", sizes.num_layers, layout.pp),
-        ("key/value heads", sizes.kv_heads, layout.tp),
-        ("experts", sizes.experts, layout.ep),
-    ):
-        if number % by or (by > 1 and not number):
-            raise ConfigError(
-                f"{source.path}: {number} {what} do not divide by {by}, so no run reads it: change tp, pp or ep"
-            )
+    axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
+    if problems := trainer_problems(sizes, axes, str(source.model)):
+        raise ConfigError("\n  ".join(f"no run reads such a checkpoint: {line}" for line in problems))
     cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
     with DistWriter(folder) as writer:
         for name in track(cuts, description="parameters", transient=True):

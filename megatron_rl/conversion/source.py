@@ -12,10 +12,11 @@ import yaml
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import Checkpoints, damage
 from megatron_rl.weights import headers, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
-from megatron_rl.weights.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def read_sizes(model: Path) -> Sizes:
     """
     file = model / "config.json"
     try:
-        return Sizes.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+        return registry.read(json.loads(file.read_text(encoding="utf-8")), str(file))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -26,10 +26,11 @@ from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config.schema import ConfigError, Model, RoleConfig, Servers, TrainConfig
 from megatron_rl.jobs.submit import engine_python
+from megatron_rl.models import registry
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.session.launch import run_directory
 from megatron_rl.weights.rectangles import hf_shapes
-from megatron_rl.weights.sizes import Sizes
 
 Verdict = Literal["ok", "note", "wrong"]
 PYTHON = (3, 11)
@@ -333,7 +334,7 @@ def _roles(config: Any) -> list[tuple[str, Any]]:
 def _sizes(model: Model) -> Sizes | None:
     """Returns the model's sizes, or None where its config.json is not here."""
     file = Path(model.path) / "config.json"
-    return Sizes.read(read_json(file), str(file)) if file.is_file() else None
+    return registry.read(read_json(file), str(file)) if file.is_file() else None
 
 
 def _parameters(sizes: Sizes) -> int:

@@ -1,6 +1,7 @@
 """Norm, activation and attention of the project's torch layer spec.
 
-These are RMSNorm under sequence parallelism, SwiGLU, and scaled-dot-product attention (SDPA) over packed sequences.
+These are RMSNorm under sequence parallelism, gated activations, and scaled-dot-product attention (SDPA) over packed
+sequences, with or without a window.
 They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
 laid out once per micro-batch, because core's packed rotary loops over sequences in every layer.
 """
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.megatron import platform
+from megatron_rl.models.sizes import Features
 from megatron_rl.weights.hf import Architecture
 
 platform.install()
@@ -49,8 +51,9 @@ class AttentionBucket:
 
     queries: Grid
     keys: Grid  # its flat tensor has the rows of all context-parallel ranks, rank after rank
-    # [S or 1, 1, L of queries, L of keys], True where a query sees a key. None: causal, with queries and keys alike.
-    mask: Tensor | None
+    # By kind of attention: [S or 1, 1, L of queries, L of keys], True where a query sees a key. None: causal, with
+    # queries and keys alike.
+    masks: tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,15 @@ ALONE = Context()
 
 @dataclass
 class SequenceLayout(PackedSeqParams):
-    """The arrangement of a micro-batch's tokens into sequences, with their rotary tables.
+    """The arrangement of a micro-batch's tokens into sequences, with tables and masks of every kind of attention.
 
     `buckets` is empty for a padded micro-batch that one rank has whole.
     """
 
-    cos: Tensor | None = None  # [N, 1, d] packed, [L, 1, 1, d] padded, for this rank's tokens
-    sin: Tensor | None = None  # like cos
+    turns: tuple[
+        tuple[Tensor, Tensor], ...
+    ] = ()  # by kind: cos and sin, [N, 1, d] packed, [L, 1, 1, d] padded, for this rank's tokens
+    masks: tuple[Tensor | None, ...] = ()  # of a micro-batch without buckets, like theirs: [1, 1, L, L]
     buckets: tuple[AttentionBucket, ...] = ()
     packed: Tensor | None = None  # [N] packed positions, in the order of the buckets' grids
     gridded: Tensor | None = None  # [N] positions of the same tokens in the concatenated grids
@@ -104,20 +109,25 @@ class SequenceLayout(PackedSeqParams):
 
 
 class RotaryTable:
-    """The cos and sin of all positions seen so far. It grows when a longer sequence comes."""
+    """The cos and sin of all positions seen so far, by kind of attention. It grows when a longer sequence comes."""
 
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
-        self.cos, self.sin = arch.rotary(torch.arange(256))
+        self.windows = [kind.window for kind in arch.features.kinds]
+        self._known = self._of(256)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of positions [N], two tensors [N, d]."""
+    def at(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Returns cos and sin of positions [N], two tensors [N, d] for each kind of attention."""
         needed = int(positions.max()) + 1
-        if needed > len(self.cos):
-            self.cos, self.sin = self.arch.rotary(torch.arange(2 * needed))
+        if needed > len(self._known[0][0]):
+            self._known = self._of(2 * needed)
         device = positions.device
-        index = positions.to(self.cos.device)
-        return self.cos[index].to(device, dtype), self.sin[index].to(device, dtype)
+        index = positions.to(self._known[0][0].device)
+        return [(cos[index].to(device, dtype), sin[index].to(device, dtype)) for cos, sin in self._known]
+
+    def _of(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        places = torch.arange(length)
+        return [self.arch.rotary(places, kind) for kind in range(len(self.arch.features.kinds))]
 
 
 def packed_layout(
@@ -129,7 +139,7 @@ def packed_layout(
     """
     cu = torch.tensor([0, *lengths]).cumsum(0).to(like.device, torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
-    cos, sin = rotary.at(positions.to(like.device), like.dtype)
+    turns = rotary.at(positions.to(like.device), like.dtype)
     starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
     rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
     return SequenceLayout(
@@ -138,9 +148,8 @@ def packed_layout(
         cu_seqlens_kv=cu,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        cos=cos[:, None],
-        sin=sin[:, None],
-        **_attention_fields(lengths, rows, context, like.device),
+        turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns),
+        **_attention_fields(lengths, rows, rotary.windows, context, like.device),
     )
 
 
@@ -149,25 +158,35 @@ def padded_layout(
 ) -> SequenceLayout:
     """Returns the layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
     count, length = shape
-    cos, sin = rotary.at(context.own([length]).to(like.device), like.dtype)
+    turns = rotary.at(context.own([length]).to(like.device), like.dtype)
     layout = SequenceLayout(
-        qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, cos=cos[:, None, None], sin=sin[:, None, None]
+        qkv_format="sbhd",
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        turns=tuple((cos[:, None, None], sin[:, None, None]) for cos, sin in turns),
     )
     if context.size == 1:
-        return layout
+        masks = (_window_mask(length, window) for window in rotary.windows)
+        return replace(layout, masks=tuple(None if mask is None else mask.to(like.device) for mask in masks))
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
-    return replace(layout, **_attention_fields([length] * count, rows, context, like.device))
+    return replace(layout, **_attention_fields([length] * count, rows, rotary.windows, context, like.device))
 
 
 def _attention_fields(
-    lengths: Sequence[int], rows: Sequence[Tensor], context: Context, device: torch.device
+    lengths: Sequence[int],
+    rows: Sequence[Tensor],
+    windows: Sequence[int | None],
+    context: Context,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Returns the fields of a SequenceLayout that describe the attention calls.
 
-    `rows[s]` are the rows of sequence s on a rank, the same on all ranks.
+    `rows[s]` are the rows of sequence s on a rank, the same on all ranks. `windows`: by kind of attention.
     """
     buckets = [
-        bucket for group in _group_by_length(lengths) for bucket in _group_buckets(group, lengths, rows, context)
+        bucket
+        for group in _group_by_length(lengths)
+        for bucket in _group_buckets(group, lengths, rows, windows, context)
     ]
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
@@ -193,7 +212,11 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _group_buckets(
-    group: list[int], lengths: Sequence[int], rows: Sequence[Tensor], context: Context
+    group: list[int],
+    lengths: Sequence[int],
+    rows: Sequence[Tensor],
+    windows: Sequence[int | None],
+    context: Context,
 ) -> list[AttentionBucket]:
     """Returns the attention calls of one group of sequences.
 
@@ -202,7 +225,8 @@ def _group_buckets(
     """
     if context.size == 1:
         grid = _grid([rows[i] for i in group])
-        return [AttentionBucket(queries=grid, keys=grid, mask=None)]
+        masks = tuple(_window_mask(grid.shape[1], window) for window in windows)
+        return [AttentionBucket(queries=grid, keys=grid, masks=masks)]
     local, chunks = sum(len(r) for r in rows), 2 * context.size
     holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # the rank that holds each chunk
     buckets = []
@@ -214,19 +238,27 @@ def _group_buckets(
             queries.append(places[0] if half == 0 else places[-1])
             keys.append(torch.cat([places[c] + holder[c] * local for c in range(last + 1)]))
             widths.append(width)
-        mask = torch.stack(
-            [_causal_mask(width, max(widths), last) for width in (widths if len(set(widths)) > 1 else widths[:1])]
+        distinct = widths if len(set(widths)) > 1 else widths[:1]
+        masks = tuple(
+            torch.stack([_causal_mask(width, max(widths), last, window) for width in distinct])[:, None]
+            for window in windows
         )
-        buckets.append(AttentionBucket(queries=_grid(queries), keys=_grid(keys), mask=mask[:, None]))
+        buckets.append(AttentionBucket(queries=_grid(queries), keys=_grid(keys), masks=masks))
     return buckets
 
 
-def _causal_mask(width: int, widest: int, chunk: int) -> Tensor:
+def _causal_mask(width: int, widest: int, chunk: int, window: int | None = None) -> Tensor:
     """Returns what the queries of a chunk of `width` tokens see, in a grid of width `widest`.
 
-    The mask is [widest, widest * (chunk + 1)].
+    The mask is [widest, widest * (chunk + 1)]. With a `window` a query sees so many tokens, itself among them.
     """
-    return torch.arange(widest * (chunk + 1)) <= torch.arange(widest)[:, None] + chunk * width
+    keys, queries = torch.arange(widest * (chunk + 1)), torch.arange(widest)[:, None] + chunk * width
+    return keys <= queries if window is None else (keys <= queries) & (keys > queries - window)
+
+
+def _window_mask(length: int, window: int | None) -> Tensor | None:
+    """Returns the mask [1, 1, length, length] of whole sequences, or None where the window cuts off nothing."""
+    return None if window is None or window >= length else _causal_mask(length, length, 0, window)[None, None]
 
 
 def _grid(rows: Sequence[Tensor]) -> Grid:
@@ -247,7 +279,8 @@ def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket
 
     queries = grid(bucket.queries)
     keys = queries if bucket.keys is bucket.queries else grid(bucket.keys)
-    return AttentionBucket(queries=queries, keys=keys, mask=None if bucket.mask is None else bucket.mask.to(device))
+    masks = tuple(None if mask is None else mask.to(device) for mask in bucket.masks)
+    return AttentionBucket(queries=queries, keys=keys, masks=masks)
 
 
 class _Spread(torch.autograd.Function):
@@ -270,17 +303,43 @@ class _Spread(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding in the half-split convention of Qwen and Llama. [..., d] -> [..., d]."""
+    """Applies rotary embedding in the half-split convention. [..., d] -> [..., d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism."""
+    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
+
+    With core's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.from_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.from_one:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
+
+
+class NormedAddition(RMSNorm):
+    """Adds what a layer's part computes, normed, to the residual stream.
+
+    It stands where core adds bias and residual, and is called like core's function: it returns the one that adds.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Any:  # type: ignore[override]
+        def add(made: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            out, bias = made
+            return residual + RMSNorm.forward(self, out if bias is None else out + bias)
+
+        return add
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -307,7 +366,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """The gated activation of Qwen and Llama, on fc1's joined output. [..., 2 f] -> [..., f]."""
+    """A gate by the sigmoid linear unit, on fc1's joined output. [..., 2 f] -> [..., f]."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
@@ -316,15 +375,28 @@ class SwiGLU(MegatronModule):
         return _SwiGLU.apply(x)  # type: ignore[return-value]
 
 
+class GeGLU(MegatronModule):
+    """A gate by the Gaussian error linear unit in its tanh form, on fc1's joined output. [..., 2 f] -> [..., f]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+
 class SDPAttention(MegatronModule):
     """Causal attention with rotary embedding, by torch's scaled_dot_product_attention.
 
-    Sequences are packed (thd) or padded (sbhd).
+    Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is.
     """
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, features: Features, softmax_scale: float | None = None, **unused: Any
+    ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale, self.kind = softmax_scale, features.kind_of(layer_number - 1)
 
     def forward(
         self,
@@ -342,11 +414,13 @@ class SDPAttention(MegatronModule):
         layout.
         """
         layout = packed_seq_params
-        if layout is None or layout.cos is None or layout.sin is None:
+        if layout is None or not layout.turns:
             raise ValueError("the torch layer spec needs a SequenceLayout as packed_seq_params")
-        query, key = rotate(query, layout.cos, layout.sin), rotate(key, layout.cos, layout.sin)
+        cos, sin = layout.turns[self.kind]
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if not layout.buckets:
-            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))  # [S, H, L, d]
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = self._attend(q, k, v, mask=layout.masks[self.kind])  # [S, H, L, d]
             return out.permute(2, 0, 1, 3).flatten(2)
         lead, rows = query.shape[:-2], [x.reshape(-1, *x.shape[-2:]) for x in (query, key, value)]
         if layout.context.size > 1:
@@ -355,7 +429,7 @@ class SDPAttention(MegatronModule):
         grids = []
         for bucket in layout.buckets:
             out = self._attend(
-                bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.mask
+                bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.masks[self.kind]
             )
             grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
         return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0])).view(*lead, -1)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import copies, rectangles
 from megatron_rl.weights.rectangles import Rect, Shard
-from megatron_rl.weights.sizes import Sizes
 
 MIB = 1 << 20
 
@@ -102,7 +102,7 @@ def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
             for other in names
             for i in range(layout.expert_tp)
         ]
-    elif rectangles.is_sharded(name):
+    elif rectangles.is_sharded(sizes, name):
         kind, shards = 1, [(name, Shard(layout.tp, rank)) for rank in range(layout.tp)]
     else:
         kind, shards = 0, [(name, rectangles.WHOLE)]

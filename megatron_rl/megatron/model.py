@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform
-from megatron_rl.megatron.attention import RMSNorm, SDPAttention, SwiGLU
+from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models import core_settings
+from megatron_rl.models.cuts import padded_vocab
+from megatron_rl.models.sizes import Features
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
-from megatron_rl.weights.rectangles import padded_vocab
-from megatron_rl.weights.sizes import FAMILIES
 
 platform.install()
 
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
@@ -37,6 +39,12 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 IGNORED = -100  # the label of a position whose log-probability is not wanted
+# By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
+# computes a gate from fc1's joined output in its place.
+ACTIVATIONS: dict[str, tuple[Any, Any]] = {
+    "silu": (F.silu, SwiGLU),
+    "gelu_tanh": (F.gelu, GeGLU),
+}
 
 
 class PolicyModel(GPTModel):
@@ -91,14 +99,26 @@ class PolicyModel(GPTModel):
         )
 
 
-def uses_transformer_engine() -> bool:
-    """Says whether there is a GPU and Transformer Engine can be imported. Otherwise the torch spec is used."""
+def has_transformer_engine() -> bool:
+    """Says whether there is a GPU and Transformer Engine can be imported."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_fp8() -> None:
+def uses_transformer_engine(features: Features) -> bool:
+    """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
+
+    It also is for models of which core has no layers with Transformer Engine.
+    """
+    return has_transformer_engine() and not core_settings.needs_own_layers(features)
+
+
+def check_fp8(features: Features) -> None:
     """Raises ConfigError where 8-bit matrix products are not available."""
-    if not uses_transformer_engine():
+    if core_settings.needs_own_layers(features):
+        raise ConfigError(
+            "model.fp8 = true, and Transformer Engine's layers cannot compute this family: set it to false"
+        )
+    if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
         )
@@ -118,16 +138,19 @@ def transformer_config(
 
     Raises ConfigError for fp8 where it is not available.
     """
-    dtype = getattr(torch, model.dtype)
+    dtype, fused = getattr(torch, model.dtype), uses_transformer_engine(arch.features)
+    settings = core_settings.architecture(arch, arch.features)
+    settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
+    settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
-        check_fp8()
+        check_fp8(arch.features)
     return TransformerConfig(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bfloat16",
         use_cpu_initialization=platform.is_active(),
-        bias_activation_fusion=uses_transformer_engine(),
-        use_te_activation_func=not uses_transformer_engine(),  # core's name for: take the layer spec's activation
+        bias_activation_fusion=fused,
+        use_te_activation_func=not fused,  # core's name for: take the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -137,31 +160,10 @@ def transformer_config(
         deallocate_pipeline_outputs=True,
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
-        **_architecture(arch),
+        moe_grouped_gemm=bool(arch.experts) and fused,
+        **settings,
         **_parallelism(groups.layout),
-        **_experts(arch, model.router_aux_loss),
         **_recompute(model),
-    )
-
-
-def _architecture(arch: Architecture) -> dict[str, Any]:
-    """Returns the settings that decide the shapes and the arithmetic of the layers."""
-    return dict(
-        num_layers=arch.num_layers,
-        hidden_size=arch.hidden,
-        num_attention_heads=arch.heads,
-        num_query_groups=arch.kv_heads,
-        kv_channels=arch.head_dim,
-        ffn_hidden_size=arch.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=arch.norm_eps,
-        qk_layernorm=arch.qk_norm,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=arch.qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
     )
 
 
@@ -191,40 +193,6 @@ def _recompute(model: Model) -> dict[str, Any]:
     return {}
 
 
-def _experts(arch: Architecture, aux_loss: float) -> dict[str, Any]:
-    """Returns the settings of the experts and their router.
-
-    No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
-    gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
-    divided by the chosen ones' sum: this is what families that renormalise do.
-    """
-    if not arch.experts:
-        return {}
-    renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
-    chosen = arch.config.num_experts_per_tok
-    if renormalised and chosen == 1:
-        raise ConfigError(
-            f"num_experts_per_tok = 1 with renormalised probabilities ({arch.family}): the router's only probability "
-            "is always 1 and it gets no gradient; Megatron-core refuses it"
-        )
-    shared = (
-        dict(moe_shared_expert_intermediate_size=arch.shared_ffn, moe_shared_expert_gate=True)
-        if arch.shared_ffn
-        else {}
-    )
-    return dict(
-        num_moe_experts=arch.experts,
-        moe_ffn_hidden_size=arch.expert_ffn,
-        moe_router_topk=chosen,
-        moe_router_pre_softmax=not renormalised,
-        moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
-        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
-        moe_aux_loss_coeff=aux_loss,
-        moe_grouped_gemm=uses_transformer_engine(),
-        **shared,
-    )
-
-
 def build(arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0) -> list[PolicyModel]:
     """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active."""
     chunks = []
@@ -243,6 +211,7 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
         _mark_experts(chunk)
+        _scale_embedding(chunk, arch.features.embedding_scale)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
@@ -284,34 +253,35 @@ def _mark_experts(chunk: PolicyModel) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
+def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
+    """Makes the first stage multiply embedded tokens by `scale`, rounded to the dtype of the model."""
+    if scale == 1.0 or not chunk.pre_process:
+        return
+    rounded = float(torch.tensor(scale, dtype=chunk.config.params_dtype))
+
+    def scaled(_module: Any, _tokens: Any, embedded: Tensor) -> Tensor:
+        return embedded * rounded
+
+    chunk.embedding.register_forward_hook(scaled)
+
+
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
     """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    if not uses_transformer_engine():
-        return {"position_embedding_type": "none"}
-    scaling = (
-        arch.config.rope_parameters if hasattr(arch.config, "rope_parameters") else (arch.config.rope_scaling or {})
-    )
-    kind = scaling.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {kind!r} is not supported with Transformer Engine: use default or llama3")
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": int(arch.rope_theta),
-        "rope_scaling": kind == "llama3",
-        "rope_scaling_factor": scaling.get("factor", 8.0),
-    }
+    if uses_transformer_engine(arch.features):
+        return core_settings.rotary(arch.features)
+    return {"position_embedding_type": "none"}
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
     """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
-    if uses_transformer_engine():
+    if uses_transformer_engine(arch.features):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.qk_norm
+            num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.features.qk_norm
         )
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.qk_norm
+        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.features.qk_norm
     )
     layer = cast(Any, spec)  # core declares its submodules as `object`
     layer.submodules.input_layernorm = RMSNorm
@@ -325,11 +295,14 @@ def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str
         }
     mlp = _submodules(layer.submodules.mlp)
     for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
-        part.activation_func = SwiGLU
+        part.activation_func = ACTIVATIONS[arch.features.activation][1]
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = SDPAttention
-    if arch.qk_norm:
+    attention.core_attention = ModuleSpec(module=SDPAttention, params={"features": arch.features})
+    if arch.features.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if arch.features.norms_after:
+        addition = ModuleSpec(module=NormedAddition, params={"config": config})
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = addition
     count = get_num_layers_to_build(config, **virtual)
     norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)

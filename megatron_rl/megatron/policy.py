@@ -25,6 +25,7 @@ from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.world import Replicas
@@ -56,7 +57,7 @@ class MegatronPolicy:
         self.arch = hf.read_architecture(role.model.path)
         self._check_layout()
         self._rotary = RotaryTable(self.arch)
-        self._cost = Cost.of_model(self.arch, self.arch.config.num_experts_per_tok if self.arch.experts else 0)
+        self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             self.config = models.transformer_config(self.arch, role.model, groups, deterministic=deterministic)
             cores = models.build(self.arch, self.config, temperature=role.sampling.temperature or 1.0)
@@ -162,7 +163,7 @@ class MegatronPolicy:
     def trainer_layout(self) -> TrainerLayout:
         """The rectangles that the ranks hold, for the plan of a refit."""
         layout = self.role.layout
-        fused = models.uses_transformer_engine()
+        fused = models.uses_transformer_engine(self.arch.features)
         return TrainerLayout(
             tp=layout.tp,
             pp=layout.pp,
@@ -225,32 +226,11 @@ class MegatronPolicy:
             self._asleep = False
 
     def _check_layout(self) -> None:
-        layout, arch = self.role.layout, self.arch
-        for what, number, by in (
-            ("num_attention_heads", arch.heads, layout.tp),
-            ("num_key_value_heads", arch.kv_heads, layout.tp),
-            ("num_hidden_layers", arch.num_layers, layout.pp * (layout.vpp or 1)),
-            ("number of experts", arch.experts, layout.ep),
-            ("width of an expert", arch.expert_ffn, layout.expert_tp),
-            ("width of the shared expert", arch.shared_ffn, layout.tp),
-        ):
-            if number % by:
-                raise ConfigError(
-                    f"{self.role.model.path}: {what} = {number} is not divisible by {by}: "
-                    "change layout tp, pp, vpp, ep or etp"
-                )
-        if not arch.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
-            raise ConfigError(
-                f"{self.role.model.path} has no experts: set layout.ep to 1 and layout.etp to null, not "
-                f"{layout.ep}, {layout.etp}"
-            )
-        if self.role.router_replay and not arch.experts:
-            raise ConfigError(f"router_replay = true, and {self.role.model.path} has no experts: set it to false")
-        if arch.experts and layout.tp > 1 and not layout.sequence_parallel:
-            raise ConfigError(
-                f"{self.role.model.path} has experts, and layout.tp = {layout.tp}: Megatron-core trains that only "
-                "with sequence parallelism; set layout.sequence_parallel=true"
-            )
+        path = self.role.model.path
+        if problems := trainer_problems(self.arch, Axes.of(self.role.layout), path):
+            raise ConfigError("\n  ".join(problems))
+        if self.role.router_replay and not self.arch.experts:
+            raise ConfigError(f"router_replay = true, and {path} has no experts: set it to false")
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers
@@ -294,7 +274,7 @@ class MegatronPolicy:
         """Raises ValueError for choices of another model's experts."""
         if (experts := work.flat.experts) is None:
             return
-        wanted = self.arch.num_layers, self.arch.config.num_experts_per_tok
+        wanted = self.arch.num_layers, self.arch.features.experts_per_token
         highest = int(experts.max()) if experts.size else 0
         if experts.shape[1:] != wanted or highest >= self.arch.experts:
             raise ValueError(

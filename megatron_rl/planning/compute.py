@@ -205,8 +205,9 @@ def decode_step_seconds(
     calls = 2 * sizes.num_layers * (0 if engine.tp == 1 else 1)
     wire = 2 * rows * sizes.hidden * width * (engine.tp - 1) / engine.tp
     link = cluster.link(engine.tp)
-    # plain torch launches about twenty kernels for each layer, one by one
-    own = STEP_S if engine.compiled else STEP_S + sizes.num_layers * 0.25e-3
+    # plain torch launches about twenty kernels for each layer, one by one, and as many again for its experts
+    kernels_s = 0.5e-3 if sizes.experts else 0.25e-3
+    own = STEP_S if engine.compiled else STEP_S + sizes.num_layers * kernels_s
     return (
         max(memory, flops)
         + calls * (wire / link + (REDUCE_S if engine.tp <= cluster.per_node else FAR_REDUCE_S))

@@ -18,6 +18,8 @@ CHUNK = 1 << 27  # logits held at once on a GPU, as in megatron/forward.py
 CONTEXT = 2.5 * GIB  # CUDA context, NCCL's buffers, libraries
 WHOLE = "layer"  # recompute a whole layer from its input
 FRAGMENTS = 0.04  # share of the GPU's memory that the allocator loses
+# Activations of its width that a gate keeps for its backward pass, and the product after it.
+GATE_KEEPS = {"silu": 3, "gelu_tanh": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +134,13 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
     own, stream = tokens / parallel.cp, _stream(parallel, tokens)
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
     # the norms keep their inputs, and the products after them keep the norms' outputs
-    norms = 2 * stream * (sizes.hidden * (numbers.norm + w) + 4)
+    kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # such norms take float32
+    norms = 2 * stream * (sizes.hidden * (kept + w) + 4)
+    if shape.features.norms_after:  # what they give is added to the stream, and kept by nobody
+        norms += 2 * stream * (sizes.hidden * kept + 4)
     # attention keeps q, k, v and its output, and the next product keeps the output again
     attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)
-    if sizes.qk_norm:
+    if shape.features.qk_norm:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
         attention += own * (w * (q + 2 * kv + copied) + normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
@@ -149,7 +154,8 @@ def module_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisi
     """
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
     if not sizes.experts:
-        return {"mlp": own * w * 3 * sizes.ffn / parallel.tp}
+        widths = GATE_KEEPS[shape.features.activation]
+        return {"mlp": own * w * widths * sizes.ffn / parallel.tp}
     shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (
         _stream(parallel, tokens) * w * sizes.hidden if sizes.shared_ffn else 0.0
     )

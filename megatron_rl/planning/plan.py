@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
+from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import Cluster
@@ -271,28 +272,8 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
 
 def check_cut(name: str, shape: Shape, layout: Layout) -> None:
     """Raises ConfigError for a layout that does not divide the model; megatron/ would refuse it when the run starts."""
-    sizes = shape.sizes
-    cuts = [("attention heads", sizes.heads, "tp", layout.tp), ("key/value heads", sizes.kv_heads, "tp", layout.tp)]
-    cuts.append(("layers", sizes.num_layers, "pp x vpp", layout.pp * (layout.vpp or 1)))
-    if sizes.experts:
-        cuts += [
-            ("experts", sizes.experts, "ep", layout.ep),
-            ("width of an expert", sizes.expert_ffn, "etp", layout.expert_tp),
-        ]
-        cuts.append(("width of the shared expert", sizes.shared_ffn, "tp", layout.tp))
-    else:
-        cuts.append(("feed-forward width", sizes.ffn, "tp", layout.tp))
-    for what, number, axis, ranks in cuts:
-        if number % ranks:
-            raise ConfigError(
-                f"{name}: {what} of {shape.name} = {number} is not divisible by {axis} = {ranks}: choose a divisor"
-            )
-    if not sizes.experts and (layout.ep > 1 or layout.expert_tp != layout.tp):
-        raise ConfigError(f"{name}: {shape.name} has no experts: set layout.ep to 1 and layout.etp to null")
-    if sizes.experts and layout.tp > 1 and not layout.sequence_parallel:
-        raise ConfigError(
-            f"{name}: {shape.name} has experts and layout.tp = {layout.tp}: set layout.sequence_parallel to true"
-        )
+    if problems := trainer_problems(shape.sizes, Axes.of(layout), shape.name):
+        raise ConfigError("\n  ".join(f"{name}: {line}" for line in problems))
 
 
 def _longest(config: TrainConfig, name: str, draw: Draw | None) -> int:
@@ -307,11 +288,6 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
-        if shape.sizes.experts:
-            raise ConfigError(
-                f"roles.{name}: the embedded engine does not run {shape.name}, which has experts: "
-                "set engine.kind to vllm or sglang"
-            )
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
         rows = min(engine.max_batch, -(-(1 if draw is None else draw.samples) // parallel.world))
         cache = _writers(role) * float(rows * _longest(config, name, draw) * compute.kv_bytes(shape, numbers.width))
@@ -338,11 +314,9 @@ def _server(
 ) -> ServerPlan:
     role = config.roles[name]
     width = Precision.gpu(role.model.dtype).width
-    if shape.sizes.heads % settings.tp:
-        raise ConfigError(
-            f"engine.tp = {settings.tp} does not divide the {shape.sizes.heads} attention heads of {shape.name}: "
-            "choose a divisor"
-        )
+    problems = engine_problems(shape.sizes, settings.tp, shape.name, expert_parallel=settings.expert_parallel)
+    if problems:
+        raise ConfigError("\n  ".join(f"engine of {name}: {line}" for line in problems))
     weights = _writers(role) * width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
     longest = _longest(config, name, draw)

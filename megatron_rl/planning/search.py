@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig, Vllm
+from megatron_rl.models.divisibility import Axes, allowed, engine_violations, trainer_problems
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import shapes
 from megatron_rl.planning.hardware import GIB, Cluster
@@ -82,9 +83,10 @@ def advice(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work
 def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterator[Layout]:
     """Yields the layouts that divide the model and the ranks. tp stays within a node."""
     sizes = shape.sizes
-    tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and not (sizes.heads % tp or sizes.kv_heads % tp)]
-    pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if not sizes.num_layers % pp]
-    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if not sizes.experts % ep] if sizes.experts else [1]
+    whole = allowed(sizes, "tp"), allowed(sizes, "pp x vpp"), allowed(sizes, "ep")
+    tps = [tp for tp in (1, 2, 4, 8, 16) if tp <= per_node and whole[0](tp)]
+    pps = [pp for pp in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32) if whole[1](pp)]
+    eps = [ep for i in range(10) for ep in (2**i, 3 * 2**i) if whole[2](ep)] if sizes.experts else [1]
     for tp, pp, ep in itertools.product(tps, pps, eps):
         for etp in sorted({1, tp}) if sizes.experts else [None]:
             layout = Layout(tp=tp, pp=pp, ep=ep, etp=None if etp in (None, tp) else etp, sequence_parallel=tp > 1)
@@ -92,16 +94,13 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
                 continue
             if sizes.experts and layout.expert_tp * ep > ranks // pp:
                 continue
-            try:
-                plans.check_cut("", shape, layout)
-            except ConfigError:
-                continue
-            yield layout
+            if not trainer_problems(sizes, Axes.of(layout), shape.name):
+                yield layout
 
 
 def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
-    """Yields the config with each choice of engines worth trying; the embedded one for dense models alone."""
-    if isinstance(config.engine, Embedded) and not any(shape.sizes.experts for shape in models.values()):
+    """Yields the config with each choice of engines worth trying."""
+    if isinstance(config.engine, Embedded):
         yield config
     settings = config.engine if isinstance(config.engine, Servers) else Vllm()
     width = max({"bfloat16": 2, "float32": 4}[role.model.dtype] for role in config.roles.values())
@@ -109,7 +108,9 @@ def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape])
     room = settings.memory_share * cluster.device.memory * 0.75
     seen = set()
     for share, tp in itertools.product(ENGINE_SHARES, (1, 2, 4, 8, 16, 32, 64)):
-        if largest / tp > room or any(shape.sizes.heads % tp for shape in models.values()):
+        if largest / tp > room or any(
+            engine_violations(shape.sizes, tp, expert_parallel=settings.expert_parallel) for shape in models.values()
+        ):
             continue
         gpus = round(share * cluster.nodes) * cluster.per_node if cluster.nodes > 1 else int(share * cluster.per_node)
         replicas = gpus // (tp * len(models))

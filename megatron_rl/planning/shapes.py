@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,20 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError, Layout, TrainConfig
+from megatron_rl.models import registry
+from megatron_rl.models.rows import Row
+from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.weights.layouts import TrainerLayout
-from megatron_rl.weights.models import KNOWN
-from megatron_rl.weights.rectangles import Shard, megatron, megatron_names
-from megatron_rl.weights.sizes import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model's sizes, and how many of its experts a token sees."""
+    """A model's sizes and features."""
 
     name: str
     sizes: Sizes
-    active: int = 0  # experts that a token sees; 0 for a dense model
+    features: Features = Features()
     guessed: bool = False  # the sizes come from a name that only resembles a public one
+
+    @property
+    def active(self) -> int:
+        """Returns how many experts a token sees; 0 for a dense model."""
+        return self.features.experts_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +113,16 @@ class ParameterCounts:
 def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
     """Returns what Megatron allocates on a rank of pipeline stage `stage`, vocabulary padding included."""
     sizes = shape.sizes
-    layers = len(stage_layers(sizes, parallel)[stage])
-    ends = {"first": stage == 0, "last": stage == parallel.pp - 1, "fused": False}
-    outside = _elements(sizes, parallel, (), ends, experts=0)
-    layer = _elements(sizes, parallel, (0,), ends, experts=sizes.experts // parallel.ep)
-    return ParameterCounts(dense=outside.dense + layers * (layer.dense - outside.dense), expert=layers * layer.expert)
+    outside = registry.ends(sizes)
+    rows = [*(outside.first if stage == 0 else ()), *(outside.last if stage == parallel.pp - 1 else ())]
+    dense = sum(_elements(row, parallel) for row in rows if not (row.copy and stage == 0))
+    expert = 0
+    layers = [registry.layer_rows(sizes, layer) for layer in stage_layers(sizes, parallel)[stage]]
+    for like, number in Counter(map(id, layers)).items():  # equal layers are one object
+        own = next(rows for rows in layers if id(rows) == like)
+        dense += number * sum(_elements(row, parallel) for row in own if not row.experts)
+        expert += number * sum(_elements(row, parallel) * row.experts // parallel.ep for row in own if row.experts)
+    return ParameterCounts(dense=dense, expert=expert)
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:
@@ -139,54 +150,9 @@ def active(shape: Shape) -> int:
     return found.dense + experts - (0 if sizes.tied else sizes.vocab * sizes.hidden)
 
 
-def _elements(
-    sizes: Sizes, parallel: Parallel, layers: tuple[int, ...], ends: Mapping[str, bool], *, experts: int
-) -> ParameterCounts:
-    shard = Shard(tp=parallel.tp, expert_tp=parallel.etp)
-    names = megatron_names(sizes, layers, range(min(experts, 1)), **ends)  # all experts are alike: one stands for all
-    found = {name: prod(megatron(sizes, name, shard)[0]) for name in names}
-    own = sum(size for name, size in found.items() if ".mlp.experts." in name)
-    return ParameterCounts(dense=sum(found.values()) - own, expert=own * experts)
-
-
-def _dense(family: str, numbers: tuple[int, ...], *, vocab: int, tied: bool = False, head_dim: int = 0) -> Sizes:
-    layers, hidden, heads, kv_heads, ffn = numbers
-    return Sizes(
-        family=family, num_layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
-        head_dim=head_dim or hidden // heads, ffn=ffn, vocab=vocab, tied=tied,
-    )  # fmt: skip
-
-
-_MIXTRAL = Sizes(
-    family="mixtral", num_layers=56, hidden=6144, heads=48, kv_heads=8, head_dim=128, ffn=16384, vocab=32768,
-    tied=False, experts=8, expert_ffn=16384,
-)  # fmt: skip
-# Public models by name without owner and variant: (sizes as published, experts of a token).
-PUBLIC: dict[str, tuple[Sizes, int]] = {
-    "qwen2.5-0.5b": (_dense("qwen2", (24, 896, 14, 2, 4864), vocab=151936, tied=True), 0),
-    "qwen2.5-1.5b": (_dense("qwen2", (28, 1536, 12, 2, 8960), vocab=151936, tied=True), 0),
-    "qwen2.5-3b": (_dense("qwen2", (36, 2048, 16, 2, 11008), vocab=151936, tied=True), 0),
-    "qwen2.5-7b": (KNOWN["qwen2.5-7b"], 0),
-    "qwen2.5-14b": (_dense("qwen2", (48, 5120, 40, 8, 13824), vocab=152064), 0),
-    "qwen2.5-32b": (KNOWN["qwen2.5-32b"], 0),
-    "qwen2.5-72b": (_dense("qwen2", (80, 8192, 64, 8, 29568), vocab=152064), 0),
-    "qwen3-0.6b": (_dense("qwen3", (28, 1024, 16, 8, 3072), vocab=151936, tied=True, head_dim=128), 0),
-    "qwen3-1.7b": (_dense("qwen3", (28, 2048, 16, 8, 6144), vocab=151936, tied=True, head_dim=128), 0),
-    "qwen3-4b": (_dense("qwen3", (36, 2560, 32, 8, 9728), vocab=151936, tied=True, head_dim=128), 0),
-    "qwen3-8b": (_dense("qwen3", (36, 4096, 32, 8, 12288), vocab=151936, head_dim=128), 0),
-    "qwen3-14b": (_dense("qwen3", (40, 5120, 40, 8, 17408), vocab=151936, head_dim=128), 0),
-    "qwen3-32b": (_dense("qwen3", (64, 5120, 64, 8, 25600), vocab=151936, head_dim=128), 0),
-    "qwen3-30b-a3b": (KNOWN["qwen3-30b-a3b"], 8),
-    "qwen3-235b-a22b": (KNOWN["qwen3-235b-a22b"], 8),
-    "llama-3.2-1b": (_dense("llama", (16, 2048, 32, 8, 8192), vocab=128256, tied=True), 0),
-    "llama-3.2-3b": (_dense("llama", (28, 3072, 24, 8, 8192), vocab=128256, tied=True), 0),
-    "llama-3.1-8b": (KNOWN["llama3-8b"], 0),
-    "llama-3.1-70b": (KNOWN["llama3-70b"], 0),
-    "mistral-7b": (_dense("mistral", (32, 4096, 32, 8, 14336), vocab=32768), 0),
-    "mixtral-8x7b": (KNOWN["mixtral-8x7b"], 2),
-    "mixtral-8x22b": (_MIXTRAL, 2),
-    "moe-1t": (KNOWN["moe-1t"], 8),
-}
+def _elements(row: Row, parallel: Parallel) -> int:
+    """Returns the elements of a parameter on a rank; of a row of experts, those of one expert."""
+    return prod(row.cut.held(row.sources, parallel.etp if row.experts else parallel.tp, 0)[0])
 
 
 def read_shape(source: str) -> Shape:
@@ -199,14 +165,17 @@ def read_shape(source: str) -> Shape:
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
         return _from_file(file)
-    fits = [name for name in PUBLIC if _words(name) <= _words(source)]
+    public = registry.known()
+    fits = [name for name in public if _words(name) <= _words(source)]
     if not fits:
         raise ConfigError(
-            f"no config.json at {source}, and no public model of this name is known here ({', '.join(PUBLIC)}): "
+            f"no config.json at {source}, and no public model of this name is known here ({', '.join(public)}): "
             "give its sizes with --shape ROLE=FILE (a config.json, or a directory with one) or --shape ROLE=NAME"
         )
     name = max(fits, key=len)
-    return Shape(name=name, sizes=PUBLIC[name][0], active=PUBLIC[name][1], guessed=source.count("/") > 1)
+    guessed = source.count("/") > 1
+    sizes, features = registry.read(public[name], name), registry.features(public[name], name)
+    return Shape(name=name, sizes=sizes, features=features, guessed=guessed)
 
 
 def models_of(config: TrainConfig, given: Sequence[str]) -> dict[str, Shape]:
@@ -237,11 +206,9 @@ def _from_file(file: Path) -> Shape:
         facts: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as a model's config.json: {error}") from error
-    sizes = Sizes.read(facts, str(file))
-    if sizes.experts and "num_experts_per_tok" not in facts:
-        raise ConfigError(f"{file}: num_experts_per_tok is missing, which a model with experts must have")
     name = file.parent.name if file.name == "config.json" else file.stem
-    return Shape(name=name, sizes=sizes, active=int(facts["num_experts_per_tok"]) if sizes.experts else 0)
+    where = str(file)
+    return Shape(name=name, sizes=registry.read(facts, where), features=registry.features(facts, where))
 
 
 def _words(name: str) -> set[str]:

@@ -8,11 +8,11 @@ from typing import Any, Self
 
 import torch
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit.wiring import Seating
 from megatron_rl.weights import layouts, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RefitPlan
-from megatron_rl.weights.sizes import Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

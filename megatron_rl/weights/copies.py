@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.rectangles import Rect, padding
-from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 # Returns a rectangle of a Hugging Face tensor: [rows, columns], or [rows] of a 1-D tensor.
 Read = Callable[[Rect], Tensor]
@@ -60,21 +62,22 @@ def assemble(shards: Iterable[tuple[Tensor, Sequence[Rect]]]) -> dict[str, Tenso
 def by_expert(tensors: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
     """Returns views of a transformers model's tensors in memory, under the names that its files have.
 
-    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], in the module `mlp` of every
-    family. Files hold one tensor per expert. Tensors that already have their file's name, as in transformers 4, pass
-    through.
+    transformers 5 stacks experts, gate_up_proj [E, 2 f, h] and down_proj [E, h, f], and gives their module and the
+    router one name in every family. Files hold one tensor per expert. Tensors that already have their file's name, as
+    in transformers 4, pass through.
     """
-    family, out = FAMILIES[sizes.family], {}
-    for name, tensor in tensors.items():
-        prefix, found, part = name.rpartition(".mlp.experts.")
-        if family.experts is None or not (found and part in ("gate_up_proj", "down_proj")):
-            router = family.experts is not None and name.endswith(".mlp.gate.weight")
-            out[name.replace(".mlp.gate.", f".{family.experts}.gate.") if router else name] = tensor
-            continue
-        gate, up, down = family.parts
-        for number, expert in enumerate(tensor):
-            parts = {down: expert} if part == "down_proj" else dict(zip((gate, up), expert.chunk(2), strict=True))
-            out |= {f"{prefix}.{family.experts}.experts.{number}.{p}.weight": t for p, t in parts.items()}
+    out = dict(tensors)
+    for layer in range(sizes.num_layers):
+        prefix = HF_LAYER.format(layer)
+        for row in layer_rows(sizes, layer):
+            held = None if row.in_memory is None else tensors.get(prefix + row.in_memory)
+            if held is None:
+                continue
+            del out[f"{prefix}{row.in_memory}"]
+            for number, one in enumerate(held if row.experts else [held]):
+                parts = one.split([source.rows for source in row.sources])
+                names = (prefix + source.name.replace(EXPERT, str(number)) for source in row.sources)
+                out |= zip(names, parts, strict=True)
     return out
 
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.copies import assemble, local
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
 from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
-from megatron_rl.weights.sizes import Sizes
 
 
 class DistCheckpoint:

@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_rl.weights.rectangles import WHOLE, Shape, Shard, megatron, padded_vocab
-from megatron_rl.weights.sizes import Sizes
+from megatron_rl.models.cuts import padded_vocab
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.rectangles import WHOLE, Shape, Shard, megatron
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # their rows are padded as the layout needs
 OPTIMIZER = "optimizer.state."
@@ -18,6 +20,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(?:(linear_fc[12])\.weight(\d+)|local_experts\.(\d+)\.(linear_fc[12])\.weight)")
 # Core's torch layer spec gives this norm the second name in models with experts too.
 _ALIASES = {"pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}
+_ATTENTION = "self_attention.core_attention"
+_WITHOUT_STATE = ("mlp.router", "mlp.shared_experts")
 
 
 class StackedKey(NamedTuple):
@@ -92,14 +96,19 @@ def pieces(sizes: Sizes, name: str, shard: Shard) -> list[Piece]:
 
 
 def extra_states(sizes: Sizes) -> Iterator[str]:
-    """Yields the keys under which core and Transformer Engine look for FP8 states, which are empty here."""
-    dense = ["self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention"]
-    dense += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if sizes.qk_norm else []
-    dense += ["mlp.linear_fc1", "mlp.linear_fc2"] if not sizes.experts else ["pre_mlp_layernorm"]
-    dense += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"] if sizes.shared_ffn else []
-    for layer in range(sizes.num_layers):
-        yield from (f"decoder.layers.{part}._extra_state/shard_{layer}_{sizes.num_layers}" for part in dense)
-        for expert in range(sizes.experts):
-            place = f"shard_{layer}.{expert}_{sizes.num_layers}.{sizes.experts}"
-            yield from (f"decoder.layers.mlp.experts.experts.linear_{fc}._extra_state/{place}" for fc in ("fc1", "fc2"))
+    """Yields the keys under which core and Transformer Engine look for FP8 states, which are empty here.
+
+    Every module has one, but the router and the module that weighs a shared expert, which are core's own.
+    """
+    total = sizes.num_layers
+    for layer in range(total):
+        rows = layer_rows(sizes, layer)
+        dense = dict.fromkeys(row.spelled(True).rpartition(".")[0] for row in rows if not row.experts)
+        parts = [part for part in dense if part not in _WITHOUT_STATE]
+        yield from (f"decoder.layers.{part}._extra_state/shard_{layer}_{total}" for part in [*parts, _ATTENTION])
+        for row in rows:
+            linear = row.name.split(".")[-2]
+            for expert in range(row.experts):
+                place = f"shard_{layer}.{expert}_{total}.{row.experts}"
+                yield f"decoder.layers.mlp.experts.experts.{linear}._extra_state/{place}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"

@@ -17,49 +17,41 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.blocks import EMBEDDING, HEAD
+from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import headers
 from megatron_rl.weights.copies import from_tensor
 from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
-from megatron_rl.weights.sizes import Sizes
 
-# tests/multi/test_layouts.py compares each of these with transformers.
-ACTOR_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-)
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK = 1 << 24  # the most elements that are compared at a time
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # equal and hashed as Sizes: what is kept by sizes reads no more
 class Architecture(Sizes):
-    """The sizes of a model directory, and the further settings of its arithmetic."""
+    """The sizes of a model directory, and the features of its arithmetic."""
 
-    norm_eps: float
-    rope_theta: float
+    features: Features
     config: PretrainedConfig
 
-    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says."""
-        frequencies, scale = self._frequencies()
+    def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
+        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says, for layers
+        of one of the features' kinds."""
+        frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * scale, angles.sin() * scale
 
-    def _frequencies(self) -> tuple[Tensor, float]:
+    def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
         """Returns radians per position [head_dim / 2] (float32), and the factor of cos and sin, as transformers' rotary
         embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
-        settings = self.config.rope_parameters
-        if settings["rope_type"] != "default":
-            return ROPE_INIT_FUNCTIONS[settings["rope_type"]](cast(Any, self.config))
+        own = kind.rotary
+        if own.kind != "default":
+            layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
+            return ROPE_INIT_FUNCTIONS[own.kind](cast(Any, self.config), **layer_type)
         exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
-        return 1.0 / settings["rope_theta"] ** exponents, 1.0
+        return 1.0 / own.theta**exponents, 1.0
 
 
 def local_directory(path: str | Path) -> Path:
@@ -87,13 +79,9 @@ def local_directory(path: str | Path) -> Path:
 def read_architecture(directory: str | Path) -> Architecture:
     """Reads config.json. Raises ConfigError, with the value, for a model that the actor cannot run."""
     config = AutoConfig.from_pretrained(local_directory(directory))
-    if config.model_type not in ACTOR_FAMILIES:
-        raise ConfigError(
-            f"{directory}: model_type {config.model_type!r} is not supported; supported are {', '.join(ACTOR_FAMILIES)}"
-        )
-    sizes = Sizes.read(config.to_dict(), str(directory))
-    theta = config.rope_parameters["rope_theta"] if hasattr(config, "rope_parameters") else config.rope_theta
-    return Architecture(**vars(sizes), norm_eps=config.rms_norm_eps, rope_theta=float(theta), config=config)
+    facts = config.to_dict()
+    sizes = registry.read(facts, str(directory))
+    return Architecture(**vars(sizes), features=registry.features(facts, str(directory)), config=config)
 
 
 def tensor_files(directory: str | Path) -> dict[str, Path]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.weights.rectangles import Rect, Shape, Shard, engine, hf_shapes, megatron, megatron_names
-from megatron_rl.weights.sizes import FAMILIES, Sizes
+from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights.rectangles import Parameter, Rect, Shape, Shard, engine, hf_shapes, trainer_parameters
 
 
 class Holding(NamedTuple):
@@ -84,24 +85,6 @@ class EngineLayout:
         return self.tp * self.replicas
 
 
-def check(sizes: Sizes, *, tp: int, expert_tp: int, what: str) -> None:
-    """Raises ConfigError when heads or feed-forward do not divide by `tp`, or experts by `expert_tp`."""
-    family = FAMILIES[sizes.family]
-    parts = [("num_attention_heads", sizes.heads, tp)]
-    if sizes.experts:  # every layer has experts: the dense width in config.json belongs to no layer
-        parts += [
-            (family.expert_ffn, sizes.expert_ffn, expert_tp),
-            ("shared_expert_intermediate_size", sizes.shared_ffn, tp),
-        ]
-    else:
-        parts.append(("intermediate_size", sizes.ffn, tp))
-    for name, number, ranks in parts:
-        if number % ranks:
-            raise ConfigError(f"{what}: {name} = {number} is not divisible by {ranks} ranks")
-    if sizes.kv_heads % tp and tp % sizes.kv_heads:
-        raise ConfigError(f"{what}: num_key_value_heads = {sizes.kv_heads} and tp = {tp}: one must divide the other")
-
-
 def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
     """Yields what the ranks of a trainer hold.
 
@@ -109,30 +92,26 @@ def trainer(sizes: Sizes, layout: TrainerLayout) -> Iterator[Holding]:
 
     Raises ConfigError for a layout that does not divide the model.
     """
-    check(sizes, tp=layout.tp, expert_tp=layout.etp, what="trainer")
-    if not sizes.experts and layout.ep * layout.etp > 1:
-        raise ConfigError(
-            f"trainer: ep {layout.ep}, etp {layout.etp} for a {sizes.family} model, which has no experts: "
-            "leave them out"
-        )
-    if sizes.experts % layout.ep:
-        raise ConfigError(f"trainer: {sizes.experts} experts do not divide by ep {layout.ep}")
+    _refuse("trainer", trainer_problems(sizes, _axes(sizes, layout), f"the {sizes.family} model"))
     stage_ranks = layout.tp * layout.dp
     for stage, layers in enumerate(layout.layers(sizes)):
-        ends = {"first": stage == 0, "last": stage == layout.pp - 1, "fused": layout.fused}
-        dense = megatron_names(sizes, layers, (), **ends)
+        ends = stage == 0, stage == layout.pp - 1
         base = stage * stage_ranks
         for rank in range(layout.tp):
             shard = Shard(layout.tp, rank)
             copies = tuple(base + rank + layout.tp * replica for replica in range(layout.dp))
-            yield Holding(copies, _rects(sizes, dense, shard, layout.vocab_multiple))
+            found = trainer_parameters(
+                sizes, layers, None, shard, first_last=ends, fused=layout.fused, vocab_multiple=layout.vocab_multiple
+            )
+            yield _holding(copies, found)
         own = sizes.experts // layout.ep
         for group in range(layout.ep * layout.etp if own else 0):
             ep_rank, etp_rank = divmod(group, layout.etp)
             here = range(ep_rank * own, (ep_rank + 1) * own)
-            names = [n for n in megatron_names(sizes, layers, here, **ends) if ".experts." in n]
             copies = tuple(range(base + group, base + stage_ranks, layout.ep * layout.etp))
-            yield Holding(copies, _rects(sizes, names, Shard(expert_tp=layout.etp, expert_rank=etp_rank), 1))
+            shard = Shard(expert_tp=layout.etp, expert_rank=etp_rank)
+            found = trainer_parameters(sizes, layers, here, shard, first_last=ends, fused=layout.fused)
+            yield _holding(copies, found)
 
 
 def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = None) -> Iterator[Holding]:
@@ -140,11 +119,8 @@ def engines(sizes: Sizes, layout: EngineLayout, ranks: Collection[int] | None = 
 
     Raises ConfigError for a layout that does not divide the model.
     """
-    check(sizes, tp=layout.tp, expert_tp=1 if layout.expert_parallel else layout.tp, what="engine")
-    if layout.expert_parallel and not sizes.experts:
-        raise ConfigError(f"engine: expert_parallel for a {sizes.family} model, which has no experts: leave it out")
-    if layout.expert_parallel and sizes.experts % layout.tp:
-        raise ConfigError(f"engine: {sizes.experts} experts do not divide by {layout.tp} ranks")
+    model = f"the {sizes.family} model"
+    _refuse("engine", engine_problems(sizes, layout.tp, model, expert_parallel=layout.expert_parallel))
     for rank in range(layout.tp):
         copies = tuple(r for r in range(rank, layout.world, layout.tp) if ranks is None or r in ranks)
         if copies:
@@ -159,9 +135,22 @@ def engine_parameters(sizes: Sizes, layout: EngineLayout, rank: int) -> dict[str
     return engine(sizes, layout.tp, rank % layout.tp, expert_parallel=layout.expert_parallel)
 
 
-def _rects(sizes: Sizes, names: Sequence[str], shard: Shard, vocab_multiple: int) -> list[tuple[str, Rect]]:
-    """Returns (name, rectangle) of these Megatron parameters."""
-    return [(name, rect) for name in names for rect in megatron(sizes, name, shard, vocab_multiple=vocab_multiple)[1]]
+def _axes(sizes: Sizes, layout: TrainerLayout) -> Axes:
+    """Returns the axes of a layout. The arithmetic here allows uneven stages, so that runs of layers are not asked
+    about."""
+    etp = layout.etp if sizes.experts or layout.etp > 1 else None
+    return Axes(tp=layout.tp, ep=layout.ep, etp=etp)
+
+
+def _refuse(side: str, problems: Sequence[str]) -> None:
+    """Raises ConfigError where there are problems."""
+    if problems:
+        raise ConfigError("\n  ".join(f"{side}: {line}" for line in problems))
+
+
+def _holding(ranks: tuple[int, ...], found: Iterable[Parameter]) -> Holding:
+    """Returns these parameters as what `ranks` hold."""
+    return Holding(ranks, [(name, rect) for name, _, rects in found for rect in rects])
 
 
 def differences(wanted: Mapping[str, tuple[int, int]], found: Mapping[str, Sequence[int]]) -> Iterator[str]:

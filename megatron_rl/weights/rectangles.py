@@ -2,39 +2,22 @@
 
 A parameter as one rank holds it is a list of `Rect`s. Each says which rectangle of which Hugging Face tensor lies where
 in the parameter. An import copies along them in one direction and an export in the other; a refit intersects the
-rectangles of two layouts. 1-D tensors count as [n, 1]. Everything here is arithmetic on names and numbers.
+rectangles of two layouts. Which parameters there are, and how ranks cut them, stands in the rows of the model's family
+(megatron_rl/models/); everything here is a loop over those rows.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.weights.sizes import FAMILIES, Sizes
-
-Shape = tuple[int, int]  # rows, columns
-
-
-class Rect(NamedTuple):
-    """A rectangle of a Hugging Face tensor, and the place of the same size that it has in a parameter.
-
-    tensor[row : row + rows, column : column + columns] lies at parameter[at_row :, at_column :].
-    """
-
-    tensor: str
-    row: int
-    column: int
-    rows: int
-    columns: int
-    at_row: int
-    at_column: int
-
-    @property
-    def elements(self) -> int:
-        """Returns the number of elements."""
-        return self.rows * self.columns
+from megatron_rl.models.cuts import Held, Rect, Shape
+from megatron_rl.models.registry import ends, layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER, MEGATRON_LAYER, Row
+from megatron_rl.models.sizes import Sizes
 
 
 class Shard(NamedTuple):
@@ -45,72 +28,42 @@ class Shard(NamedTuple):
     expert_tp: int = 1
     expert_rank: int = 0
 
+    def of(self, row: Row) -> tuple[int, int]:
+        """Returns (ranks, rank) by which a row is cut."""
+        return (self.expert_tp, self.expert_rank) if row.experts else (self.tp, self.rank)
+
+
+class Parameter(NamedTuple):
+    """A parameter on a rank."""
+
+    name: str
+    shape: Shape
+    rects: list[Rect]
+
 
 WHOLE = Shard()
-_NORMS = {  # names of the local layer spec, and Transformer Engine's fused names
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
-}
-_HEAD_NORMS = {
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(?:linear_(fc[12])\.weight(\d+)|local_experts\.(\d+)\.linear_(fc[12])\.weight)")
-_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.weight|local_experts\.))(\d+)")
-
-
-def padded_vocab(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Returns the rows of the embedding, rounded up to a multiple of `multiple` * tp: ranks hold equal parts."""
-    step = multiple * tp
-    return -(-vocab // step) * step
+_EXPERT_NUMBER = re.compile(r"(mlp\.experts\.(?:linear_fc[12]\.(?:weight|bias)|local_experts\.))(\d+)")
 
 
 def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
     """Returns {tensor: (rows, columns)} of all tensors in the model's Hugging Face directory."""
-    family, d, h = FAMILIES[sizes.family], sizes.head_dim, sizes.hidden
-    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocab, h), "model.norm.weight": (h, 1)}
-    if not sizes.tied:
-        shapes["lm_head.weight"] = (sizes.vocab, h)
+    first, last = ends(sizes)
+    shapes = {s.name: (s.rows, s.columns) for row in (*first, *last) for s in row.sources}
     for layer in range(sizes.num_layers):
-        prefix = f"model.layers.{layer}."
-        for part, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
-            shapes[f"{prefix}self_attn.{part}_proj.weight"] = (heads * d, h)
-            if family.qkv_bias:
-                shapes[f"{prefix}self_attn.{part}_proj.bias"] = (heads * d, 1)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (h, sizes.heads * d)
-        if family.qk_norm:
-            shapes |= {prefix + name: (d, 1) for name in _HEAD_NORMS.values()}
-        shapes |= {prefix + name: (h, 1) for name in _NORMS.values()}
-        if family.experts is None:
-            shapes |= _mlp_shapes(f"{prefix}mlp.", ("gate_proj", "up_proj", "down_proj"), sizes.ffn, h)
-            continue
-        shapes[f"{prefix}{family.experts}.gate.weight"] = (sizes.experts, h)
-        for expert in range(sizes.experts):
-            shapes |= _mlp_shapes(f"{prefix}{family.experts}.experts.{expert}.", family.parts, sizes.expert_ffn, h)
-        if family.shared is not None:
-            shapes |= _mlp_shapes(
-                f"{prefix}{family.shared}.", ("gate_proj", "up_proj", "down_proj"), sizes.shared_ffn, h
-            )
-            shapes[f"{prefix}{family.shared}_gate.weight"] = (1, h)
+        prefix = HF_LAYER.format(layer)
+        for row in layer_rows(sizes, layer):
+            for expert in range(row.experts or 1):
+                shapes |= {prefix + s.name.replace(EXPERT, str(expert)): (s.rows, s.columns) for s in row.sources}
     return shapes
 
 
-def _mlp_shapes(prefix: str, parts: Sequence[str], ffn: int, hidden: int) -> dict[str, Shape]:
-    gate, up, down = (f"{prefix}{part}.weight" for part in parts)
-    return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}
-
-
-def is_sharded(name: str) -> bool:
+def is_sharded(sizes: Sizes, name: str) -> bool:
     """Says whether tensor-parallel ranks hold different parts of this Megatron parameter.
 
     Otherwise each holds the whole.
     """
-    return not (
-        "layernorm" in name or name.endswith(("layer_norm_weight", "router.weight", "shared_experts.gate_weight"))
-    )
+    return _find(sizes, name)[0].cut.sharded
 
 
 def is_expert(name: str) -> bool:
@@ -143,100 +96,43 @@ def megatron(sizes: Sizes, name: str, shard: Shard = WHOLE, *, vocab_multiple: i
     Elements that no rectangle covers are padding of the vocabulary. Raises KeyError for a name without a Hugging Face
     tensor.
     """
-    h, tp, rank = sizes.hidden, shard.tp, shard.rank
-    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        tensor = "lm_head.weight" if name == "output_layer.weight" and not sizes.tied else "model.embed_tokens.weight"
-        rows = padded_vocab(sizes.vocab, tp, vocab_multiple) // tp
-        return (rows, h), stacked([(tensor, 0, sizes.vocab)], rank * rows, rows, h)
-    if name == "decoder.final_layernorm.weight":
-        return _whole("model.norm.weight", h, 1)
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        raise KeyError(f"no Hugging Face tensor is known for the Megatron parameter {name!r}")
-    prefix, part = f"model.layers.{match[1]}.", match[2]
-    if part in _NORMS:
-        return _whole(prefix + _NORMS[part], h, 1)
-    if part in _HEAD_NORMS and sizes.qk_norm:
-        return _whole(prefix + _HEAD_NORMS[part], sizes.head_dim, 1)
-    if part == "self_attention.linear_qkv.weight" or part == "self_attention.linear_qkv.bias" and sizes.qkv_bias:
-        return _qkv(sizes, prefix, part.rpartition(".")[2], shard)
-    if part == "self_attention.linear_proj.weight":
-        return _columns(f"{prefix}self_attn.o_proj.weight", h, sizes.heads * sizes.head_dim, tp, rank)
-    found = _mlp(sizes, prefix, part, shard)
-    if found is None:
+    row, prefix, expert = _find(sizes, name)
+    shape, rects = row.cut.held(row.sources, *shard.of(row), vocab_multiple)
+    return shape, _named(rects, prefix, expert)
+
+
+def _find(sizes: Sizes, name: str) -> tuple[Row, str, str]:
+    """Returns (row, prefix of its tensors, number of the expert) of a Megatron parameter in either spelling.
+
+    Raises KeyError for a name that the model does not have.
+    """
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        row, prefix, expert = _rows_by_name(sizes, None).get(name), "", ""
+    else:
+        number = int(layer[1])
+        found = _EXPERT_NUMBER.search(layer[2])
+        expert = found[2] if found else ""
+        part = layer[2] if found is None else _EXPERT_NUMBER.sub(rf"\g<1>{EXPERT}", layer[2])
+        row = _rows_by_name(sizes, number).get(part) if number < sizes.num_layers else None
+        prefix = HF_LAYER.format(number)
+    if row is None:
         raise KeyError(f"no Hugging Face tensor is known for the Megatron parameter {name!r} of a {sizes.family} model")
-    return found
+    return row, prefix, expert
 
 
-def _mlp(sizes: Sizes, prefix: str, part: str, shard: Shard) -> tuple[Shape, list[Rect]] | None:
-    """Returns (shape, rectangles) of a feed-forward parameter, or None for a name that this family does not have."""
-    family, h, tp, rank = FAMILIES[sizes.family], sizes.hidden, shard.tp, shard.rank
-    dense = [f"{prefix}mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    if family.experts is None:
-        return _fc(part.removeprefix("mlp.linear_"), dense, sizes.ffn, h, tp, rank)
-    if part == "mlp.router.weight":
-        return _whole(f"{prefix}{family.experts}.gate.weight", sizes.experts, h)
-    if match := _EXPERT.fullmatch(part):
-        fc, expert = (match[1], match[2]) if match[1] else (match[4], match[3])
-        names = [f"{prefix}{family.experts}.experts.{expert}.{p}.weight" for p in family.parts]
-        return _fc(f"{fc}.weight", names, sizes.expert_ffn, h, shard.expert_tp, shard.expert_rank)
-    if family.shared is not None:
-        if part == "mlp.shared_experts.gate_weight":
-            return _whole(f"{prefix}{family.shared}_gate.weight", 1, h)
-        names = [f"{prefix}{family.shared}.{p}_proj.weight" for p in ("gate", "up", "down")]
-        return _fc(part.removeprefix("mlp.shared_experts.linear_"), names, sizes.shared_ffn, h, tp, rank)
-    return None
+@lru_cache(maxsize=1024)
+def _rows_by_name(sizes: Sizes, layer: int | None) -> dict[str, Row]:
+    """Returns the rows of a layer, or outside of the layers, by Megatron's names in both spellings."""
+    rows = [row for part in ends(sizes) for row in part] if layer is None else layer_rows(sizes, layer)
+    return {row.spelled(fused): row for row in rows for fused in (False, True)}
 
 
-def _fc(part: str, names: Sequence[str], ffn: int, hidden: int, tp: int, rank: int) -> tuple[Shape, list[Rect]] | None:
-    """Returns (shape, rectangles) of a fully connected layer.
-
-    fc1 is [gate of this rank; up of this rank], not a cut of their concatenation. fc2 is cut by columns.
-    """
-    own = ffn // tp
-    if part == "fc1.weight":
-        return (2 * own, hidden), [Rect(names[i], rank * own, 0, own, hidden, i * own, 0) for i in (0, 1)]
-    return _columns(names[2], hidden, ffn, tp, rank) if part == "fc2.weight" else None
-
-
-def _qkv(sizes: Sizes, prefix: str, kind: str, shard: Shard) -> tuple[Shape, list[Rect]]:
-    """Returns (shape, rectangles) of the fused query, key and value.
-
-    For each key/value head there stand its query heads, its key and its value, end to end. A rank holds one run of
-    these rows, which may cut through such a group when there are fewer key/value heads than ranks.
-    """
-    d, per_group = sizes.head_dim, sizes.heads // sizes.kv_heads * sizes.head_dim
-    rows, columns = (sizes.heads + 2 * sizes.kv_heads) * d // shard.tp, sizes.hidden if kind == "weight" else 1
-    segments = []
-    for group in range(sizes.kv_heads):
-        segments.append((f"{prefix}self_attn.q_proj.{kind}", group * per_group, per_group))
-        segments += [(f"{prefix}self_attn.{part}_proj.{kind}", group * d, d) for part in "kv"]
-    return (rows, columns), stacked(segments, shard.rank * rows, rows, columns)
-
-
-def stacked(segments: Iterable[tuple[str, int, int]], first: int, rows: int, columns: int) -> list[Rect]:
-    """Returns the rectangles of rows [first, first + rows) of segments that are laid end to end.
-
-    A segment is (tensor, its first row, its number of rows). Rows beyond the last segment are padding.
-    """
-    out, place = [], 0
-    for tensor, row, count in segments:
-        low, high = max(first, place), min(first + rows, place + count)
-        if low < high:
-            out.append(Rect(tensor, row + low - place, 0, high - low, columns, low - first, 0))
-        place += count
-    return out
-
-
-def _whole(tensor: str, rows: int, columns: int) -> tuple[Shape, list[Rect]]:
-    """Returns (shape, rectangles) of a parameter that is one whole tensor."""
-    return (rows, columns), [Rect(tensor, 0, 0, rows, columns, 0, 0)]
-
-
-def _columns(tensor: str, rows: int, columns: int, tp: int, rank: int) -> tuple[Shape, list[Rect]]:
-    """Returns (shape, rectangles) of a parameter that is cut by columns."""
-    own = columns // tp
-    return (rows, own), [Rect(tensor, 0, rank * own, rows, own, 0, 0)]
+def _named(rects: Iterable[Rect], prefix: str, expert: str) -> list[Rect]:
+    """Returns rectangles of a row with the whole names of their tensors."""
+    if expert:
+        return [Rect(prefix + tensor.replace(EXPERT, expert), *rest) for tensor, *rest in rects]
+    return [Rect(prefix + tensor, *rest) for tensor, *rest in rects]
 
 
 def megatron_names(
@@ -247,32 +143,54 @@ def megatron_names(
     `first` and `last` say whether it is the first or last pipeline stage. A tied model has a copy of the embedding as
     output layer on a last stage that is not the first. `fused`: names have Transformer Engine's spelling.
     """
-    family, names = FAMILIES[sizes.family], []
+    stage = _stage_rows(sizes, layers, first=first, last=last)
+    chosen = [*experts]
+    return [name for row, prefix, _ in stage for name, _ in _spelled(row, prefix, chosen, fused)]
+
+
+def _stage_rows(sizes: Sizes, layers: Iterable[int], *, first: bool, last: bool) -> Iterator[tuple[Row, str, str]]:
+    """Yields (row, prefix of Megatron's name, prefix of Hugging Face's names) of all rows of a pipeline stage."""
+    outside = ends(sizes)
     if first:
-        names.append("embedding.word_embeddings.weight")
-    chosen = list(experts)
+        yield from ((row, "", "") for row in outside.first)
     for layer in layers:
-        p = f"decoder.layers.{layer}."
-        names.append(p + ("self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"))
-        names.append(p + "self_attention.linear_qkv.weight")
-        names += [p + "self_attention.linear_qkv.bias"] if family.qkv_bias else []
-        names += [p + name for name in _HEAD_NORMS] if family.qk_norm else []
-        names.append(p + "self_attention.linear_proj.weight")
-        names.append(
-            p + ("mlp.linear_fc1.layer_norm_weight" if fused and family.experts is None else "pre_mlp_layernorm.weight")
-        )
-        if family.experts is None:
-            names += [p + "mlp.linear_fc1.weight", p + "mlp.linear_fc2.weight"]
-            continue
-        names.append(p + "mlp.router.weight")
-        spelling = "mlp.experts.linear_{fc}.weight{e}" if fused else "mlp.experts.local_experts.{e}.linear_{fc}.weight"
-        names += [p + spelling.format(fc=fc, e=e) for e in chosen for fc in ("fc1", "fc2")]
-        if family.shared is not None:
-            names += [p + f"mlp.shared_experts.{n}" for n in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")]
+        prefixes = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
+        yield from ((row, *prefixes) for row in layer_rows(sizes, layer))
     if last:
-        names.append("decoder.final_layernorm.weight")
-        names += ["output_layer.weight"] if not (sizes.tied and first) else []
-    return names
+        yield from ((row, "", "") for row in outside.last if not (row.copy and first))
+
+
+def _spelled(row: Row, prefix: str, experts: Sequence[int], fused: bool) -> Iterator[tuple[str, str]]:
+    """Yields (name, number of the expert or nothing) of the parameters that a row stands for."""
+    name = prefix + row.spelled(fused)
+    if not row.experts:
+        yield name, ""
+        return
+    for expert in experts:
+        yield name.replace(EXPERT, str(expert)), str(expert)
+
+
+def trainer_parameters(
+    sizes: Sizes,
+    layers: Iterable[int],
+    experts: Sequence[int] | None,
+    shard: Shard,
+    *,
+    first_last: tuple[bool, bool],
+    fused: bool,
+    vocab_multiple: int = 1,
+) -> Iterator[Parameter]:
+    """Yields the parameters of a trainer's rank: its dense ones where `experts` is None, else those of these experts.
+
+    `first_last`: whether the rank is of the first, and of the last pipeline stage. Names are those of `megatron_names`.
+    """
+    held = _holder(lambda row: row.cut.held(row.sources, *shard.of(row), vocab_multiple))
+    for row, prefix, tensors in _stage_rows(sizes, layers, first=first_last[0], last=first_last[1]):
+        if bool(row.experts) != (experts is not None):
+            continue
+        shape, rects = held(row)
+        for name, expert in _spelled(row, prefix, experts or (), fused):
+            yield Parameter(name, shape, _named(rects, tensors, expert))
 
 
 def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -> dict[str, tuple[Shape, list[Rect]]]:
@@ -281,79 +199,43 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
     q, k and v of the rank's heads are one parameter (key/value heads are repeated when there are fewer than ranks), and
     so are gate and up. Experts are stacked in [E_local, ...] parameters, whose leading two dimensions are joined here.
     With `expert_parallel` a rank holds a run of whole experts, otherwise a slice of every expert.
-
-    The vocabulary is padded to 64; and to 64 per rank where the ranks do not divide that (SGLang's rule; vLLM does not
-    start then).
     """
-    family, h, d = FAMILIES[sizes.family], sizes.hidden, sizes.head_dim
-    even = padded_vocab(sizes.vocab, 1, 64)
-    vocab = (padded_vocab(sizes.vocab, tp, 64) if even % tp else even) // tp
-    out = {
-        "model.embed_tokens.weight": (
-            (vocab, h),
-            stacked([("model.embed_tokens.weight", 0, sizes.vocab)], rank * vocab, vocab, h),
-        )
-    }
-    if not sizes.tied:
-        out["lm_head.weight"] = ((vocab, h), stacked([("lm_head.weight", 0, sizes.vocab)], rank * vocab, vocab, h))
-    out["model.norm.weight"] = _whole("model.norm.weight", h, 1)
-    q_rows, kv_rows = sizes.heads // tp * d, max(1, sizes.kv_heads // tp) * d
-    kv_first = rank * sizes.kv_heads // tp * d
-    for layer in range(sizes.num_layers):
-        prefix = f"model.layers.{layer}."
-        for kind, columns in (("weight", h), ("bias", 1)) if family.qkv_bias else (("weight", h),):
-            parts, place = [], 0
-            for part, row, rows in (("q", rank * q_rows, q_rows), ("k", kv_first, kv_rows), ("v", kv_first, kv_rows)):
-                parts.append(Rect(f"{prefix}self_attn.{part}_proj.{kind}", row, 0, rows, columns, place, 0))
-                place += rows
-            out[f"{prefix}self_attn.qkv_proj.{kind}"] = ((place, columns), parts)
-        out[f"{prefix}self_attn.o_proj.weight"] = _columns(
-            f"{prefix}self_attn.o_proj.weight", h, sizes.heads * d, tp, rank
-        )
-        for name in [*_NORMS.values()][::2]:
-            out[prefix + name] = _whole(prefix + name, h, 1)
-        if family.qk_norm:
-            out |= {prefix + name: _whole(prefix + name, d, 1) for name in _HEAD_NORMS.values()}
-        if family.experts is None:
-            out |= _engine_mlp(f"{prefix}mlp.", sizes.ffn, h, tp, rank)
+
+    def cut(row: Row) -> Held:
+        whole = bool(row.experts) and expert_parallel
+        return row.of_engine.held(row.sources, *((1, 0) if whole else (tp, rank)))
+
+    held = _holder(cut)
+    out: dict[str, tuple[Shape, list[Rect]]] = {}
+    for row, _, prefix in _stage_rows(sizes, range(sizes.num_layers), first=True, last=True):
+        if row.engine is None:
             continue
-        out[f"{prefix}{family.experts}.gate.weight"] = _whole(f"{prefix}{family.experts}.gate.weight", sizes.experts, h)
-        out |= _engine_experts(sizes, f"{prefix}{family.experts}.experts.", tp, rank, expert_parallel)
-        if family.shared is not None:
-            out |= _engine_mlp(f"{prefix}{family.shared}.", sizes.shared_ffn, h, tp, rank)
-            out[f"{prefix}{family.shared}_gate.weight"] = _whole(f"{prefix}{family.shared}_gate.weight", 1, h)
+        (rows, columns), rects = held(row)
+        if not row.experts:
+            out[prefix + row.engine] = (rows, columns), _named(rects, prefix, "")
+            continue
+        here = (
+            range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)
+        )
+        joined = [
+            rect._replace(tensor=prefix + rect.tensor.replace(EXPERT, str(expert)), at_row=place * rows + rect.at_row)
+            for place, expert in enumerate(here)
+            for rect in rects
+        ]
+        out[prefix + row.engine] = (len(here) * rows, columns), joined
     return out
 
 
-def _engine_mlp(prefix: str, ffn: int, hidden: int, tp: int, rank: int) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of a feed-forward without experts on an engine rank."""
-    own = ffn // tp
-    halves = [
-        Rect(f"{prefix}{part}_proj.weight", rank * own, 0, own, hidden, i * own, 0)
-        for i, part in enumerate(("gate", "up"))
-    ]
-    return {
-        f"{prefix}gate_up_proj.weight": ((2 * own, hidden), halves),
-        f"{prefix}down_proj.weight": _columns(f"{prefix}down_proj.weight", hidden, ffn, tp, rank),
-    }
+def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
+    """Returns a function that cuts a row as `cut` does, and each row once: equal layers share their rows."""
+    known: dict[int, tuple[Row, Held]] = {}  # with its row, which keeps the id its own
 
+    def held(row: Row) -> Held:
+        if id(row) not in known:
+            known[id(row)] = row, cut(row)
+        return known[id(row)][1]
 
-def _engine_experts(
-    sizes: Sizes, prefix: str, tp: int, rank: int, expert_parallel: bool
-) -> dict[str, tuple[Shape, list[Rect]]]:
-    """Returns {name: (shape, rectangles)} of the experts of a layer on an engine rank."""
-    gate, up, down = FAMILIES[sizes.family].parts
-    h, cut, cut_rank = sizes.hidden, (1, tp)[not expert_parallel], (0, rank)[not expert_parallel]
-    own = sizes.expert_ffn // cut
-    here = (
-        range(rank * sizes.experts // tp, (rank + 1) * sizes.experts // tp) if expert_parallel else range(sizes.experts)
-    )
-    w13, w2 = [], []
-    for place, e in enumerate(here):
-        for i, part in enumerate((gate, up)):
-            w13.append(Rect(f"{prefix}{e}.{part}.weight", cut_rank * own, 0, own, h, (2 * place + i) * own, 0))
-        w2.append(Rect(f"{prefix}{e}.{down}.weight", 0, cut_rank * own, h, own, place * h, 0))
-    return {f"{prefix}w13_weight": ((len(here) * 2 * own, h), w13), f"{prefix}w2_weight": ((len(here) * h, own), w2)}
+    return held
 
 
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:

@@ -26,13 +26,13 @@ from megatron_rl.config.schema import RefitConfig, TrainConfig
 from megatron_rl.engines.sglang import SglangServer
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit.board import Board
 from megatron_rl.refit.topology import Topology
 from megatron_rl.session.common import open_world
 from megatron_rl.session.fleet import open_fleet
 from megatron_rl.session.launch import place_from
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.sizes import Sizes
 
 CONTROL = (
     "/pause_generation",

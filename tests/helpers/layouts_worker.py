@@ -27,7 +27,6 @@ from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.training.update import Trainee, hand_out, policy_logprobs, update
 from megatron_rl.types import FREE, Author, Rollout, spans_of
 from megatron_rl.weights import copies, hf, rectangles
-from megatron_rl.weights.sizes import FAMILIES
 from megatron_rl.world import OneProcess, TorchWorld, World
 
 LR, DECAY = 1e-2, 0.1
@@ -122,14 +121,14 @@ def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
     g, out = torch.Generator().manual_seed(9), []
     for i, r in enumerate(rollouts):
         ranks = torch.rand(len(r.tokens) - 1, arch.num_layers, arch.experts, generator=g)
-        experts = ranks.argsort(-1)[..., : arch.config.num_experts_per_tok].to(torch.int16).numpy()
+        experts = ranks.argsort(-1)[..., : arch.features.experts_per_token].to(torch.int16).numpy()
         out.append(replace(r, experts=None if i == 2 else experts))
     return out
 
 
 def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
     """Has transformers' routers choose what `shown` [T, layers, k] holds, in its own order of layers."""
-    renormalised = FAMILIES[arch.family].renormalised or arch.config.norm_topk_prob
+    renormalised = arch.features.routing.renormalised
 
     def hook(layer, _module, _inputs, out):
         logits, _, own = out
@@ -180,7 +179,7 @@ def reference(
     live, entropy = torch.cat(logprobs), torch.cat(entropies)
     statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None)
     loss = loss_function(statistics, batch)[0] / denominator
-    extra = sum(balance([*layer], arch.config.num_experts_per_tok) for layer in zip(*routers, strict=True))
+    extra = sum(balance([*layer], arch.features.experts_per_token) for layer in zip(*routers, strict=True))
     (loss + aux * extra).backward()
     logprobs, ent = torch.where(batch.mask, live.detach(), 0.0), float(entropy[batch.mask].sum())
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import rectangles
-from megatron_rl.weights.sizes import Sizes
 
 
 def numbered(sizes: Sizes) -> dict[str, torch.Tensor]:

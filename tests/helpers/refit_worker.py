@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numbered import numbered
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import exchange, messages
 from megatron_rl.refit.base import Deadline, RefitError, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
@@ -31,8 +32,7 @@ from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.layouts import EngineLayout
-from megatron_rl.weights.rectangles import Rect
-from megatron_rl.weights.sizes import Sizes
+from megatron_rl.weights.rectangles import Rect, hf_shapes
 
 Model = dict[str, torch.Tensor]
 
@@ -194,6 +194,7 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     from layouts_worker import learn  # here: the other workers start without Megatron
 
     from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
+    from megatron_rl.engines.embedded.engine import EmbeddedEngine
     from megatron_rl.megatron import parallel
     from megatron_rl.megatron.policy import MegatronPolicy
 
@@ -210,9 +211,10 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
         else EngineLayout(tp=dist.get_world_size())
     )
     topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=engines, dtype="float32")
-    engine = Engine(topology, dist.get_rank())
-    for tensor in engine.tensors.values():  # padding is zero
-        tensor.zero_()
+    engine = EmbeddedEngine(case["path"]) if case["whole"] else Engine(topology, dist.get_rank())
+    if isinstance(engine, Engine):
+        for tensor in engine.tensors.values():  # padding is zero
+            tensor.zero_()
     side = TrainerSide(
         topology, RefitConfig(**case["settings"]), policy.shards(), group=policy.groups.control, endpoint=engine
     )
@@ -220,13 +222,21 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
     for version in range(2):
         figures = side(version)
         model = {name: t if t.dim() > 1 else t[:, None] for name, t in policy.weights()}
-        wanted = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
-        for name, (_, rects) in engine.own.items():
-            fill(wanted[name], rects, model)
-        equal.append(all(torch.equal(engine.tensors[name], t) for name, t in wanted.items()))
+        equal.append(engine.version == version and has(engine, model))
         learn(policy)
     side.close()
     return {"equal": equal, "figures": figures}
+
+
+def has(engine: Any, model: Model) -> bool:
+    """Says whether an Engine, or an embedded engine, holds exactly the weights of `model`, under Hugging Face names."""
+    if isinstance(engine, Engine):
+        wanted = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
+        for name, (_, rects) in engine.own.items():
+            fill(wanted[name], rects, model)
+        return all(torch.equal(engine.tensors[name], t) for name, t in wanted.items())
+    names = hf_shapes(engine.arch)
+    return all(torch.equal(engine.targets.read(name, (0, 0, *model[name].shape)), model[name]) for name in names)
 
 
 def late(out: Path, kind: str) -> Any:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -28,6 +30,7 @@ FAMILIES = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 OWN_SIZES = {  # of a family, over SIZES
@@ -36,6 +39,18 @@ OWN_SIZES = {  # of a family, over SIZES
     "mixtral": EXPERTS | {"num_local_experts": 4, "intermediate_size": 32},
     "qwen2_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "qwen3_moe": EXPERTS | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    # Windows are shorter than most of the tests' sequences, and every stage of two has a layer without one.
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+        },
+        "tie_word_embeddings": True,
+    },
 }
 SIZES = {
     "vocab_size": 96,
@@ -50,6 +65,7 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+FROM_ONE = ("gemma3_text",)  # norms multiply by 1 + weight
 LLAMA31_ROPE = {  # as the config.json of Llama 3.1 spells it, for a context that a test can leave
     "rope_theta": 10000.0,
     "rope_scaling": {
@@ -77,7 +93,7 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:
-                    parameter.uniform_(0.5, 1.5)
+                    parameter.uniform_(0.5, 1.5).sub_(1.0 if family in FROM_ONE else 0.0)
                 elif name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 else:

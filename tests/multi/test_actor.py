@@ -12,7 +12,7 @@ from ranks import run_ranks
 from tiny_models import make_model
 
 from megatron_rl.batches.cutting import Cost, micro_batches
-from megatron_rl.weights.sizes import Sizes
+from megatron_rl.models.sizes import Sizes
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def test_candidates_that_are_no_tokens_of_the_model_are_refused(answers):
 def test_what_experts_cannot_do_is_refused_with_the_cure(answers):
     for answer in answers:
         says = answer["experts"]["refusals"]
-        assert "has no experts: set layout.ep to 1 and layout.etp to null, not 2, None" in says["dense"]
-        assert "set layout.sequence_parallel=true" in says["no_sequence_parallel"]
-        assert "number of experts = 3 is not divisible by 2" in says["uneven"]
+        assert "has no experts: set layout.ep = 2 to 1" in says["dense"]
+        assert "set layout.sequence_parallel to true" in says["no_sequence_parallel"]
+        assert "num_experts = 3 of " in says["uneven"]
         assert "num_experts_per_tok = 1 with renormalised probabilities (mixtral)" in says["one_expert"]
 
 

@@ -323,7 +323,6 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--shape", "gen=qwen2.5-7b"], "the roles are generator, verifier"),
         (["--fill", "0"], "above 0"),
         (["engine={kind: vllm, replicas: 16}", "--cluster", "4x8xH100"], "leave none"),
-        ([*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1}")], "set engine.kind to vllm"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_with_its_cure(capsys, arguments, says):
@@ -349,6 +348,13 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
     assert status == 0 and found["roles"][0]["parameters"] == sum(
         map(prod, rectangles.hf_shapes(read_shape(str(file)).sizes).values())
     )
+
+
+def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
+    """test_embedded_experts.py compares the number with what the engine allocates."""
+    models = [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1, ep: 8}")]
+    _, found = planned(capsys, "--cluster", "4x8xH100", *models)
+    assert [role["embedded"] for role in found["roles"]] == [2 * 30_532_122_624] * 2
 
 
 def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():

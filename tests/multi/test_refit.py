@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_model
 
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import delta
 from megatron_rl.refit.topology import Topology
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
-from megatron_rl.weights.sizes import Sizes
 
 TIMEOUT_S = 200
 DENSE = Sizes(family="qwen2", num_layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=77, tied=True)
@@ -136,6 +136,7 @@ def test_weights_of_megatron_actors_reach_the_engines(tmp_path):
         ("qwen3", {"pp": 2, "vpp": 2, "overlap_p2p": True}, False, {"num_key_value_heads": 4}),
         ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "pp": 2, "ep": 2, "etp": 1}, False, {}),
         ("qwen2_moe", {"ep": 2, "pp": 2}, True, {}),
+        ("qwen3_moe", {"tp": 2, "sequence_parallel": True, "ep": 2}, True, {}),
     ):
         path = make_model(tmp_path / family, family, **sizes)
         cases.append({"path": str(path), "layout": layout, "whole": whole, "settings": {"verify": "full"}})

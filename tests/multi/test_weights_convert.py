@@ -30,13 +30,13 @@ from megatron_rl.conversion import convert, parity, recut
 from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.source import find, read_sizes
 from megatron_rl.conversion.target import fresh
+from megatron_rl.models.registry import families
 from megatron_rl.run.checkpoint import damage, seal
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, places
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.hf_writer import HfWriter
 from megatron_rl.weights.layouts import TrainerLayout
-from megatron_rl.weights.sizes import FAMILIES
 
 TINY = {
     **{
@@ -87,7 +87,7 @@ def with_optimizer(model, folder, *, masters=1.0):
     return whole.rename(folder)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families()))
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_go_to_megatron_and_back_bit_for_bit(tmp_path, family, tied):
     model = tiny(tmp_path / "model", family, tied=tied, dtype=torch.bfloat16 if tied else torch.float32)
@@ -191,8 +191,14 @@ def test_weights_of_a_whole_run_checkpoint_are_cut_anew_with_its_state(tmp_path)
 def test_weights_in_parts_that_are_refused_by_a_layout(tmp_path):
     convert.to_megatron(find(tiny(tmp_path / "model", "qwen2")), tmp_path / "ck")
     for layout, says in (
-        (TrainerLayout(tp=4), "2 key/value heads do not divide by 4"),
-        (TrainerLayout(pp=3), "2 layers do not divide by 3"),
+        (
+            TrainerLayout(tp=4),
+            "num_key_value_heads = 2 of .* is not divisible by tp = 4: the nearest that works is tp = 2",
+        ),
+        (
+            TrainerLayout(pp=3),
+            "num_hidden_layers = 2 of .* is not divisible by pp x vpp = 3: the nearest that works is pp x vpp = 2",
+        ),
     ):
         with pytest.raises(ConfigError, match=says):
             recut.reshard(tmp_path / "ck", tmp_path / "cut", layout)
@@ -290,7 +296,7 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
     make_model(tmp_path / "other", "qwen3", vocab_size=59, seed=5)
     other, largest = parity.logits_gap(forms["to-hf"], tmp_path / "other")
     assert same < 1e-5 and other > 0.1 * largest
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral"):
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text"):
         model = tiny(tmp_path / family, family)
         convert.to_megatron(find(model), tmp_path / f"{family}_megatron")
         gap, largest = parity.logits_gap(tmp_path / f"{family}_megatron", model)
@@ -334,7 +340,7 @@ def loaded(tmp_path_factory):
     """Returns what two ranks of megatron-core make of checkpoints that the tools wrote, with 59 words each."""
     folder = tmp_path_factory.mktemp("loaded")
     imported = []
-    for name, tied in (("qwen2", False), ("qwen3", True)):
+    for name, tied in (("qwen2", False), ("qwen3", True), ("gemma3_text", True)):
         model, other = (
             make_model(folder / f"{name}{seed}", name, vocab_size=59, tie_word_embeddings=tied, seed=seed)
             for seed in (0, 1)
@@ -354,7 +360,7 @@ def loaded(tmp_path_factory):
 @pytest.mark.multi
 def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loaded):
     for answer in loaded:
-        assert len(answer["imported"]) == 6 and all(answer["imported"].values()), answer["imported"]
+        assert len(answer["imported"]) == 9 and all(answer["imported"].values()), answer["imported"]
 
 
 @pytest.mark.multi

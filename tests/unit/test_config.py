@@ -271,6 +271,17 @@ def test_ranks_must_be_a_multiple_of_the_layout(base, layout):
         config_checks.check(read, 2)
 
 
+DENSE = {  # what a config.json must have
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "vocab_size": 96,
+}
+
+
 @pytest.mark.parametrize(
     ("layout", "key"),
     [
@@ -281,7 +292,7 @@ def test_ranks_must_be_a_multiple_of_the_layout(base, layout):
     ],
 )
 def test_the_models_sizes_are_checked_without_loading_it(tmp_path, base, layout, key):
-    facts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "intermediate_size": 33}
+    facts = DENSE | {"intermediate_size": 33}
     write(tmp_path / "config.json", json.dumps(facts))
     read = load(TrainConfig, [base], [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"])
     with pytest.raises(ConfigError, match=f"roles.a: {key}"):
@@ -307,14 +318,9 @@ def test_the_models_sizes_are_checked_without_loading_it(tmp_path, base, layout,
     ],
 )
 def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, layout, says):
-    facts = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "intermediate_size": 33,
-        "num_experts": 6,
-        "moe_intermediate_size": 32,
-    }
-    write(tmp_path / "config.json", json.dumps(facts | {"shared_expert_intermediate_size": 66}))
+    facts = DENSE | {"model_type": "qwen2_moe", "num_key_value_heads": 4, "intermediate_size": 33}
+    facts |= {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 66}
+    write(tmp_path / "config.json", json.dumps(facts))
     overrides = [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"]
     if says is None:
         read = load(TrainConfig, [base], overrides)
@@ -326,10 +332,10 @@ def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, la
 
 
 def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path, base):
-    write(tmp_path / "config.json", json.dumps({"num_attention_heads": 4}))
+    write(tmp_path / "config.json", json.dumps(DENSE))
     for layout in ("{ep: 2}", "{tp: 2, etp: 1}"):
         read = load(TrainConfig, [base], [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"])
-        with pytest.raises(ConfigError, match="has no experts: set ep to 1 and etp to null"):
+        with pytest.raises(ConfigError, match=r"has no experts: set layout.ep = \d to 1 and layout.etp = \w+ to null"):
             config_checks.check(read, 12)
 
 

@@ -28,6 +28,13 @@ MODELS = {
     "llama": ("llama", {"num_key_value_heads": 4}),
     "llama3.1": ("llama", LLAMA31_ROPE),
     "mistral": ("mistral", {}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3_moe-as-routed": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-renormalised": ("qwen2_moe", {"norm_topk_prob": True, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+    "gemma3": ("gemma3_text", {"num_key_value_heads": 1}),
+    "gemma3-untied": ("gemma3_text", {"tie_word_embeddings": False}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)
@@ -270,11 +277,6 @@ def test_misuse_is_refused_with_the_cure(directory, engine):
         complete(engine, [[1]], Sampling(max_tokens=1, temperature=-1.0))
     with pytest.raises(ValueError, match="max_batch = 0"):
         EmbeddedEngine(directory, max_batch=0)
-
-
-def test_a_model_with_experts_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="embedded engine runs dense models only, this mixtral has 4 experts"):
-        EmbeddedEngine(make_model(tmp_path, "mixtral"))
 
 
 def test_weights_that_are_not_finite_are_reported(directory):

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.models.registry import families
+
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
-    ["types", "config"],
+    ["types", "config", "models"],
     [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
@@ -40,6 +42,7 @@ CONFINED: dict[str, tuple[str, ...]] = {  # library -> the modules that may impo
     "hydra": (),
     "ray": (),
 }
+FAMILY_ROOM = "megatron_rl.models"
 ROLE_NAMES = {"generator", "verifier"}
 ROLE_NAME_HOMES = (
     *("megatron_rl.recipes", "megatron_rl.rewards.last_letter"),
@@ -154,6 +157,38 @@ def test_role_names_stand_in_recipes_alone():
     elsewhere = {module_of(p): names for p in FILES if (names := named_roles(p.read_text()))}
     assert not {m: names for m, names in elsewhere.items() if not any(under(m, home) for home in ROLE_NAME_HOMES)}
     assert elsewhere, "the recipes name their roles"
+
+
+def named_families(source):
+    """Returns the families that a source names: as an identifier or a part of one, or as a whole string."""
+    names = {*families(), *(family.replace("_", "") for family in families())}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        told = [getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")]
+        words = {word for text in told if isinstance(text, str) for word in [text, *text.split("."), *text.split("_")]}
+        words |= {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+        found += sorted(words & names)
+    return found
+
+
+def test_families_are_named_in_their_own_files_alone():
+    elsewhere = {module_of(p): names for p in FILES if (names := named_families(p.read_text()))}
+    assert not {m: names for m, names in elsewhere.items() if not under(m, FAMILY_ROOM)}
+    assert {type(family).__module__ for family in families().values()} <= elsewhere.keys()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'if sizes.family == "llama": pass',
+        "from megatron_rl.models.qwen3_moe import FAMILY",
+        'shapes = {"mixtral": 1}',
+        "def qwen2(): pass",
+        "read(mistral=True)",
+    ],
+)
+def test_a_familys_name_elsewhere_is_found(source):
+    assert named_families(source)
 
 
 def test_reading_a_config_loads_neither_torch_nor_megatron():

@@ -15,9 +15,11 @@ from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
+from megatron_rl.models.registry import families
+from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.rectangles import Rect, Shard, megatron, megatron_names
-from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_a_window_that_no_sequence_leaves_is_harmless(tmp_path, window):
     assert hf.read_architecture(model).family == "mistral"
 
 
-@pytest.mark.parametrize("family", hf.ACTOR_FAMILIES)
+@pytest.mark.parametrize("family", sorted(families()))
 def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
     make_model(tmp_path, family)
     arch = hf.read_architecture(tmp_path)
@@ -119,11 +121,11 @@ def ranks(sizes: Sizes, layout: Layout):
 @st.composite
 def cases(draw):
     """Draws a family, tiny sizes that its layout divides, and the layout."""
-    family = draw(st.sampled_from(sorted(FAMILIES)))
+    family = draw(st.sampled_from(sorted(families())))
     tp = draw(st.sampled_from([1, 2, 4]))
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     heads = max(kv_heads, tp) * draw(st.sampled_from([1, 2]))
-    moe = FAMILIES[family].experts is not None
+    moe = families()[family].has_experts
     ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if moe else (1, 1)
     stages = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
     head_dim = 4 * draw(st.sampled_from([1, 2]))
@@ -140,7 +142,7 @@ def cases(draw):
         tied=draw(st.booleans()),
         experts=4 * moe,
         expert_ffn=4 * draw(st.integers(1, 2)) * moe,
-        shared_ffn=8 if FAMILIES[family].shared else 0,
+        shared_ffn=8 if families()[family].has_shared_expert else 0,
     )
     return sizes, Layout(tp, stages, ep, etp, draw(st.booleans()), draw(st.sampled_from([1, 8])))
 
@@ -235,7 +237,7 @@ def test_weights_of_unknown_names_raise():
 )
 def test_weights_of_a_config_that_is_not_understood_are_refused(config, says):
     with pytest.raises(ConfigError, match=says):
-        Sizes.read(config)
+        registry.read(config)
 
 
 TINY = {
@@ -252,14 +254,14 @@ TINY = {
 }
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(families()))
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
     """Compares the table with model directories that transformers made from every family's config.json."""
     config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    sizes = Sizes.read(json.loads((tmp_path / "config.json").read_text()))
+    sizes = registry.read(json.loads((tmp_path / "config.json").read_text()))
     written = load_file(tmp_path / "model.safetensors")
     found = {name: (t.shape[0], t.shape[1] if t.dim() > 1 else 1) for name, t in written.items()}
     assert found == rectangles.hf_shapes(sizes)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from numbered import numbered
 
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.weights import copies, layouts, models, rectangles, reshard
+from megatron_rl.models.registry import families, known_sizes
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights import copies, layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 from megatron_rl.weights.reshard import RankPlacement
-from megatron_rl.weights.sizes import FAMILIES, Sizes
 
 
 def apart(trainer: int, engine: int, per_node: int = 8) -> tuple[RankPlacement, RankPlacement]:
@@ -42,8 +43,8 @@ def make_plan(sizes: Sizes, trainer: TrainerLayout, engine: EngineLayout, places
 @st.composite
 def cases(draw):
     """Draws sizes, a trainer's layout and an engine's layout."""
-    family = draw(st.sampled_from(sorted(FAMILIES)))
-    moe = FAMILIES[family].experts is not None
+    family = draw(st.sampled_from(sorted(families())))
+    moe = families()[family].has_experts
     tp, engine_tp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     kv_heads = draw(st.sampled_from([1, 2, 4]))
     sizes = Sizes(
@@ -58,11 +59,12 @@ def cases(draw):
         tied=draw(st.booleans()),
         experts=4 * moe,
         expert_ffn=8 * moe,
-        shared_ffn=8 if FAMILIES[family].shared else 0,
+        shared_ffn=8 if families()[family].has_shared_expert else 0,
     )
     dp, pp = draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, sizes.num_layers))
     ep, etp = (draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2]))) if moe else (1, 1)
     assume(tp * dp % (ep * etp) == 0)
+    assume(kv_heads % tp == 0)  # the trainer keeps key/value heads whole
     trainer = TrainerLayout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, vocab_multiple=draw(st.sampled_from([1, 8])))
     return (
         sizes,
@@ -127,7 +129,7 @@ def test_weights_resharded_by_the_plan_are_those_of_the_model(case, places, buck
 
 
 def test_weights_plan_is_the_same_whoever_computes_it():
-    sizes, trainer, engine = models.KNOWN["qwen2.5-7b"], TrainerLayout(tp=4, pp=2, dp=4), EngineLayout(tp=2, replicas=4)
+    sizes, trainer, engine = known_sizes("qwen2.5-7b"), TrainerLayout(tp=4, pp=2, dp=4), EngineLayout(tp=2, replicas=4)
     first, second = make_plan(sizes, trainer, engine), make_plan(sizes, trainer, engine)
     assert first.buckets == second.buckets
     assert all(
@@ -143,13 +145,13 @@ def test_weights_plan_is_the_same_whoever_computes_it():
     ],
 )
 def test_weights_plan_sends_an_engine_rank_its_own_shard_alone(name, trainer, engine, giga_bytes):
-    plan = make_plan(models.KNOWN[name], trainer, engine)
+    plan = make_plan(known_sizes(name), trainer, engine)
     assert all(abs(2 * elements / 1e9 - giga_bytes) < 0.06 for elements in plan.needed.values())
     assert plan.sent == plan.lower_bound
 
 
 def test_weights_plan_spreads_the_load_over_replicas_and_stays_on_the_node():
-    sizes = models.KNOWN["llama3-8b"]
+    sizes = known_sizes("llama3-8b")
     plan = make_plan(sizes, TrainerLayout(tp=2, dp=4), EngineLayout(tp=2))
     out = Counter()
     for bucket in plan.buckets:
@@ -183,19 +185,19 @@ def test_weights_that_lie_on_the_device_already_are_not_sent():
 
 
 def test_weights_of_interleaved_stages_are_all_held():
-    sizes = models.KNOWN["llama3-8b"]
+    sizes = known_sizes("llama3-8b")
     layout = TrainerLayout(pp=2, vpp=4)
     assert layout.layers(sizes)[0][:5] == [0, 1, 2, 3, 8]
     rectangles.check_coverage(sizes, [rect for h in layouts.trainer(sizes, layout) for _, rect in h.parameters])
 
 
 def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide():
-    sizes = models.KNOWN["qwen2.5-7b"]
+    sizes = known_sizes("qwen2.5-7b")
     half = [h for h in layouts.trainer(sizes, TrainerLayout(tp=1, pp=2)) if h.ranks == (0,)]
     where = apart(2, 1)
     with pytest.raises(ValueError, match="rectangles of the engines are not held by the trainer, e.g. "):
         reshard.plan(half, layouts.engines(sizes, EngineLayout()), trainer=where[0], engine=where[1])
-    with pytest.raises(ConfigError, match="num_attention_heads = 28 is not divisible by 8 ranks"):
+    with pytest.raises(ConfigError, match="num_attention_heads = 28 of the qwen2 model is not divisible by tp = 8"):
         list(layouts.engines(sizes, EngineLayout(tp=8)))
     for sides in (
         (TrainerLayout(tp=2, ep=2), EngineLayout()),
@@ -211,21 +213,21 @@ def test_weights_plan_refuses_what_nobody_holds_and_layouts_that_do_not_divide()
 
 def test_weights_of_experts_are_not_held_to_the_dense_width_that_they_do_not_have():
     """No layer of Qwen3-MoE uses its config's intermediate_size. tp cuts a shared expert, but not whole experts."""
-    sizes = replace(models.KNOWN["qwen3-30b-a3b"], ffn=6145)
+    sizes = replace(known_sizes("qwen3-30b-a3b"), ffn=6145)
     make_plan(sizes, TrainerLayout(tp=2), EngineLayout(tp=2))
     make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2, expert_parallel=True))
-    with pytest.raises(ConfigError, match="engine: moe_intermediate_size = 767 is not divisible by 2 ranks"):
+    with pytest.raises(ConfigError, match="engine: moe_intermediate_size = 767 of .* is not divisible by tp = 2"):
         make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2), EngineLayout(tp=2))
-    with pytest.raises(ConfigError, match="trainer: moe_intermediate_size = 767 is not divisible by 2 ranks"):
+    with pytest.raises(ConfigError, match="trainer: moe_intermediate_size = 767 of .* is not divisible by etp = 2"):
         make_plan(replace(sizes, expert_ffn=767), TrainerLayout(tp=2, etp=2), EngineLayout())
     shared = replace(sizes, family="qwen2_moe", shared_ffn=5633)
     with pytest.raises(
-        ConfigError, match="trainer: shared_expert_intermediate_size = 5633 is not divisible by 2 ranks"
+        ConfigError, match="trainer: shared_expert_intermediate_size = 5633 of .* is not divisible by tp = 2"
     ):
         make_plan(shared, TrainerLayout(tp=2), EngineLayout())
 
 
 def test_weights_of_uneven_stages_are_all_held():
-    sizes = models.KNOWN["llama3-8b"]
+    sizes = known_sizes("llama3-8b")
     held = [rect for h in layouts.trainer(sizes, TrainerLayout(pp=3, stages=(10, 12, 10))) for _, rect in h.parameters]
     rectangles.check_coverage(sizes, held)

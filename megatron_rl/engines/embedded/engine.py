@@ -34,8 +34,9 @@ class EmbeddedEngine:
 
     Greedy output equals transformers' `generate`. A sequence ends at the end-of-sequence tokens of the model directory
     and of `tokenizer`, which stop strings need. `max_batch` rows are decoded together. `junior`: a frozen model that
-    writes along where `Sampling.tandem` says so; its weights are read now, from its directory. Raises ValueError for a
-    model that is not supported.
+    writes along where `Sampling.tandem` says so; its weights are read now, from its directory. `tells_experts`:
+    completions name the experts that the model chose (the senior of two), for router replay. Raises ValueError for that
+    with a model without experts, and ConfigError for a model that is not supported.
     """
 
     def __init__(
@@ -47,12 +48,16 @@ class EmbeddedEngine:
         device: torch.device | None = None,
         tokenizer: Any = None,
         junior: str | Path | None = None,
+        tells_experts: bool = False,
     ) -> None:
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
         self._directory = hf.local_directory(model_dir)
-        self.arch = _dense(self._directory)
+        self.arch = hf.read_architecture(self._directory)
+        if tells_experts and not self.arch.experts:
+            raise ValueError(f"{model_dir} has no experts, whose choice could be told: leave tells_experts out")
+        self._tells_experts = tells_experts
         self._max_batch, self._dtype, self._tokenizer = max_batch, dtype, tokenizer
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._eos = hf.eos_tokens(self._directory, self.arch)
@@ -64,7 +69,7 @@ class EmbeddedEngine:
         self._junior: Decoder | None = None
         if junior is not None:
             directory = hf.local_directory(junior)
-            arch = _dense(directory)
+            arch = hf.read_architecture(directory)
             if arch.vocab != self.arch.vocab:
                 raise ValueError(
                     f"{junior} has {arch.vocab} tokens, {model_dir} {self.arch.vocab}: a tandem needs one vocabulary"
@@ -170,11 +175,16 @@ class EmbeddedEngine:
     def _batch(self, decoder: Decoder, rows: Sequence[Row], kind: Sampling) -> ContinuousBatch:
         ends = Ends(self._eos, kind, self._tokenizer, self.arch.vocab)
         if kind.tandem is None:
-            return ContinuousBatch([decoder], rows, ends=ends, max_batch=self._max_batch)
+            return ContinuousBatch(
+                [decoder], rows, ends=ends, max_batch=self._max_batch, tells_experts=self._tells_experts
+            )
         assert self._junior is not None, "checked when asked"
         pens = pens_of(rows, kind.tandem, self._author_changes(kind.tandem.rule.strategy))
         pair = (decoder, self._junior)
-        return ContinuousBatch(pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens))
+        return ContinuousBatch(
+            pair, rows, ends=ends, max_batch=self._max_batch, writers=Writers(pair, pens),
+            tells_experts=self._tells_experts,
+        )  # fmt: skip
 
     def _scored(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
         decoder, arrays = self._loaded(), [np.asarray(sequence, np.int64) for sequence in sequences]
@@ -245,13 +255,3 @@ class EmbeddedEngine:
                 f"{name} holds token {outside[0]}, the model's vocabulary has {self.arch.vocab}: "
                 "use the model's own tokenizer"
             )
-
-
-def _dense(directory: Path) -> hf.Architecture:
-    """Reads the model's shape. Raises ValueError for one with experts."""
-    arch = hf.read_architecture(directory)
-    if arch.experts:
-        raise ValueError(
-            f"{directory}: the embedded engine runs dense models only, this {arch.family} has {arch.experts} experts"
-        )
-    return arch

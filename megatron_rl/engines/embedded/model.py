@@ -1,8 +1,7 @@
-"""The decoder of the embedded engine: Qwen2, Qwen3 and Llama in plain torch, with a key/value cache and fused
-projections.
+"""The decoder of the embedded engine in plain torch, with a key/value cache and fused projections.
 
-B rows   P prompt width   L cache columns   H query heads   KV key/value heads   d head size   h hidden size   V
-vocabulary
+B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
+d head size   h hidden size   V vocabulary
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.engines.embedded.weights import Layer, Weights
+from megatron_rl.engines.embedded.feed_forward import add_experts, gated
+from megatron_rl.engines.embedded.weights import FeedForward, Layer, Weights
 from megatron_rl.weights.hf import Architecture
 
 
@@ -23,8 +23,13 @@ class Decoder:
     def __init__(self, arch: Architecture, weights: Weights) -> None:
         self.arch, self.weights = arch, weights
         self.device, self.dtype = weights.norm.device, weights.norm.dtype
+        self._kinds = [arch.features.kind_of(layer) for layer in range(arch.num_layers)]
         self._turns = self._rotary(512)
-        self._eps = torch.tensor(arch.norm_eps)
+        scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded, as the trainer rounds it
+        self._embedding_scale = float(scale)
+        self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
+        self._eps = torch.tensor(arch.features.norm_eps)
+        self._routing = arch.features.routing
 
     def new_cache(self, rows: int, width: int) -> list[Tensor]:
         """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so
@@ -32,43 +37,71 @@ class Decoder:
         shape = (2, rows, self.arch.kv_heads, width, self.arch.head_dim)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
 
-    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, and per layer a cache
-        [2, B, KV, P, d]."""
+    def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache [2, B,
+        KV, P, d], and per layer the experts that were chosen [B P, k]; none in a dense model."""
         rows, width = tokens.shape
-        turns = self._turns_up_to(width)[:width].repeat(rows, 1)[:, None]  # [B P, 1, d / 2]
-        x, cache = F.embedding(tokens.flatten(), self.weights.embedding), []
-        for layer in self.weights.layers:
-            q, kv = self._project(x, layer, turns)
+        turns = [one[:width].repeat(rows, 1)[:, None] for one in self._turns_up_to(width)]  # [B P, 1, d / 2] by kind
+        masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
+        x, cache, chosen = self._embed(tokens.flatten()), [], []
+        for layer, kind in zip(self.weights.layers, self._kinds, strict=True):
+            q, kv = self._project(x, layer, turns[kind])
             keys, values = kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
             q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
-            y = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
-            self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
+            mask = masks[kind]
+            y = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+            )
+            chosen += self._finish(x, y.transpose(1, 2).reshape(len(x), -1), layer)
             cache.append(kv)
-        return x.unflatten(0, (rows, width)), cache
+        return x.unflatten(0, (rows, width)), cache, chosen
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int) -> Tensor:
-        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm.
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm, and per layer
+        the experts that were chosen [B, k]; none in a dense model.
 
         The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
         in place.
         """
-        turns = self._turns_up_to(window)[positions][:, None]  # [B, 1, d / 2]
+        turns = [one[positions][:, None] for one in self._turns_up_to(window)]  # [B, 1, d / 2] by kind
         index = torch.arange(len(tokens), device=self.device)
-        later = torch.arange(window, device=self.device) > positions[:, None]
-        bias = torch.where(later, -torch.inf, 0.0).to(self.dtype)  # [B, window]
-        if self.dtype == torch.float32:  # once, in the shape that `_attend` needs
-            bias = bias[:, None].expand(-1, self.arch.kv_heads, -1).reshape(-1, 1, window)
-        x = F.embedding(tokens, self.weights.embedding)
-        for layer, held in zip(self.weights.layers, cache, strict=True):
-            q, kv = self._project(x, layer, turns)
+        biases = [self._bias(positions, window, kind.window) for kind in self.arch.features.kinds]
+        x, chosen = self._embed(tokens), []
+        for layer, kind, held in zip(self.weights.layers, self._kinds, cache, strict=True):
+            q, kv = self._project(x, layer, turns[kind])
             held[:, index, :, positions] = kv
-            self._finish(x, self._attend(q, held[:, : len(tokens)], bias), layer)
-        return x
+            chosen += self._finish(x, self._attend(q, held[:, : len(tokens)], biases[kind]), layer)
+        return x, chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turns hidden states before the last norm into scores of the next token. [..., h] -> [..., V]"""
         return F.linear(self._norm(hidden, self.weights.norm), self.weights.head)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Returns the embeddings of tokens, which some families scale. [N] -> [N, h]"""
+        x = F.embedding(tokens, self.weights.embedding)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+
+    def _prompt_mask(self, width: int, reach: int | None) -> Tensor | None:
+        """Returns what places of a prompt see, [P, P], where a place reaches back so far; None: all before them."""
+        if reach is None or reach >= width:
+            return None
+        places = torch.arange(width, device=self.device)
+        back = places[:, None] - places
+        return (back >= 0) & (back < reach)
+
+    def _bias(self, positions: Tensor, window: int, reach: int | None) -> Tensor:
+        """Returns 0 for columns that the rows' tokens see and -inf for others, in the shape that `_attend` needs."""
+        columns = torch.arange(window, device=self.device)
+        hidden = columns > positions[:, None]
+        if reach is not None:
+            hidden |= columns <= positions[:, None] - reach
+        bias = torch.where(hidden, -torch.inf, 0.0).to(self.dtype)  # [B, window]
+        if self.dtype != torch.float32:
+            return bias
+        return bias[:, None].expand(-1, self.arch.kv_heads, -1).reshape(-1, 1, window)
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV,
@@ -97,34 +130,51 @@ class Decoder:
         if self.dtype == torch.float32:
             keys, values = cache.flatten(1, 2)[:, :, :window]  # [B KV, window, d] each
             q = q.reshape(rows * kv_heads, -1, self.arch.head_dim)  # [B KV, H / KV, d]
-            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self.arch.head_dim**-0.5)
+            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
             return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
         keys, values = cache[:, :, :, :window]  # [B, KV, window, d] each
         # The H / KV queries that share a key head stand as so many places of one sequence: their mask is the same.
-        y = F.scaled_dot_product_attention(q.unflatten(1, (kv_heads, -1)), keys, values, attn_mask=bias[:, None, None])
+        q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return y.reshape(rows, -1)
 
-    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> None:
-        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]."""
-        x.addmm_(attended, layer.out.T)
-        gate, up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        x.addmm_(F.silu(gate).mul_(up), layer.down.T)
+    def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
+        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]. Returns the experts that were
+        chosen, one [N, k]; none in a dense layer."""
+        if layer.out_after is None:
+            x.addmm_(attended, layer.out.T)
+        else:
+            x.add_(self._norm(F.linear(attended, layer.out), layer.out_after))
+        y = self._norm(x, layer.mlp_norm)
+        if isinstance(layer.mlp, FeedForward):
+            inner = gated(F.linear(y, layer.mlp.gate_up), self.arch.features.activation)
+            if layer.mlp_after is None:
+                x.addmm_(inner, layer.mlp.down.T)
+            else:
+                x.add_(self._norm(F.linear(inner, layer.mlp.down), layer.mlp_after))
+            return []
+        assert self._routing is not None, "a model whose layers have experts has routers"
+        return [add_experts(x, y, layer.mlp, self._routing)]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.arch.features.norm_from_one:
+            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), self.arch.features.norm_eps).type_as(x)
         if x.is_cuda:
-            return F.rms_norm(x, weight.shape, weight, self.arch.norm_eps)
+            return F.rms_norm(x, weight.shape, weight, self.arch.features.norm_eps)
         # On CPU torch runs rms_norm as nine small operations; these are five.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
 
-    def _rotary(self, length: int) -> Tensor:
-        """Computes e^(i angle) of every position: complex64 [length, d / 2]."""
-        cos, sin = self.arch.rotary(torch.arange(length))
-        half = self.arch.head_dim // 2
-        return torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device)
+    def _rotary(self, length: int) -> list[Tensor]:
+        """Computes e^(i angle) of every position: complex64 [length, d / 2] for each kind of attention."""
+        half, out = self.arch.head_dim // 2, []
+        for kind in range(len(self.arch.features.kinds)):
+            cos, sin = self.arch.rotary(torch.arange(length), kind)
+            out.append(torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device))
+        return out
 
-    def _turns_up_to(self, length: int) -> Tensor:
-        if length > len(self._turns):
+    def _turns_up_to(self, length: int) -> list[Tensor]:
+        if length > len(self._turns[0]):
             self._turns = self._rotary(2 * length)
         return self._turns

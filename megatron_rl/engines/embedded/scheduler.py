@@ -17,6 +17,7 @@ from megatron_rl.engines import sampler
 from megatron_rl.engines.base import Completion
 from megatron_rl.engines.embedded import sampling as drawing
 from megatron_rl.engines.embedded.cache import Cache
+from megatron_rl.engines.embedded.choices import ExpertChoices
 from megatron_rl.engines.embedded.ends import NO_TOKEN, Ends
 from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.tandem import Writers
@@ -55,8 +56,8 @@ class ContinuousBatch:
 
     Slots 0 .. size - 1 are in use: by living rows and, until the next packing, by dead ones. With `writers` there are
     two decoders: both read every token, each with a cache of its own, and the one whose turn it is gives the next
-    token's logits. What the host must know of a row (its length, whether it lives) is counted on the host, so that a
-    step waits for the device once.
+    token's logits. With `tells_experts` completions name the experts that the first decoder chose. What the host must
+    know of a row (its length, whether it lives) is counted on the host, so that a step waits for the device once.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ContinuousBatch:
         ends: Ends,
         max_batch: int,
         writers: Writers | None = None,
+        tells_experts: bool = False,
     ) -> None:
         self._decoders, self._ends, self._writers = decoders, ends, writers
         self._device, self._sampling = decoders[0].device, rows[0].sampling
@@ -96,6 +98,7 @@ class ContinuousBatch:
         self._alive = np.zeros(self._slots, bool)
         self._tails = np.full((self._slots, ends.window), NO_TOKEN, np.int64)  # last tokens of each completion
         self._drawn: list[_Draw] = []
+        self._choices = ExpertChoices(len(rows)) if tells_experts else None
 
     def run(self) -> list[Completion]:
         """Draws all completions. -> [R], in the order of the call. Raises FloatingPointError for log-probs that are
@@ -134,11 +137,15 @@ class ContinuousBatch:
             padded[prompts[request.prompt], : len(request.tokens)] = request.tokens
         source = torch.tensor([prompts[r.prompt] for r in new], device=self._device)
         last = torch.tensor([len(r.tokens) - 1 for r in new], device=self._device)
-        states = []
+        states, experts = [], []
         for decoder, cache in zip(self._decoders, self._caches, strict=True):
-            hidden, fresh = decoder.prefill(torch.from_numpy(padded).to(self._device))
+            hidden, fresh, chosen = decoder.prefill(torch.from_numpy(padded).to(self._device))
             states.append(hidden[source, last])
+            experts.append(chosen)
             cache.put(part, fresh, source)
+        if self._choices is not None:
+            own = [(r.place, prompts[r.prompt], len(r.tokens)) for r in new]
+            self._choices.read_prompts(experts[0], padded.shape[1], own)
         self._positions[part] = last
         self._keys[part] = torch.tensor([r.key for r in new], device=self._device)
         self._places[part] = [r.place for r in new]
@@ -154,7 +161,10 @@ class ContinuousBatch:
         self._reserve(window)
         tokens, positions = self._tokens[part], self._positions[part]
         pairs = zip(self._decoders, self._caches, strict=True)
-        self._draw([decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs], part)
+        read = [decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs]
+        if self._choices is not None:
+            self._choices.read_drawn(read[0][1], self._places[part].copy(), self._counts[part] - 1)
+        self._draw([states for states, _ in read], part)
 
     def _draw(self, states: list[Tensor], part: slice) -> None:
         """Draws the next token of the rows in slots `part` from their hidden states [B, h], and ends those that it
@@ -240,10 +250,11 @@ class ContinuousBatch:
         if not np.isfinite(model_logprobs).all():
             raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
         ranges = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
+        experts = [None] * len(ranges) if self._choices is None else self._choices.of_rows(self._lengths)
         return [
             Completion(
                 tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop,
-                authors=None if authors is None else authors[part],
+                authors=None if authors is None else authors[part], experts=told,
             )
-            for part, stop in zip(ranges, self._stops, strict=True)
+            for part, stop, told in zip(ranges, self._stops, experts, strict=True)
         ]  # fmt: skip

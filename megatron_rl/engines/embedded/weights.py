@@ -1,6 +1,7 @@
 """The embedded engine's copy of a model's weights: fused storage, and where each Hugging Face tensor lies in it.
 
-H query heads   KV key/value heads   d head size   h hidden size   f ffn size   V vocabulary
+H query heads   KV key/value heads   d head size   h hidden size   f width of a feed-forward or an expert   E experts
+V vocabulary
 """
 
 from __future__ import annotations
@@ -11,12 +12,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.models.registry import ends, layer_rows
+from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
 from megatron_rl.weights.hf import Architecture
+
+_PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A dense feed-forward layer; gate and up are fused by rows."""
+
+    gate_up: Tensor  # [2 f, h]
+    down: Tensor  # [h, f]
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token goes through; a gate of its own weighs what it gives."""
+
+    gate: Tensor  # [1, h]
+    layer: FeedForward
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A layer's router, and its experts in two tensors; gate and up of one expert are fused by rows."""
+
+    router: Tensor  # [E, h]
+    gate_up: Tensor  # [E, 2 f, h]
+    down: Tensor  # [E, h, f]
+    shared: SharedExpert | None
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One block's weights; q, k, v and gate, up are fused by rows.
+    """One block's weights; q, k and v are fused by rows.
 
     The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
     attention is the same, and turning them is one complex product.
@@ -28,9 +59,10 @@ class Layer:
     q_norm: Tensor | None  # [d]
     k_norm: Tensor | None  # [d]
     out: Tensor  # [h, H d]
+    out_after: Tensor | None  # [h], of what attention adds
     mlp_norm: Tensor  # [h]
-    gate_up: Tensor  # [2 f, h]
-    down: Tensor  # [h, f]
+    mlp: FeedForward | ExpertWeights
+    mlp_after: Tensor | None  # [h], of what the feed-forward adds
 
 
 @dataclass(frozen=True)
@@ -132,10 +164,12 @@ def gather_weights(
 def storage(arch: Architecture, dtype: torch.dtype, device: torch.device) -> tuple[Weights, dict[str, WeightSlot]]:
     """Makes uninitialised weights, and tells where every Hugging Face tensor of the model goes in them."""
     made = _Storage(arch, dtype, device)
-    layers = tuple(made.layer(f"model.layers.{i}.") for i in range(arch.num_layers))
-    embedding = made.plain("model.embed_tokens.weight", arch.vocab, arch.hidden)
-    head = embedding if arch.tied else made.plain("lm_head.weight", arch.vocab, arch.hidden)
-    return Weights(embedding, layers, made.plain("model.norm.weight", arch.hidden), head), made.slots
+    layers = tuple(made.layer(number) for number in range(arch.num_layers))
+    first, last = ends(arch)
+    outside = {row.name: made.row(row, "") for row in (*first, *last) if not row.copy}
+    embedding = outside["embedding.word_embeddings.weight"]
+    head = outside.get("output_layer.weight", embedding)
+    return Weights(embedding, layers, outside["decoder.final_layernorm.weight"], head), made.slots
 
 
 class _Storage:
@@ -145,49 +179,47 @@ class _Storage:
         self._arch, self._dtype, self._device = arch, dtype, device
         self.slots: dict[str, WeightSlot] = {}
 
-    def layer(self, prefix: str) -> Layer:
-        """Makes the block whose tensors' names begin with `prefix`."""
-        arch = self._arch
-        bias = self._fused_heads(f"{prefix}self_attn.", "bias") if arch.qkv_bias else None
+    def layer(self, number: int) -> Layer:
+        """Makes layer `number`. Megatron's names of its rows are the same in every family."""
+        prefix = HF_LAYER.format(number)
+        made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
         return Layer(
-            norm=self.plain(f"{prefix}input_layernorm.weight", arch.hidden),
-            qkv=self._fused_heads(f"{prefix}self_attn.", "weight", arch.hidden),
-            qkv_bias=bias,
-            q_norm=self._head_norm(f"{prefix}self_attn.q_norm.weight"),
-            k_norm=self._head_norm(f"{prefix}self_attn.k_norm.weight"),
-            out=self.plain(f"{prefix}self_attn.o_proj.weight", arch.hidden, arch.heads * arch.head_dim),
-            mlp_norm=self.plain(f"{prefix}post_attention_layernorm.weight", arch.hidden),
-            gate_up=self._gate_up(f"{prefix}mlp."),
-            down=self.plain(f"{prefix}mlp.down_proj.weight", arch.hidden, arch.ffn),
+            norm=made["input_layernorm.weight"],
+            qkv=made["self_attention.linear_qkv.weight"],
+            qkv_bias=made.get("self_attention.linear_qkv.bias"),
+            q_norm=made.get("self_attention.q_layernorm.weight"),
+            k_norm=made.get("self_attention.k_layernorm.weight"),
+            out=made["self_attention.linear_proj.weight"],
+            out_after=made.get("self_attn_bda.weight"),
+            mlp_norm=made["pre_mlp_layernorm.weight"],
+            mlp=_experts(made) if "mlp.router.weight" in made else _feed_forward(made, "mlp"),
+            mlp_after=made.get("mlp_bda.weight"),
         )
 
-    def plain(self, name: str, *shape: int) -> Tensor:
-        """Makes a tensor that lies as Hugging Face has it."""
-        tensor = self._new(*shape)
-        self.slots[name] = WeightSlot(tensor)
-        return tensor
+    def row(self, row: Row, prefix: str) -> Tensor:
+        """Makes one parameter: the row's tensors joined end to end, and of all experts stacked.
 
-    def _new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        The rows of queries and keys, and the elements of their norms, are paired.
+        """
+        rows, columns = [source.rows for source in row.sources], row.sources[0].columns
+        shape = [*([row.experts] if row.experts else []), sum(rows), *([columns] if columns > 1 else [])]
+        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for number, one in enumerate(whole if row.experts else [whole]):
+            for place, (source, part) in enumerate(zip(row.sources, one.split(rows), strict=True)):
+                paired = row.name in _PAIRED or (row.name.startswith("self_attention.linear_qkv.") and place < 2)
+                slot = WeightSlot(part, self._arch.head_dim if paired else None)
+                self.slots[prefix + source.name.replace(EXPERT, str(number))] = slot
+        return whole
 
-    def _fused_heads(self, prefix: str, kind: str, *columns: int) -> Tensor:
-        """Makes q, k and v in one tensor; the rows of q and k are paired."""
-        arch = self._arch
-        sizes = [arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.kv_heads * arch.head_dim]
-        fused = self._new(sum(sizes), *columns)
-        for letter, part in zip("qkv", fused.split(sizes), strict=True):
-            self.slots[f"{prefix}{letter}_proj.{kind}"] = WeightSlot(part, None if letter == "v" else arch.head_dim)
-        return fused
 
-    def _head_norm(self, name: str) -> Tensor | None:
-        if not self._arch.qk_norm:
-            return None
-        weight = self._new(self._arch.head_dim)
-        self.slots[name] = WeightSlot(weight, self._arch.head_dim)
-        return weight
+def _feed_forward(made: Mapping[str, Tensor], module: str) -> FeedForward:
+    """Returns the gated feed-forward layer of a module among a layer's parameters."""
+    return FeedForward(made[f"{module}.linear_fc1.weight"], made[f"{module}.linear_fc2.weight"])
 
-    def _gate_up(self, prefix: str) -> Tensor:
-        fused = self._new(2 * self._arch.ffn, self._arch.hidden)
-        for name, part in zip(("gate", "up"), fused.chunk(2), strict=True):
-            self.slots[f"{prefix}{name}_proj.weight"] = WeightSlot(part)
-        return fused
+
+def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
+    """Returns router and experts among a layer's parameters, and the shared expert where there is one."""
+    fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
+    gate = made.get("mlp.shared_experts.gate_weight")
+    shared = None if gate is None else SharedExpert(gate, _feed_forward(made, "mlp.shared_experts"))
+    return ExpertWeights(made["mlp.router.weight"], fc1, fc2, shared)

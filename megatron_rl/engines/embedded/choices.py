@@ -1,0 +1,64 @@
+"""Keeps the experts that a model chose for the tokens of a batch's rows, until the rows' completions are made.
+
+R rows of a call   B rows of a step   L layers   k experts of one token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class ExpertChoices:
+    """The choices for every token that was read: those of prompts, and those of drawn tokens.
+
+    The last token of a completion is read by nobody, so nothing is known of it.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._prompts: list[np.ndarray | None] = [None] * rows  # [P, L, k] int16 each
+        self._drawn: list[tuple[np.ndarray, np.ndarray, Tensor]] = []  # places [B], offsets [B], choices [B, L, k]
+
+    def read_prompts(self, chosen: Sequence[Tensor], width: int, places: Sequence[tuple[int, int, int]]) -> None:
+        """Takes the choices of a prefill of prompts padded to `width`: [prompts * width, k] of each layer.
+
+        `places` has of every row its place in the call, the number of its prompt in the prefill, and the prompt's
+        length.
+        """
+        told = _stacked(chosen).cpu().numpy()
+        told = told.reshape(-1, width, *told.shape[1:])
+        for place, number, length in places:
+            self._prompts[place] = told[number, :length]
+
+    def read_drawn(self, chosen: Sequence[Tensor], places: np.ndarray, offsets: np.ndarray) -> None:
+        """Takes the choices of a step, [B, k] of each layer. The tokens that it read stand at `offsets` [B] of the
+        completions of rows `places` [B]; rows that had ended before are among them."""
+        self._drawn.append((places, offsets, _stacked(chosen)))
+
+    def of_rows(self, lengths: np.ndarray) -> list[np.ndarray | None]:
+        """Returns [prompt + T - 1, L, k] int16 of every row whose completion has T tokens, None where T is 0.
+
+        `lengths` [R] are the completions'.
+        """
+        read = np.maximum(lengths - 1, 0)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(read)])
+        first = next((prompt for prompt in self._prompts if prompt is not None), np.zeros((0, 0, 0), np.int16))
+        drawn = np.zeros((starts[-1], *first.shape[1:]), np.int16)
+        if starts[-1]:
+            places = np.concatenate([places for places, _, _ in self._drawn])
+            offsets = np.concatenate([offsets for _, offsets, _ in self._drawn])
+            kept = offsets < read[places]
+            told = torch.cat([chosen for _, _, chosen in self._drawn]).cpu().numpy()
+            drawn[starts[places[kept]] + offsets[kept]] = told[kept]
+        return [
+            None if prompt is None else np.concatenate([prompt, drawn[start : start + count]])
+            for prompt, start, count in zip(self._prompts, starts[:-1].tolist(), read.tolist(), strict=True)
+        ]
+
+
+def _stacked(chosen: Sequence[Tensor]) -> Tensor:
+    """Joins the choices of all layers. L tensors [N, k] -> [N, L, k] int16."""
+    return torch.stack(list(chosen), dim=1).short()

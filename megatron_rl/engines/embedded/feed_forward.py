@@ -1,0 +1,51 @@
+"""The feed-forward layers of the embedded engine. With experts a router sends every token to some of them, and where
+the family has a shared expert, every token goes through that one too.
+
+N tokens   h hidden size   E experts   k experts of one token   f width of a feed-forward or an expert
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.engines.embedded.weights import ExpertWeights
+from megatron_rl.models.sizes import Routing
+
+
+def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
+    """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]. Returns the chosen experts [N, k]."""
+    weights, chosen = route(y, layer.router, routing)
+    experts, order = chosen.flatten().sort(stable=True)  # [N k] each: (token, expert) pairs stand expert by expert
+    numbers = torch.arange(len(layer.router), device=y.device)
+    ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], where the pairs of each expert end
+    rows = y.index_select(0, order // routing.chosen)
+    inner = gated(F.grouped_mm(rows, layer.gate_up.mT, offs=ends))
+    made = F.grouped_mm(inner, layer.down.mT, offs=ends)  # [N k, h]
+    by_token = made.index_select(0, order.argsort()).unflatten(0, (-1, routing.chosen))
+    x.add_((by_token * weights[..., None]).sum(dim=1))
+    if layer.shared is not None:
+        own = layer.shared.layer
+        shared = F.linear(gated(F.linear(y, own.gate_up)), own.down)
+        x.addcmul_(shared, F.linear(y, layer.shared.gate).sigmoid_())
+    return chosen
+
+
+def route(y: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of every token. [N, h], [E, h] -> their weights [N, k] float32, their numbers [N, k] int64,
+    likeliest first.
+
+    The weights are probabilities of a softmax over all experts, as in transformers' routers. Logits are float32 in a
+    bfloat16 model too, as the trainer's are: rounded ones would send tokens near a tie to other experts.
+    """
+    probabilities = F.linear(y.float(), router.float()).softmax(dim=-1)
+    weights, chosen = probabilities.topk(routing.chosen, dim=-1)
+    return weights / weights.sum(dim=-1, keepdim=True) if routing.renormalised else weights, chosen
+
+
+def gated(fused: Tensor, activation: str = "silu") -> Tensor:
+    """Multiplies the activated gate with up. [N, 2 f] -> [N, f]"""
+    gate, up = fused.chunk(2, dim=-1)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active.mul_(up)

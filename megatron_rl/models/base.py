@@ -1,0 +1,145 @@
+"""Says what a model family is: how its config.json is read, which parameters it has, and how they are computed with.
+
+The defaults are those of Llama: norms before attention and before a gated feed-forward layer, rotary embedding, no
+biases. A family of another shape overrides what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import blocks
+from megatron_rl.models.rows import OuterRows, Row
+from megatron_rl.models.sizes import AttentionKind, Features, Rotary, Routing, Sizes
+
+KEYS = {  # of config.json, by the field of Sizes that they give
+    "num_layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "experts": "num_experts",
+    "expert_ffn": "moe_intermediate_size",
+    "shared_ffn": "shared_expert_intermediate_size",
+}
+# Keys of config.json that switch arithmetic, with the one value that is supported; a key that is absent or null is too.
+SETTLED: Mapping[str, Any] = {
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "attention_bias": False,
+}
+EVERY_LAYER: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # every layer has experts
+
+
+class Family:
+    """One model_type of config.json. An instance has no state."""
+
+    model_type: ClassVar[str]
+    keys: ClassVar[Mapping[str, str]] = KEYS
+    settled: ClassVar[Mapping[str, Any]] = SETTLED
+    has_experts: ClassVar[bool] = False
+    has_shared_expert: ClassVar[bool] = False
+    # Features of all models of the family; `features` adds what a config.json says.
+    common: ClassVar[Features] = Features()
+    # The contents of the config.json of public models, as far as sizes and features need them, by names in lower case
+    # without owner and variant: plans are made of them without their files.
+    known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
+        """Returns the sizes in the contents of a config.json.
+
+        Raises ConfigError, with the key, for what is missing, and for what is not supported: it would be ignored, and
+        the model would be another one.
+        """
+        for key, value in self.settled.items():
+            if config.get(key, value) not in (value, None):
+                raise ConfigError(f"{where}: {key} = {config[key]!r} is not supported, only {value!r} is")
+        try:
+            return self.sizes(config)
+        except KeyError as error:
+            raise ConfigError(f"{where}: {error} is missing, which a {self.model_type} model must have") from None
+
+    def sizes(self, config: Mapping[str, Any]) -> Sizes:
+        """Returns the sizes in a config.json that is supported. Raises KeyError for a key that is missing."""
+        wanted = ["experts", "expert_ffn"] if self.has_experts else []
+        wanted += ["shared_ffn"] if self.has_shared_expert else []
+        wanted += ["num_layers", "hidden", "heads", "ffn", "vocab"]
+        found = {field: int(config[self.key(field, config)]) for field in wanted}
+        return Sizes(
+            family=self.model_type,
+            kv_heads=int(config.get(self.keys["kv_heads"]) or found["heads"]),
+            head_dim=int(config.get(self.keys["head_dim"]) or found["hidden"] // found["heads"]),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            **found,
+        )
+
+    def key(self, field: str, config: Mapping[str, Any]) -> str:
+        """Returns the key of config.json that gives a field of Sizes."""
+        if field == "experts" and "num_local_experts" in config:
+            return "num_local_experts"  # transformers 5 writes either key
+        return self.keys[field]
+
+    def features(self, config: Mapping[str, Any]) -> Features:
+        """Returns the features in the contents of a config.json.
+
+        Raises KeyError for a model with experts that does not say how many of them a token sees.
+        """
+        return replace(
+            self.common,
+            norm_eps=float(config.get("rms_norm_eps", self.common.norm_eps)),
+            kinds=self.kinds(config),
+            routing=self.routing(config) if self.has_experts else None,
+        )
+
+    def kinds(self, config: Mapping[str, Any]) -> tuple[AttentionKind, ...]:
+        """Returns the kinds of attention that its layers have."""
+        return (AttentionKind(rotary=Rotary.read(config)),)
+
+    def routing(self, config: Mapping[str, Any]) -> Routing:
+        """Returns how the routers of a model with experts choose."""
+        return Routing(
+            chosen=int(config["num_experts_per_tok"]), renormalised=bool(config.get("norm_topk_prob", False))
+        )
+
+    def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
+        """Returns the parameters of layer `number`, in their order in the layer."""
+        rows = blocks.attention(sizes, bias=self.common.qkv_bias, head_norms=self.common.qk_norm)
+        if not self.has_experts:
+            return rows + blocks.feed_forward(sizes)
+        rows += blocks.experts(sizes)
+        return rows + blocks.shared_expert(sizes) if self.has_shared_expert else rows
+
+    def ends(self, sizes: Sizes) -> OuterRows:
+        """Returns the parameters outside of the layers."""
+        return blocks.ends(sizes)
+
+
+def windowless(config: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a config whose sliding window takes effect within the model's context."""
+    window = config.get("sliding_window")
+    if window is not None and window < int(config.get("max_position_embeddings", window)):
+        raise ConfigError(
+            f"{where}: sliding_window = {window} is not supported, attention here is full: "
+            "set it to null if no sequence is longer"
+        )
+
+
+def dims(numbers: tuple[int, int, int, int, int], *, vocab: int, tied: bool = False, **more: Any) -> dict[str, Any]:
+    """Returns config.json keys for (layers, hidden, heads, key/value heads, feed-forward width), and `more` of them."""
+    layers, hidden, heads, kv_heads, ffn = numbers
+    return {
+        KEYS["num_layers"]: layers,
+        KEYS["hidden"]: hidden,
+        KEYS["heads"]: heads,
+        KEYS["kv_heads"]: kv_heads,
+        KEYS["ffn"]: ffn,
+        KEYS["vocab"]: vocab,
+        "tie_word_embeddings": tied,
+        **more,
+    }

@@ -1,0 +1,166 @@
+"""Builds the rows of what many families share: norms, attention, feed-forward layers, experts, the model's ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_rl.models.cuts import (
+    ByColumns,
+    ByRows,
+    EngineHeads,
+    EngineVocabulary,
+    QueryGroups,
+    Source,
+    Vocabulary,
+    Whole,
+)
+from megatron_rl.models.rows import EXPERT, OuterRows, Row
+from megatron_rl.models.sizes import Sizes
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row:
+    """Returns the row of a norm's weight [width], which every rank holds whole."""
+    return Row(name=name, fused=fused, sources=(Source(tensor, width),), cut=Whole(), engine=tensor)
+
+
+def attention(sizes: Sizes, *, bias: bool = False, head_norms: bool = False) -> list[Row]:
+    """Returns the rows of the norm before attention, of query, key and value as one parameter, and of the projection.
+
+    `bias`: query, key and value have one. `head_norms`: queries and keys are normalised head by head.
+    """
+    h, d = sizes.hidden, sizes.head_dim
+    heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
+
+    def joined(kind: str, columns: int) -> Row:
+        parts = (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads))
+        return Row(
+            name=f"self_attention.linear_qkv.{kind}",
+            sources=tuple(Source(f"self_attn.{part}_proj.{kind}", count * d, columns) for part, count in parts),
+            cut=QueryGroups(*heads),
+            engine=f"self_attn.qkv_proj.{kind}",
+            engine_cut=EngineHeads(*heads),
+        )
+
+    rows = [
+        norm(
+            "input_layernorm.weight",
+            "input_layernorm.weight",
+            h,
+            fused="self_attention.linear_qkv.layer_norm_weight",
+        ),
+        joined("weight", h),
+    ]
+    rows += [joined("bias", 1)] if bias else []
+    if head_norms:
+        rows += [norm(f"self_attention.{p}_layernorm.weight", f"self_attn.{p}_norm.weight", d) for p in ("q", "k")]
+    out = "self_attn.o_proj.weight"
+    rows.append(
+        Row(
+            name="self_attention.linear_proj.weight",
+            sources=(Source(out, h, sizes.heads * d),),
+            cut=ByColumns(),
+            engine=out,
+        )
+    )
+    return rows
+
+
+def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
+    """Returns the rows of a dense feed-forward layer and of the norm before it, whose tensor is called `before`."""
+    fused = "mlp.linear_fc1.layer_norm_weight"
+    return [
+        norm("pre_mlp_layernorm.weight", before, sizes.hidden, fused=fused),
+        *gated("mlp", "mlp", sizes.ffn, sizes.hidden),
+    ]
+
+
+def gated(module: str, tensors: str, ffn: int, hidden: int) -> list[Row]:
+    """Returns the rows of the gated feed-forward `module` of Megatron, whose tensors' names begin with `tensors`."""
+    gate, up, down = (f"{tensors}.{part}.weight" for part in PARTS)
+    return [
+        Row(
+            name=f"{module}.linear_fc1.weight",
+            sources=(Source(gate, ffn, hidden), Source(up, ffn, hidden)),
+            cut=ByRows(),
+            engine=f"{tensors}.gate_up_proj.weight",
+        ),
+        Row(
+            name=f"{module}.linear_fc2.weight",
+            sources=(Source(down, hidden, ffn),),
+            cut=ByColumns(),
+            engine=down,
+        ),
+    ]
+
+
+def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) -> list[Row]:
+    """Returns the rows of a router with its experts and of the norm before them.
+
+    `module`: the module of Hugging Face that holds them. `parts`: the names of an expert's gate, up and down.
+    transformers holds the experts stacked, in a module that is called `mlp` in every family.
+    """
+    h, count, width = sizes.hidden, sizes.experts, sizes.expert_ffn
+    gate, up, down = (f"{module}.experts.{EXPERT}.{part}.weight" for part in parts)
+    router = f"{module}.gate.weight"
+    return [
+        norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", h),
+        Row(
+            name="mlp.router.weight",
+            sources=(Source(router, count, h),),
+            cut=Whole(),
+            engine=router,
+            in_memory="mlp.gate.weight",
+        ),
+        Row(
+            name=f"mlp.experts.local_experts.{EXPERT}.linear_fc1.weight",
+            fused=f"mlp.experts.linear_fc1.weight{EXPERT}",
+            sources=(Source(gate, width, h), Source(up, width, h)),
+            cut=ByRows(),
+            engine=f"{module}.experts.w13_weight",
+            in_memory="mlp.experts.gate_up_proj",
+            experts=count,
+        ),
+        Row(
+            name=f"mlp.experts.local_experts.{EXPERT}.linear_fc2.weight",
+            fused=f"mlp.experts.linear_fc2.weight{EXPERT}",
+            sources=(Source(down, h, width),),
+            cut=ByColumns(),
+            engine=f"{module}.experts.w2_weight",
+            in_memory="mlp.experts.down_proj",
+            experts=count,
+        ),
+    ]
+
+
+def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert") -> list[Row]:
+    """Returns the rows of an expert that sees every token, and of the gate [1, hidden] that weighs what it adds."""
+    tensor = f"{module}_gate.weight"
+    return [
+        *gated("mlp.shared_experts", module, sizes.shared_ffn, sizes.hidden),
+        Row(
+            name="mlp.shared_experts.gate_weight",
+            sources=(Source(tensor, 1, sizes.hidden),),
+            cut=Whole(),
+            engine=tensor,
+        ),
+    ]
+
+
+def ends(sizes: Sizes) -> OuterRows:
+    """Returns the rows of embedding, last norm and output layer."""
+
+    def table(name: str, tensor: str, *, engine: str | None = None, copy: bool = False) -> Row:
+        source = Source(tensor, sizes.vocab, sizes.hidden)
+        return Row(
+            name=name, sources=(source,), cut=Vocabulary(), engine=engine, engine_cut=EngineVocabulary(), copy=copy
+        )
+
+    embedding = table("embedding.word_embeddings.weight", EMBEDDING, engine=EMBEDDING)
+    if sizes.tied:
+        head = table("output_layer.weight", EMBEDDING, copy=True)
+    else:
+        head = table("output_layer.weight", HEAD, engine=HEAD)
+    return OuterRows(first=(embedding,), last=(norm("decoder.final_layernorm.weight", NORM, sizes.hidden), head))

@@ -1,0 +1,88 @@
+"""Returns the settings of Megatron-core that a model's sizes and features decide, as plain values.
+
+They are fields of core's TransformerConfig by name; megatron/model.py puts functions in the place of their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.sizes import Features, Sizes
+
+
+def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
+    """Returns the settings that decide the shapes and the arithmetic of the layers. The activation is a word."""
+    return dict(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=features.norm_eps,
+        qk_layernorm=features.qk_norm,
+        gated_linear_unit=True,
+        activation_func=features.activation,
+        add_bias_linear=False,
+        add_qkv_bias=features.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        layernorm_zero_centered_gamma=features.norm_from_one,
+        softmax_scale=features.softmax_scale,
+    )
+
+
+def needs_own_layers(features: Features) -> bool:
+    """Returns whether core has no layers of its own for a model: norms after, or attention of several kinds."""
+    return features.norms_after or len(features.kinds) > 1
+
+
+def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
+    """Returns the settings of the experts and their router; nothing for a dense model.
+
+    No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
+    gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
+    divided by the chosen ones' sum: this is what families that renormalise do. Raises ConfigError for a router that
+    could not learn.
+    """
+    routing = features.routing
+    if routing is None:
+        return {}
+    if routing.renormalised and routing.chosen == 1:
+        raise ConfigError(
+            f"num_experts_per_tok = 1 with renormalised probabilities ({sizes.family}): the router's only probability "
+            "is always 1 and it gets no gradient; Megatron-core refuses it"
+        )
+    shared = (
+        dict(moe_shared_expert_intermediate_size=sizes.shared_ffn, moe_shared_expert_gate=True)
+        if sizes.shared_ffn
+        else {}
+    )
+    return dict(
+        num_moe_experts=sizes.experts,
+        moe_ffn_hidden_size=sizes.expert_ffn,
+        moe_router_topk=routing.chosen,
+        moe_router_pre_softmax=not routing.renormalised,
+        moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
+        moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
+        moe_aux_loss_coeff=aux_loss,
+        **shared,
+    )
+
+
+def rotary(features: Features) -> dict[str, Any]:
+    """Returns the settings of core's own rotary embedding.
+
+    Raises ValueError for a scaling that core does not have.
+    """
+    own = features.kinds[0].rotary
+    if own.kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type {own.kind!r} is not supported with Transformer Engine: use default or llama3")
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": int(own.theta),
+        "rope_scaling": own.kind == "llama3",
+        "rope_scaling_factor": own.factor,
+    }

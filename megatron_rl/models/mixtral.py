@@ -1,0 +1,41 @@
+"""Mixtral 8x7B and 8x22B: Mistral with experts in every layer, whose probabilities always sum to 1."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.models import blocks
+from megatron_rl.models.base import EVERY_LAYER, KEYS, SETTLED, Family, dims, windowless
+from megatron_rl.models.rows import Row
+from megatron_rl.models.sizes import Routing, Sizes
+
+
+class Mixtral(Family):
+    """The dense width of config.json is that of an expert, and files name the router's module block_sparse_moe."""
+
+    model_type = "mixtral"
+    keys = {**KEYS, "expert_ffn": "intermediate_size"}
+    settled = {**SETTLED, **EVERY_LAYER}
+    has_experts = True
+    known = {
+        "mixtral-8x7b": dims((32, 4096, 32, 8, 14336), vocab=32000, num_experts=8, num_experts_per_tok=2),
+        "mixtral-8x22b": dims((56, 6144, 48, 8, 16384), vocab=32768, num_experts=8, num_experts_per_tok=2),
+    }
+
+    def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
+        """Returns the sizes. Raises ConfigError as the base does, and for a window shorter than the context."""
+        windowless(config, where)
+        return super().read(config, where)
+
+    def routing(self, config: Mapping[str, Any]) -> Routing:
+        """Returns how its routers choose: config.json has no key for their renormalised probabilities."""
+        return Routing(chosen=int(config["num_experts_per_tok"]), renormalised=True)
+
+    def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
+        """Returns the parameters of a layer: an expert's gate, up and down are w1, w3 and w2."""
+        return [
+            *blocks.attention(sizes),
+            *blocks.experts(sizes, module="block_sparse_moe", parts=("w1", "w3", "w2")),
+        ]
+
+
+FAMILY = Mixtral()

@@ -1,0 +1,20 @@
+"""Qwen1.5-MoE and Qwen2-MoE: experts in every layer, and one that sees every token.
+
+Ends of texts and padding are those of Qwen2.
+"""
+
+from megatron_rl.models.base import EVERY_LAYER, Family
+from megatron_rl.models.qwen2 import Qwen2
+
+
+class Qwen2Moe(Qwen2):
+    """Qwen2 with experts and a shared expert, which a gate of its own weighs."""
+
+    model_type = "qwen2_moe"
+    settled = {**Qwen2.settled, **EVERY_LAYER}
+    has_experts = True
+    has_shared_expert = True
+    known = {}
+
+
+FAMILY: Family = Qwen2Moe()

@@ -1,0 +1,82 @@
+"""Finds the families, by listing the files of this folder, and reads config.json with the family that it names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+from megatron_rl import models
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models.base import Family
+from megatron_rl.models.rows import OuterRows, Row
+from megatron_rl.models.sizes import Features, Sizes
+
+
+@cache
+def families() -> Mapping[str, Family]:
+    """Returns {model_type: family} of every file of megatron_rl/models/ that has a FAMILY."""
+    names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
+    parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
+    return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
+
+
+def family_of(sizes: Sizes) -> Family:
+    """Returns the family of a model."""
+    return families()[sizes.family]
+
+
+def read(config: Mapping[str, Any], where: str = "config.json") -> Sizes:
+    """Reads the contents of a config.json. Raises ConfigError, with the key, for what is missing or unsupported."""
+    return _named(config, where).read(config, where)
+
+
+def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
+    """Returns the features in the contents of a config.json. Raises ConfigError, with the key, for what is missing."""
+    family = _named(config, where)
+    try:
+        return family.features(config)
+    except KeyError as error:
+        raise ConfigError(f"{where}: {error} is missing, which a {family.model_type} model must have") from None
+
+
+@cache
+def known() -> Mapping[str, Mapping[str, Any]]:
+    """Returns {name: contents of config.json} of public models, to plan with them without their files."""
+    return {
+        name: {"model_type": family.model_type, **config}
+        for family in families().values()
+        for name, config in family.known.items()
+    }
+
+
+def known_sizes(name: str) -> Sizes:
+    """Returns the sizes of a public model. Raises KeyError for a name that is not `known`."""
+    return read(known()[name], name)
+
+
+@lru_cache(maxsize=4096)
+def layer_rows(sizes: Sizes, number: int) -> tuple[Row, ...]:
+    """Returns the parameters of layer `number`.
+
+    A layer like the one before gives the same tuple object, so that counting can take equal layers together.
+    """
+    rows = tuple(family_of(sizes).layer(sizes, number))
+    before = layer_rows(sizes, number - 1) if number else rows
+    return before if before == rows else rows
+
+
+@lru_cache(maxsize=256)
+def ends(sizes: Sizes) -> OuterRows:
+    """Returns the parameters outside of the layers."""
+    return family_of(sizes).ends(sizes)
+
+
+def _named(config: Mapping[str, Any], where: str) -> Family:
+    """Returns the family of a config.json. Raises ConfigError for another model."""
+    kind: Any = config.get("model_type")
+    if kind not in families():
+        raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(families())}")
+    return families()[kind]

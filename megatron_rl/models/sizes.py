@@ -1,0 +1,92 @@
+"""Holds the sizes that decide the shapes of a model's tensors, and the features that decide its arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a decoder of one of the families, in Hugging Face's terms."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int  # width of a dense layer
+    vocab: int
+    tied: bool  # whether the output weights are the embedding
+    experts: int = 0  # experts per layer; 0 for a dense model
+    expert_ffn: int = 0  # width of an expert
+    shared_ffn: int = 0  # width of the shared expert; 0 where there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """A rotary embedding: its base, and how its frequencies are scaled for long contexts."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # rope_type of config.json
+    factor: float = 8.0  # by which a scaled context is longer; not used by the kind "default"
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Self:
+        """Reads it as transformers 5 writes it (rope_parameters) or as older files spell it (rope_theta and
+        rope_scaling)."""
+        told = config.get("rope_parameters") or {
+            "rope_theta": config.get("rope_theta", cls.theta),
+            **(config.get("rope_scaling") or {}),
+        }
+        kind = told.get("rope_type", told.get("type", "default"))
+        return cls(theta=float(told["rope_theta"]), kind=kind, factor=float(told.get("factor", cls.factor)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The way a router chooses experts: those of the largest softmax probabilities, whose outputs it weighs by them."""
+
+    chosen: int  # experts of a token
+    renormalised: bool  # whether the chosen ones' probabilities are made to sum to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """The reach of a layer's attention, and its rotary embedding. The layers of a model may be of several kinds."""
+
+    rotary: Rotary = Rotary()
+    window: int | None = None  # a token sees so many, itself and those right before it; None: all before it
+    layer_type: str | None = None  # config.json's word for such layers, where there are several kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """The features of a model's arithmetic that differ between families, or between models of one.
+
+    Settings of Megatron-core, planning, the embedded engine and checks read them; what a family does not name is as in
+    Llama.
+    """
+
+    norm_eps: float = 1e-6
+    norm_from_one: bool = False  # norms multiply by 1 + weight
+    norms_after: bool = False  # what attention and feed-forward add is normalised once more
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    qkv_bias: bool = False  # query, key and value have a bias
+    qk_norm: bool = False  # queries and keys are normalised, head by head
+    softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype
+    kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
+    pattern: tuple[int, ...] = ()  # the kind of every layer, as a place in `kinds`; empty: all are of the first
+    routing: Routing | None = None  # None: the model has no experts
+
+    def kind_of(self, layer: int) -> int:
+        """Returns the place in `kinds` of a layer's attention."""
+        return self.pattern[layer] if self.pattern else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        """Returns how many experts a token sees; 0 for a dense model."""
+        return 0 if self.routing is None else self.routing.chosen
