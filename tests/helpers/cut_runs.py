@@ -24,7 +24,7 @@ from megatron_rl.run.metrics import read_metrics
 from megatron_rl.training.store import turn_files, turn_number
 
 WORKER = Path(__file__).parent / "open_centre_worker.py"
-AT_ONCE = 10  # runs by one start of the ranks
+AT_ONCE = 11  # runs by one start of the ranks
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
 FULL = "<principles>a</principles><critique>a</critique>"  # with scores behind it: a comparison in form
 WORDS = [

@@ -74,8 +74,8 @@ def evolve(base, name, roles):
 def grpo(base, name, **settings):
     loss, args = settings.pop("loss", {}), {"updates": 4, "group_size": 4, "template": f"{base}/template.txt"}
     target, more = settings.pop("target", "megatron_rl.recipes.grpo:Grpo"), settings.pop("args", {})
-    roles = {"generator": role(base, loss=loss, samples_per_optimizer_step=settings.pop("batch", None))}
-    return config(base, name, target, roles, args=args | more, **settings)
+    own = {"generator": role(base, loss=loss, samples_per_optimizer_step=settings.pop("batch", None))}
+    return config(base, name, target, settings.pop("roles", own), args=args | more, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,9 @@ def runs(tmp_path_factory, judge, servers):
     for seed, name in enumerate("abc"):
         make_model(base / name, "qwen2", vocab_size=97, num_hidden_layers=1, seed=seed, **SMALL)
         TOKENIZER.save_pretrained(base / name)
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
+    make_model(base / "experts", "qwen3_moe", vocab_size=97, num_hidden_layers=2, **SMALL | experts)
+    TOKENIZER.save_pretrained(base / "experts")
     speakers = {"proposer": "speaker_a", "solver": "speaker_b", "judge": "speaker_c"}
     write_speakers(base, speakers.values(), ["<eos>", "a", "9", "10", *TAGS])
     cut_runs.write_data(base, RUBRIC)
@@ -122,6 +125,8 @@ def runs(tmp_path_factory, judge, servers):
         config, base, recipe="megatron_rl.recipes.agents:Agents", roles={"agent": role(base, layout={"tp": 1})},
         args={"updates": 3, **counting},
     )  # fmt: skip
+    routed = {"generator": role(base, model="experts", layout={"ep": 2}, router_replay=True)}
+    gated = {"gate": {"reward": False, "max_logprob_gap": 1e-5}}
     configs = [
         grpo(base, "dynamic", **dynamic),
         grpo(base, "loss", loss={"objective": "open_centre:sequence_ratio"}, batch=8, steps=2),
@@ -141,6 +146,7 @@ def runs(tmp_path_factory, judge, servers):
             "distil_top_k", roles={"student": pupil(loss=over, layout={"cp": 2}), "teacher": teacher},
             args=lessons | {"top_k": 8},
         ),
+        grpo(base, "experts", roles=routed, steps=2, train_without_signal=True, save_every=0) | gated,
     ]  # fmt: skip
     every = [(one_config, None) for one_config in configs] + cut_runs.cases(base, cut_runs.FEW, servers)
     cut_runs.run_all(base, every)
@@ -317,6 +323,17 @@ def test_distillation_draws_the_student_to_its_teacher(runs, name, figure):
     gaps = series(runs / name, "student", figure)
     assert len(gaps) == 12 and sum(gaps[-4:]) < 0.8 * sum(gaps[:4]), gaps
     assert [p.name for p in (runs / name / "models").iterdir()] == ["student"]
+
+
+def test_a_model_with_experts_trains_on_the_experts_that_its_embedded_engine_chose(runs):
+    """Each of the two ranks trains half of the experts, and its engine has all of them, by refits."""
+    [gap] = series(runs / "experts", "gate", "gate/logprob_gap_generator")
+    gaps, replayed = (series(runs / "experts", "generator", name) for name in ("engine_gap", "replayed"))
+    assert 0 < gap < 1e-5 and len(gaps) == 2 and max(gaps) < 1e-5
+    tokens = [sum(len(r.tokens) for r in rollouts) for rollouts in turns(runs / "experts", "generator")]
+    assert replayed == pytest.approx([1 - 16 / n for n in tokens]), "all but the last token of each of 16 rollouts"
+    shapes = {r.experts.shape for rollouts in turns(runs / "experts", "generator") for r in rollouts}
+    assert {shape[1:] for shape in shapes} == {(2, 3)}
 
 
 def test_a_teachers_likeliest_tokens_are_in_the_store_and_cover_most_of_what_it_thinks(runs):

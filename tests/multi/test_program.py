@@ -13,11 +13,9 @@ from chats import CHATML, chat_tokenizer, said
 from conftest import ROOT, environment, program, tango_settings
 from tiny_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from toys import characters
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_rl.cluster.address import free_port
-from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session.launch import Place, place_from
 
 
@@ -239,30 +237,3 @@ def test_tango_with_a_verifier_of_another_family_size_and_tokenizer(last_letter,
         assert turns and all(metrics["engine_gap"] < 1e-4 for metrics in turns if "engine_gap" in metrics), name
     assert AutoTokenizer.from_pretrained(tmp_path / "run/models/verifier").get_vocab() == own.get_vocab() != words
     assert json.loads((tmp_path / "run/models/verifier/config.json").read_text())["model_type"] == "llama"
-
-
-@pytest.mark.slow
-@pytest.mark.multi
-def test_experts_that_the_embedded_engine_chose_are_trained(tmp_path):
-    """Two ranks, each with half of the experts, one engine in each: the gate compares their log-probs before the first
-    update, and every update replays the engine's choices."""
-    make_model(tmp_path / "model", "qwen3_moe", vocab_size=97, num_experts=8, num_experts_per_tok=3)
-    characters().save_pretrained(tmp_path / "model")
-    problems = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(8)]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    (tmp_path / "template.txt").write_text("{question}")
-    settings = [
-        f"roles.generator.model.path={tmp_path}/model", "roles.generator.layout.ep=2",
-        "roles.generator.router_replay=true", "roles.generator.optimizer={lr: 0.001, min_lr: 0.001}",
-        "roles.generator.sampling.max_tokens=16", "roles.generator.max_prompt_tokens=32",
-        f"recipe={{target: 'megatron_rl.recipes.grpo:Grpo', "
-        f"args: {{updates: 2, group_size: 4, template: {tmp_path}/template.txt}}}}",
-        f"data={{path: {tmp_path}/problems.jsonl, fields: {{question: question, answer: answer}}}}",
-        "run.prompts_per_step=4", "run.train_without_signal=true", "run.save_every=0", "gate.reward=false",
-        "gate.max_logprob_gap=1e-4", "launch.nproc=2", f"run.dir={tmp_path}", "run.name=experts",
-    ]  # fmt: skip
-    program("train", *settings)
-    rows = [row.metrics for row in read_metrics(tmp_path / "experts") if row.scope == "generator"]
-    assert len(rows) == 2
-    for row in rows:
-        assert row["engine_gap"] < 1e-4 and row["replayed"] > 0.9

@@ -331,6 +331,22 @@ def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, la
         config_checks.check(load(TrainConfig, [base], overrides), 12)
 
 
+@pytest.mark.parametrize(
+    ("engine", "tandem", "says"),
+    [
+        ("embedded", False, None),
+        ("embedded", True, None),
+        ("vllm", False, None),
+        ("vllm", True, "vLLM has no model runner that does both"),
+        ("sglang", False, "only vLLM servers and the embedded engine tell the experts"),
+    ],
+)
+def test_router_replay_wants_an_engine_that_tells_its_experts(base, engine, tandem, says):
+    words = [f"engine.kind={engine}", "roles.a.router_replay=true", *(["roles.a.tandem={}"] if tandem else [])]
+    problems = [p for p in config_checks._train_problems(load(TrainConfig, [base], words), 2, True) if "replay" in p]
+    assert [says in problem for problem in problems] == ([True] if says else [])
+
+
 def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path, base):
     write(tmp_path / "config.json", json.dumps(DENSE))
     for layout in ("{ep: 2}", "{tp: 2, etp: 1}"):
