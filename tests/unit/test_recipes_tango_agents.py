@@ -28,6 +28,7 @@ from megatron_rl.environments.episodes import MOST_ANSWERS
 from megatron_rl.environments.moves import EnvironmentFailure, Move, Over, Said
 from megatron_rl.recipes.tango_agents import TangoAgents
 from megatron_rl.recipes.transcripts import TranscriptForm, joined, mark_turns, parted
+from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.rewards.verdicts import review
 from megatron_rl.text import fill, read_template
 from megatron_rl.training.turns import Table
@@ -380,8 +381,8 @@ def test_the_environments_own_rewards_say_what_is_right(recipe):
     rollouts, _ = play(own, "generator", 1, table_of())
     assert [r.payload["correct"] for r in rollouts] == [True, False, False]  # 0.6, 0.2 and 0.4
     assert [r.rewards[TRAINED] for r in rollouts] == pytest.approx([0.6, 0.2, 0.4])
-    with pytest.raises(ValueError, match="no finite reward 'points'"):
-        play(recipe(rewards={"points": 1.0}), "generator", 1, table_of())
+    with pytest.raises(RewardFailure, match="has no reward 'points'"):
+        play(recipe(rewards={"points": 1.0}), "generator", 1, table_of(max_failure_share=0.1))
 
 
 def test_schedule_and_parts_are_tangos(recipe):
