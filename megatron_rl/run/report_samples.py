@@ -17,7 +17,8 @@ MAX_OPEN = 1500  # characters; longer turns of a conversation are folded
 _MARKS = {1: ("right", "✓ correct"), -1: ("wrong", "✗ incorrect"), None: ("unread", "no verdict")}
 # Calls of tools in the forms that models write them: in tags, or as a block of code. The last one may be cut short.
 _CALL = re.compile(
-    r"<(tool_call|function_call|function|tool|python|calculator|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|\Z)|```.*?(?:```|\Z)",
+    r"<(tool_call|function_call|function|tool|python|calculator|code|bash|search|query)\b[^<>]*>.*?(?:</\1>|\Z)"
+    r"|```.*?(?:```|\Z)",
     re.DOTALL,
 )
 _ABOUT_EPISODES = (
