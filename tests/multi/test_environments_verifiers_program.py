@@ -166,7 +166,7 @@ def test_two_models_play_poker_over_several_turns(maker, tmp_path):
     need("kuhn_poker")
     table = table_of(a=speaker(tmp_path, "a", MOVES), b=speaker(tmp_path, "b", [*MOVES, "well"]))
     one = maker(environment={"taskset": {"id": "kuhn-poker"}}, agents={"player0": "a", "player1": "b"})
-    episodes = play(one, table, [0, 1, 2, 3])
+    episodes = play(one, table, [0, 1, 2, 3], tokens=1)  # of several words the tokenizer would make another one
     assert [(e.outcome, e.why) for e in episodes] == [(Outcome.SCORE, "")] * 4
     for place, episode in enumerate(episodes):
         seats = {number: [r for r in episode.rollouts if r.payload["seat"] == f"player{number}"] for number in (0, 1)}
@@ -179,7 +179,7 @@ def test_two_models_play_poker_over_several_turns(maker, tmp_path):
             gained = float(chips * (1, -1)[number])
             assert all(r.rewards == {"payoff": gained, "reward": gained} for r in own)
     assert any(len(r.spans) > 2 for e in episodes for r in e.rollouts), "a seat that spoke twice has one rollout"
-    again = play(one, table, [0, 1, 2, 3], settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
+    again = play(one, table, [0, 1, 2, 3], tokens=1, settings=EpisodeSettings(episode_timeout_s=300.0, workers=1))
     for old, new in zip(episodes, again, strict=True):
         assert [r.tokens.tolist() for r in old.rollouts] == [r.tokens.tolist() for r in new.rollouts]
 
