@@ -6,13 +6,14 @@ Both begin with one model that checks, bets, folds and calls at random, whatever
 from then on, and learns from the chips of its own seat. How they play is read from their log-probs at the game's twelve
 information sets, before the run and after every other update; what that is worth is computed over the whole game. Shown
 are the policies of the start, of the end, and the average of all those on the way: policies that learn against each
-other need not settle, but their average comes close to an equilibrium.
+other need not settle, and their average can be exploited less than they can on the way.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 HERE, BASE = Path(__file__).parent, Path("runs/poker_mini")
@@ -126,7 +127,7 @@ def show(run: Path) -> None:
     console.print(f"least share of legal answers at any information set and time: {legal:.3f}")
 
 
-def worth(shown: dict[str, dict[str, PolicyTable]]) -> Table:
+def worth(shown: Mapping[str, Mapping[str, PolicyTable]]) -> Table:
     """Makes the table of chips that each seat wins in a hand, computed over the whole game."""
     start = shown["start"]
     rows = {
