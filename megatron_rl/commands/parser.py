@@ -63,6 +63,10 @@ def _add_run_command(commands: Any, name: str) -> None:
     parser.add_argument("settings", nargs=nargs, metavar=METAVAR, help="YAML files, then overrides")
     if name == "eval":
         _add_evaluation_arguments(parser)
+    if name == "train":
+        parser.add_argument(
+            "--fresh", action="store_true", help="play the turns again that a run had played when it stopped"
+        )
 
 
 def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:

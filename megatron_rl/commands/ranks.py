@@ -81,7 +81,9 @@ def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
 
 def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     if args.command == "train":
-        from megatron_rl.session.train import run
+        from megatron_rl.session import train
+
+        run = functools.partial(train.run, fresh=args.fresh) if args.fresh else train.run
     elif args.command == "drift":
         from megatron_rl.session import drift
 

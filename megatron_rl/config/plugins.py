@@ -13,15 +13,13 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
 from megatron_rl.config.schema import ConfigError, Use
-
-PROMPT_FILES = (".txt", ".jinja")
 
 
 def find(target: str) -> Any:
@@ -31,9 +29,9 @@ def find(target: str) -> Any:
     than ImportError the module raises while it is imported passes through.
     """
     module_name, _, name = target.partition(":")
-    if not _is_target(target):
+    if not is_target(target):
         raise ConfigError(f"plug-in {target!r}: it has the form package.module:name, without .py or slashes")
-    here = _look_here()
+    here = look_here()
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -57,27 +55,13 @@ def find_function(target: str) -> Any:
     return found
 
 
-def sources(tree: Any) -> Iterator[bytes]:
-    """Yields the contents of the files that the strings in a config's JSON tree name: modules of plug-ins, prompts
-    (.txt) and chat templates (.jinja). Modules that these import are not looked at, nor is anything imported but the
-    packages that they lie in."""
-    if isinstance(tree, Mapping):
-        tree = [*tree.values()]
-    if isinstance(tree, list):
-        for part in tree:
-            yield from sources(part)
-    elif isinstance(tree, str):
-        file = _module_file(tree) if _is_target(tree) else Path(tree) if tree.endswith(PROMPT_FILES) else None
-        if file is not None and file.is_file():
-            yield file.read_bytes()
-
-
-def _is_target(text: str) -> bool:
+def is_target(text: str) -> bool:
+    """Returns whether a text has the form package.module:name."""
     module, colon, name = text.partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), name))
 
 
-def _look_here() -> str:
+def look_here() -> str:
     """Lets Python find modules in the current directory, and returns it."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
@@ -85,11 +69,11 @@ def _look_here() -> str:
     return here
 
 
-def _module_file(target: str) -> Path | None:
-    """Returns the file of a plug-in's module; None where there is no such file."""
-    _look_here()
+def module_file(name: str) -> Path | None:
+    """Returns the file of a module; None where there is no such file. The packages that it lies in are imported."""
+    look_here()
     try:
-        spec = importlib.util.find_spec(target.partition(":")[0])
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
     return Path(spec.origin) if spec is not None and spec.origin else None

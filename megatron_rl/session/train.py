@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import yaml
 from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins
+from megatron_rl.config import plugins, sources
 from megatron_rl.config.schema import JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -41,15 +40,16 @@ from megatron_rl.types import Prompt
 from megatron_rl.world import TorchWorld
 
 
-def run(config: TrainConfig, place: Place) -> int:
-    """Runs on every rank. Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved)."""
+def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
+    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. Returns 0 when all
+    steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
     plugins.build(
         Use(target=config.reward.target, args=config.reward.args)
     )  # workers build their own; this raises errors early
     config_checks.check_recipe(config, recipe)
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
-        return _run(config, place, world, recipe)
+        return _run(config, place, world, recipe, fresh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class _Models:
     policies: Mapping[str, MegatronPolicy]
 
 
-def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -> int:
+def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, fresh: bool) -> int:
     schedule = recipe.schedule()[: config.run.steps]
     turns = sum(map(len, schedule))
     with contextlib.ExitStack() as stack:
@@ -79,8 +79,10 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe) -
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
         table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
-        player = _player(config, recipe, models, table, fleet, driver, progress) if world.rank == 0 else None
-        if player is not None:
+        player = None
+        if world.rank == 0:
+            store = _store(config, models, driver, progress, fresh)
+            player = _player(config, recipe, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
         setup = loop.Setup(
             world=world,
@@ -155,22 +157,9 @@ class _Saved:
 
 def _player(
     config: TrainConfig, recipe: Recipe, models: _Models, table: Table, fleet: Fleet, driver: Driver,
-    progress: loop.Progress,
+    progress: loop.Progress, store: TurnStore,
 ) -> Player:  # fmt: skip
-    """Makes the source of the loop's turns, on the driver.
-
-    Turns played under other settings are not taken from the store: all that is not of the machine counts, and the form
-    of the file.
-    """
-    store = TurnStore(
-        driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
-        decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
-    )  # fmt: skip
-    if waiting := store.clean(progress.number):
-        driver.say(
-            f"{waiting} turns that were played before the run stopped are trained on as they are; to play them again, "
-            f"remove turn_{progress.number:06d}.parquet and later ones from {store.directory} and start again"
-        )
+    """Makes the source of the loop's turns, on the driver."""
     ahead = config.rollouts.max_staleness
     maker: TurnMaker
     if config.debug.replay:
@@ -189,16 +178,41 @@ def _player(
     return Player(maker, turns, store, max_staleness=ahead, watch=driver.watch, idle=fleet.tend)
 
 
+def _store(
+    config: TrainConfig, models: _Models, driver: Driver, progress: loop.Progress, fresh: bool
+) -> TurnStore:  # fmt: skip
+    """Opens the store of turns, on the driver, and says how many turns come from it.
+
+    Turns that were played under other settings or by other code are not taken from it, nor any turn where the run is
+    to be `fresh`: all that is not of the machine counts, and the form of the file.
+    """
+    store = TurnStore(
+        driver.directory.path / ROLLOUTS, _fingerprint(config), keep_every=config.run.save_rollouts_every,
+        decode=lambda role, tokens: decode(models.tokenizers[role], tokens),
+    )  # fmt: skip
+    left = store.clean(progress.number, fresh=fresh)
+    if left.kept:
+        driver.say(
+            f"{left.kept} turns come from the store, where the run played them before it stopped; --fresh plays them "
+            "again"
+        )
+    if left.dropped:
+        driver.say(
+            f"{left.dropped} turns that the run played before it stopped are played again: "
+            + ("--fresh asks for it" if fresh else "its settings, code, prompts or data have changed since")
+        )
+    return store
+
+
 def _fingerprint(config: TrainConfig) -> str:
     """Returns a text that stands for what rollouts may depend on: the settings but those of the machine and of how
-    often is saved, and the files of rewards, recipes, losses and prompts that they name.
+    often is saved, and the contents of the files that they name, and of this package.
     """
     free = {"steps": None, "keep": 1, "save_every": 0, "async_save": False, "save_rollouts_every": 0, "resume": "auto"}
     run_settings = dataclasses.replace(config.run, **free, hang_after_s=0.0)
     plain = dataclasses.replace(config, launch=Launch(), sinks=Sinks(), job=JobConfig(), run=run_settings)
     settings = config_files.dump(plain)
-    files = [hashlib.sha256(content).hexdigest() for content in plugins.sources(yaml.safe_load(settings))]
-    return fingerprint("\n".join([settings, *files]))
+    return fingerprint(f"{settings}\n{sources.digest(yaml.safe_load(settings))}")
 
 
 def _one_at_a_time(grade: Grade) -> Grade:

@@ -66,6 +66,15 @@ class _FileHead:
     state: State  # of the player after the turn
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The number of turns that a stopped run had played ahead of its checkpoint: those that are kept for the run that
+    goes on, and those that were removed."""
+
+    kept: int
+    dropped: int
+
+
 class TurnStore:
     """The files turn_000012.parquet in one directory, written and removed by one driver.
 
@@ -168,22 +177,24 @@ class TurnStore:
                 path.unlink()
         self._dropped = max(self._dropped, before)
 
-    def clean(self, number: int) -> int:
+    def clean(self, number: int, *, fresh: bool = False) -> Waiting:
         """Removes what nobody will read when a run goes on at turn `number`: turns from there on that were played
-        under other settings or are damaged, and files not written to their end. Returns how many turns from there on
-        stay.
+        under other settings or are damaged (where the run is to be `fresh`, all of them), and files not written to
+        their end. Returns how many turns from there on were kept and removed.
         """
-        waiting = 0
+        kept = dropped = 0
         for path in self.directory.glob(".turn_*.tmp"):
             path.unlink()
         for path in turn_files(self.directory):
-            if turn_number(path) >= number:
-                head = _head_of(path, "it is removed")
-                if head is None or head.fingerprint != self._fingerprint:
-                    path.unlink()
-                else:
-                    waiting += 1
-        return waiting
+            if turn_number(path) < number:
+                continue
+            head = None if fresh else _head_of(path, "it is removed")
+            if head is None or head.fingerprint != self._fingerprint:
+                path.unlink()
+                dropped += 1
+            else:
+                kept += 1
+        return Waiting(kept, dropped)
 
 
 def open_replay(place: Path, *, own: Path) -> TurnStore:

@@ -14,7 +14,7 @@ from tiny_models import make_model
 
 from megatron_rl.commands import check_data, evaluate
 from megatron_rl.config import files as config_files
-from megatron_rl.config import plugins
+from megatron_rl.config import sources
 from megatron_rl.config.schema import (
     ConfigError,
     EvalConfig,
@@ -404,7 +404,8 @@ def test_the_command_prints_what_it_found_and_fails_with_the_row(model, tmp_path
 
 def test_turns_played_with_another_chat_template_are_not_taken_from_the_store(tmp_path):
     (tmp_path / "own.jinja").write_text(CHATML)
-    assert list(plugins.sources({"model": {"chat_template": str(tmp_path / "own.jinja")}})) == [CHATML.encode()]
+    own = str(tmp_path / "own.jinja")
+    assert dict(sources.sources({"model": {"chat_template": own}})) == {own: CHATML.encode()}
 
 
 def test_check_counts_the_tokens_that_fine_tuning_trains_on(model, tmp_path):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.plugins import build, find, sources
+from megatron_rl.config.plugins import build, find
 from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.config.sources import sources
 
 ROOT = Path(__file__).parents[2]
 MODULE = """
@@ -169,5 +170,9 @@ def test_the_sources_that_a_config_names(tmp_path, monkeypatch):
         "reward": {"target": "my_reward:grade", "timeout_s": 3.0},
         "recipe": {"args": {"template": str(tmp_path / "prompt.txt"), "names": ["no_such_module:x", "12:30", "a.txt"]}},
     }
-    assert [*sources(tree)] == [(tmp_path / "my_reward.py").read_bytes(), b"Solve {question}"]
-    assert b"class Grpo" in b"".join(sources(["megatron_rl.recipes.grpo:Grpo"]))
+    found = dict(sources(tree))
+    assert found == {
+        "my_reward": (tmp_path / "my_reward.py").read_bytes(),
+        str(tmp_path / "prompt.txt"): b"Solve {question}",
+    }
+    assert b"class Grpo" in dict(sources(["megatron_rl.recipes.grpo:Grpo"]))["megatron_rl.recipes.grpo"]

@@ -23,6 +23,7 @@ from megatron_rl.training.store import (
     ROLLOUTS,
     StoreError,
     TurnStore,
+    Waiting,
     fingerprint,
     open_replay,
     read_rows,
@@ -357,9 +358,9 @@ def test_a_run_that_goes_on_removes_what_it_will_not_read(tmp_path, caplog):
     put_turns(TurnStore(tmp_path, "new"), 5, first=4)
     (tmp_path / ".turn_000009.parquet.tmp").write_bytes(b"half")
     (tmp_path / "turn_000007.parquet").write_bytes(b"half")
-    assert TurnStore(tmp_path, "new").clean(3) == 1  # turn 4 is trained on as it is
+    assert TurnStore(tmp_path, "new").clean(3) == Waiting(kept=1, dropped=3)  # turn 4 is trained on as it is
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"turn_00000{n}.parquet" for n in (0, 1, 2, 4)]
-    assert TurnStore(tmp_path / "nothing here", "new").clean(0) == 0
+    assert TurnStore(tmp_path / "nothing here", "new").clean(0) == Waiting(0, 0)
 
 
 def test_a_replay_reads_a_run_or_its_rollouts_whatever_its_settings(tmp_path):

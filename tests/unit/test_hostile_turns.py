@@ -1,0 +1,108 @@
+"""Turns that were played ahead are never trained on once the code that scored them has changed."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from megatron_rl.config import schema as configs
+from megatron_rl.config.sources import digest, own_code, sources
+from megatron_rl.session.train import _fingerprint
+from megatron_rl.training.store import TurnStore, Waiting
+from megatron_rl.training.turns import Played, Turn
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with a reward that imports helpers in four ways, in the middle of which the test stands."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "mine_rewards.py": "import json\nimport torch\nfrom mine_kit import scales\n\ngrade = json.dumps\n",
+        "mine_kit/__init__.py": "from .deep import depth\n",
+        "mine_kit/scales.py": "def late():\n    import mine_table\n",
+        "mine_kit/deep.py": "depth = 1\n",
+        "mine_table.py": "TABLE = {}\n",
+        "mine_broken.py": "this is no Python\n",
+        "apart.py": "nobody = 'imports this'\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def config(target: str = "mine_rewards:grade", **recipe) -> configs.TrainConfig:
+    return configs.TrainConfig(
+        roles={},
+        recipe=configs.Use(target="megatron_rl.recipes.grpo:Grpo", args=recipe),
+        reward=configs.Reward(target=target),
+        data=configs.PromptSet(path="nowhere"),
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["mine_rewards.py", "mine_kit/__init__.py", "mine_kit/scales.py", "mine_kit/deep.py", "mine_table.py"]
+)
+def test_hostile_change_of_code_under_turns_played_ahead_is_seen(here, file):
+    """A run was killed before its first checkpoint, a module that its reward imports was mended, and the same command
+    trained on the old scores: only the reward's own file counted."""
+    old = _fingerprint(config())
+    store, turn = TurnStore(here / "rollouts", old), Turn(step=0, index=0, roles=("solver",), number=0)
+    store.put(turn, Played(rollouts={"solver": []}, metrics={}), {})
+    assert _fingerprint(config()) == old and TurnStore(here / "rollouts", old).get(turn) is not None
+    (here / file).write_text((here / file).read_text() + "# mended\n")
+    new = _fingerprint(config())
+    assert new != old and TurnStore(here / "rollouts", new).get(turn) is None
+    assert TurnStore(here / "rollouts", new).clean(0) == Waiting(kept=0, dropped=1)
+
+
+def test_hostile_modules_are_read_and_never_run(here):
+    found = dict(sources({"target": "mine_rewards:grade", "other": "mine_broken:x"}))
+    assert {name for name in found if name.startswith("mine")} == {
+        "mine_rewards", "mine_kit", "mine_kit.scales", "mine_kit.deep", "mine_table", "mine_broken",
+    }  # fmt: skip
+    assert not {name for name in sys.modules if name.startswith("mine")}
+    assert not {"torch", "json", "apart"} & found.keys(), "libraries are another matter, and so is what nobody imports"
+
+
+@pytest.mark.parametrize("size", [10, 40 << 20])
+def test_hostile_change_of_a_named_file_is_seen(here, size):
+    """Prompts without a known ending and data sets count too; of large files size, beginning and end."""
+    with (here / "problems.bin").open("wb") as file:
+        file.truncate(size)
+    old = digest({"path": "problems.bin"})
+    assert digest({"path": "problems.bin"}) == old
+    with (here / "problems.bin").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    assert digest({"path": "problems.bin"}) != old
+
+
+def test_hostile_change_of_a_model_directory_s_tokenizer_is_seen(here):
+    (here / "model").mkdir()
+    (here / "model/tokenizer_config.json").write_text("{}")
+    old = digest({"path": "model"})
+    (here / "model/tokenizer_config.json").write_text('{"chat_template": "other"}')
+    assert digest({"path": "model"}) != old
+
+
+def test_hostile_texts_in_a_config_name_no_file(here):
+    texts = ["", "x" * 10_000, "a\nb", "nul\0", "C:x", ":", "a:", "mine_rewards.missing:x", "~", "/", ".", "é:é"]
+    assert dict(sources(texts)) == {}
+
+
+def test_hostile_change_of_this_package_is_seen_but_not_of_its_commands():
+    names = {name for name, _ in own_code()}
+    assert {"recipes/base.py", "algorithms/estimators.py", "recipes/prompts/tango_verifier.txt"} <= names
+    assert not {name for name in names if name.startswith(("commands/", "run/", "planning/"))}
+
+
+def test_hostile_turns_are_dropped_on_request(tmp_path):
+    store = TurnStore(tmp_path, "same")
+    for number in range(3):
+        store.put(Turn(step=0, index=0, roles=("solver",), number=number), Played({"solver": []}, {}), {})
+    assert TurnStore(tmp_path, "same").clean(1) == Waiting(kept=2, dropped=0)
+    assert TurnStore(tmp_path, "same").clean(1, fresh=True) == Waiting(kept=0, dropped=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["turn_000000.parquet"]
