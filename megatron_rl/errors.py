@@ -9,6 +9,7 @@ from megatron_rl.engines.server import RequestRefused
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.run.checkpoint import CheckpointError
 from megatron_rl.run.directory import RunError
+from megatron_rl.run.lines import DiskError
 from megatron_rl.training.gate import GateFailure
 from megatron_rl.training.loop import NothingTrained
 from megatron_rl.training.player import PlayError
@@ -19,6 +20,7 @@ EXPECTED = (
     CheckpointError,
     ConfigError,
     DataError,
+    DiskError,
     DriverError,
     EngineError,
     FileNotFoundError,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from megatron_rl.commands import check, cluster, conversions, offline, plan, ranks, report, serve
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.run.lines import DiskError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.settings += rest  # settings that stand behind an option
     try:
         return _call(args)
-    except ConfigError as error:
+    except (ConfigError, DiskError) as error:
         print(f"megatron-rl {args.command}: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, DiskError) else 2
 
 
 def _call(args: argparse.Namespace) -> int:

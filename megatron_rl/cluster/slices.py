@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.cluster.job import STOP, SlurmJob
+from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.directory import RunDirectory
 
@@ -57,13 +58,9 @@ def read(directory: Path, *, alive: bool = True) -> list[Slice]:
     A start that ended without a word gets SILENT as its cause. The last one may still run, and gets it only where the
     run is not `alive`.
     """
-    path, found = directory / FILE, dict[tuple[str, int], Slice]()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            one = Slice(**json.loads(line))
-        except (ValueError, TypeError):
-            continue  # a node died while it wrote, and left half a line
-        found[one.job, one.restart] = one
+    found = {
+        (one.job, one.restart): one for one in lines.read(directory / FILE, _decoded).values
+    }  # half a line is no start
     slices = [*found.values()]
     out = [s if s.ended is not None else _silent(s, after) for s, after in zip(slices, slices[1:], strict=False)]
     last = slices[-1:]
@@ -131,6 +128,16 @@ def turns_done(directory: Path) -> int:
     return newest.number if newest else 0
 
 
+def _decoded(raw: Any) -> Slice:
+    """Returns the start of a line. Raises TypeError for a line that is none."""
+    one = Slice(**raw)
+    numbers = (one.restart, one.began, one.turns_before, one.ended, one.turns_after, one.status)
+    texts = (one.job, one.nodes, one.cause or "")
+    if not all(isinstance(n, int | float | None) for n in numbers) or not all(isinstance(t, str) for t in texts):
+        raise TypeError("not a start of the trainer")
+    return one
+
+
 def _submission(job: str) -> str:
     """Returns the id of a job's submission: 17 for 17_3."""
     return job.partition("_")[0]
@@ -152,9 +159,4 @@ def _cause(status: int, turns: int, finished: bool) -> str:
 
 def _append(directory: Path, one: Slice) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / FILE
-    cut = path.exists() and not path.read_bytes().endswith(b"\n")  # half a line is already there: begin a new one
-    with path.open("a", encoding="utf-8") as file:
-        file.write("\n" * cut + json.dumps(asdict(one)) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    lines.append(directory / FILE, json.dumps(asdict(one)).encode())

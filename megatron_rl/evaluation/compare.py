@@ -134,13 +134,15 @@ def _scores(path: Path) -> Scores:
         raise ConfigError(f"--compare: {path}: {error}") from error
     found: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        score = _score(row)
+        score, problem = _score(row), f"{row.get('row')} {row.get('question', '')}"
         if score is not None:
-            found[row["set"], row["measure"]][f"{row['row']} {row.get('question', '')}"].append(score)
+            found[row["set"], row["measure"]][problem].append(score)
     return {key: {problem: fmean(values) for problem, values in problems.items()} for key, problems in found.items()}
 
 
 def _score(row: Mapping[str, Any]) -> float | None:
-    if "score" in row:
-        return float(row["score"])
-    return float(row["predicted"] == row["label"]) if row["measure"] == JUDGE else None
+    """Returns a row's score; None for a row without one."""
+    score = row.get("score")
+    if score is not None:
+        return float(score) if isinstance(score, int | float) else None
+    return float(row["predicted"] == row["label"]) if {"predicted", "label"} <= row.keys() else None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.lines import UNREADABLE, append
+from megatron_rl.run.lines import read as read_lines
 
 Sample = dict[str, Any]  # `set`, `measure`, `id` (of the problem), `sample` (0..n-1), and what the measure found
 PARTIAL = ".partial"
+_log = logging.getLogger(__name__)
 
 
 class Samples:
@@ -40,15 +43,14 @@ class Samples:
         return [key for key in ids if key not in self._rows[name, measure]]
 
     def add(self, groups: Iterable[Sequence[Sample]]) -> None:
-        """Adds whole problems: each group holds all samples of one. The file is on disk when this returns."""
+        """Adds whole problems: each group holds all samples of one. The file is on disk when this returns. Raises
+        DiskError when the disk does not take them."""
         kept = [list(group) for group in groups if group]
         for group in kept:
             self._rows[group[0]["set"], group[0]["measure"]][group[0]["id"]] = group
         if self._partial is not None:
-            with self._partial.open("a", encoding="utf-8") as file:
-                file.writelines(_line(row, len(group)) for group in kept for row in group)
-                file.flush()
-                os.fsync(file.fileno())
+            whole = "\n".join(_line(row, len(group)) for group in kept for row in group)
+            append(self._partial, whole.encode())
 
     def write(self) -> None:
         """Writes NAME.jsonl, with the sets in the order of their first rows."""
@@ -70,36 +72,55 @@ class Samples:
             write_text(partial, json.dumps({"evaluation": self._digest}) + "\n")
             return
         groups: dict[tuple[str, str, int], list[Sample]] = defaultdict(list)
-        for row in filter(None, map(_decoded, lines[1:])):
+        for row in filter(None, map(_decoded_part, lines[1:])):
             groups[row["set"], row["measure"], row["id"]].append(row)
         whole = [group for group in groups.values() if len(group) == group[0]["of"]]
         text = [json.dumps({"evaluation": self._digest}) + "\n"]
         for group in whole:
             kept = [{name: value for name, value in row.items() if name != "of"} for row in group]
             self._rows[kept[0]["set"], kept[0]["measure"]][kept[0]["id"]] = kept
-            text += [_line(row, len(kept)) for row in kept]
+            text += [_line(row, len(kept)) + "\n" for row in kept]
         write_text(partial, "".join(text))
         self.resumed = len(whole)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Reads the rows of a NAME.jsonl. Raises FileNotFoundError, and ValueError for a line that is no sample."""
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        row = _decoded(line)
-        if row is None or not {"set", "measure", "id", "sample"} <= row.keys():
-            raise ValueError(f"{path}:{number} is not a sample of an evaluation")
-        rows.append(row)
-    return rows
+    """Reads the rows of a NAME.jsonl. A warning counts lines that are no samples, which are left out. Raises
+    FileNotFoundError, and ValueError where no line is a sample."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    found = read_lines(path, _sample)
+    if not found.values:
+        raise ValueError(f"{path} holds no sample of an evaluation")
+    if found.damage is not None:
+        _log.warning("%s", found.damage)
+    return found.values
 
 
 def _line(row: Sample, count: int) -> str:
-    return json.dumps(row | {"of": count}) + "\n"
+    return json.dumps(row | {"of": count})
 
 
 def _decoded(line: bytes) -> Sample | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except UNREADABLE:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _decoded_part(line: bytes) -> Sample | None:
+    """Returns a sample of a partial file; None for a damaged line."""
+    try:
+        row = _sample(json.loads(line))
+        return row if isinstance(row["of"], int) else None
+    except UNREADABLE:
+        return None
+
+
+def _sample(raw: Any) -> Sample:
+    """Returns a line's sample. Raises KeyError or TypeError for what is none."""
+    texts, numbers = (raw["set"], raw["measure"]), (raw["id"], raw["sample"])
+    if not all(isinstance(text, str) for text in texts) or not all(type(number) is int for number in numbers):
+        raise TypeError("a sample has the names of its set and measure, and the numbers of its problem and its own")
+    return raw

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_rl.cluster import slices, slurm
@@ -19,7 +20,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.jobs.submit import jobs_of, read_sweep, runs_of
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import MetricsRow, read_metrics
+from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.record import RunRecord
 from megatron_rl.session.servers import ENGINES
 
 RECENT = 10  # the last turns, of which seconds per turn are the median
@@ -42,6 +44,7 @@ class Status:
     engines: Sequence[tuple[Listing, bool]]  # each with whether it lives
     jobs: Sequence[slurm.Queued]
     state: str  # finished, stopped, running, waiting for nodes, or why it is not known
+    damage: Sequence[str] = ()  # sentences about files that could not be read
 
     @property
     def remaining_s(self) -> float | None:
@@ -59,9 +62,10 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     own = RunDirectory(directory)
     if not (own.config.exists() or (directory / "jobs").exists()):
         raise ConfigError(f"{directory} is no run directory: it has neither config.yaml nor jobs/")
-    rows = [row for row in read_metrics(directory) if row.scope != "gate"]
+    record = RunRecord(directory)
+    rows = [row for row in record.metrics() if row.scope != "gate"]
     turns = [row for row in rows if row.scope != "eval"]
-    summary, trouble = own.read_summary(), ""
+    planned, trouble = record.summary().get("planned"), ""
     try:
         jobs = slurm.queue(jobs_of(directory)) if jobs is None else jobs
     except slurm.SlurmError as error:  # slurmctld is busy; the directory still tells most
@@ -71,7 +75,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
     return Status(
         directory=directory,
         turns=max((row.turn + 1 for row in turns), default=0),
-        planned=summary.get("planned"),
+        planned=planned if isinstance(planned, int) else None,
         saved=slices.turns_done(directory),
         seconds_per_turn=median(recent) if recent else None,
         last={row.scope: row for row in rows},
@@ -79,6 +83,7 @@ def read(directory: Path, *, look_s: float = LOOK_S, jobs: Sequence[slurm.Queued
         engines=_engines(directory, look_s),
         jobs=jobs,
         state=state,
+        damage=record.damage,
     )
 
 
@@ -89,6 +94,8 @@ def show(status: Status, console: Console) -> None:
         f"[bold]{status.directory}[/]: {status.state}; "
         f"{status.turns}{planned} turns, {status.saved} saved{_rates(status)}"
     )
+    for sentence in status.damage:
+        console.print(f"[red]damaged[/]: {escape(sentence)}")
     if status.jobs:
         rows = [(j.id, j.name, j.state.lower(), j.nodes or j.reason, j.left) for j in status.jobs]
         console.print(_table("jobs", ("job", "name", "state", "nodes, or why it waits", "time left"), rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import re
@@ -19,8 +18,10 @@ from megatron_rl.cluster.render import ScriptShape, common_settings, script
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
-from megatron_rl.run.checkpoint import read_json, write_text
+from megatron_rl.run import lines
+from megatron_rl.run.checkpoint import write_text
 from megatron_rl.run.directory import SWEEP, RunDirectory
+from megatron_rl.run.record import read_points
 from megatron_rl.session.launch import run_directory
 
 JOBS = "jobs"  # the directory of scripts and configs in the run directory; it has the two files below
@@ -302,20 +303,12 @@ def allow_start(directory: Path) -> None:
 
 def record_job(directory: Path, script: str, job: str) -> None:
     """Records a job of this directory, for `megatron-rl status` and `stop`."""
-    with (directory / JOBS / SUBMITTED).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"script": script, "job": job, "time": time.time()}) + "\n")
+    lines.append(directory / JOBS / SUBMITTED, json.dumps({"script": script, "job": job, "time": time.time()}).encode())
 
 
 def jobs_of(directory: Path) -> list[str]:
     """Returns all jobs that were ever submitted for this directory."""
-    path = directory / JOBS / SUBMITTED
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a full disk left half a line
-            found.append(json.loads(line)["job"])
-    return found
+    return lines.read(directory / JOBS / SUBMITTED, _job_of).values  # a full disk may have left half a line
 
 
 def runs_of(directory: Path) -> list[Path]:
@@ -327,4 +320,10 @@ def runs_of(directory: Path) -> list[Path]:
 def read_sweep(directory: Path) -> list[dict[str, Any]] | None:
     """Returns the runs of a sweep's directory as [{"run", "changes"}]; None where it is no sweep's."""
     path = directory / SWEEP
-    return read_json(path) if path.exists() else None
+    return read_points(path) if path.exists() else None
+
+
+def _job_of(raw: Any) -> str:
+    if not isinstance(raw["job"], str):
+        raise TypeError("a job is a text")
+    return raw["job"]

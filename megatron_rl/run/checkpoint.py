@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.run.lines import UNREADABLE
+
 MANIFEST = "COMPLETE.json"
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)|\.step_(\d+)\.old")
@@ -156,7 +158,7 @@ def damage(path: Path) -> str | None:
         return f"it has no {MANIFEST}, so it was never finished"
     try:
         files = read_json(path / MANIFEST)["files"].items()
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         return f"its {MANIFEST} cannot be read ({error!r})"
     for name, size in files:
         file = path / name

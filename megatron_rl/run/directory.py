@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
 from megatron_rl.config.schema import Run
 from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
+from megatron_rl.run.lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
 
 # Settings that may change between two parts of one run: they touch neither a number nor the plan.
@@ -76,9 +77,21 @@ class RunDirectory:
             self.checkpoints
         ).newest() is not None
 
+    def load_summary(self) -> dict[str, Any]:
+        """Returns the figures written so far; none before the first. Raises OSError, ValueError or RecursionError for a
+        damaged file."""
+        found = read_json(self.summary) if self.summary.exists() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not a mapping")
+        return found
+
     def read_summary(self) -> dict[str, Any]:
-        """Returns the figures written so far; none before the first."""
-        return read_json(self.summary) if self.summary.exists() else {}
+        """Returns the figures written so far; none before the first, and none, with a warning, of a damaged file."""
+        try:
+            return self.load_summary()
+        except (OSError, *UNREADABLE) as error:
+            _log.warning("%s cannot be read (%s): its figures are left out", self.summary, error)
+            return {}
 
     def update_summary(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Merges `values` into summary.json, mappings key by key, and returns the whole."""
@@ -99,7 +112,7 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
     Some settings (FREE_KEYS) never count as a change. Raises RunError otherwise; it names the settings that differ.
     """
     directory = RunDirectory(Path(run.dir) / run.name)
-    old_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else None
+    old_text = directory.config.read_text(encoding="utf-8", errors="replace") if directory.config.exists() else None
     if run.resume == "must":
         if Checkpoints(directory.checkpoints).newest() is None:
             raise RunError(
@@ -144,18 +157,26 @@ def only_one(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise RunError(
-                f"{directory} is being run by {file.read().strip() or 'another process'}: end that first"
-            ) from None
+            raise RunError(f"{directory} is being run by {_who(file)}: end that first") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
 
 
+def _who(lock: TextIO) -> str:
+    try:
+        return lock.read().strip() or "another process"
+    except ValueError:  # no UTF-8
+        return "another process"
+
+
 def config_changes(old_text: str, new_text: str) -> list[str]:
     """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
-    old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
+    try:
+        old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
+    except (yaml.YAMLError, *UNREADABLE) as error:
+        return [f"config.yaml of the run is damaged, so that its settings are not known: {error}"]
     absent = "(not set)"
     return [
         f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"

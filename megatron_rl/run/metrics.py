@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.schema import Sinks
+from megatron_rl.run import lines
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 FILE_NAME = "metrics.jsonl"
@@ -70,7 +71,7 @@ class Tracker:
     def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
         """Appends one line. Keys that start with `seconds/` become its times.
 
-        Raises TypeError for a value that is no number.
+        Raises TypeError for a value that is no number, and lines.DiskError when the disk does not take the line.
         """
         values = {name: _number(name, value) for name, value in sorted(metrics.items())}
         row = MetricsRow(
@@ -81,30 +82,33 @@ class Tracker:
             metrics={name: value for name, value in values.items() if not name.startswith(SECONDS)},
         )
         self._warn_not_finite(row)
-        with self.path.open("ab") as file:
-            file.write(_encode(row))
-            file.flush()
-            os.fsync(file.fileno())
+        lines.append(self.path, _encode(row))
         for sink in self._sinks:
             self._send(sink, row)
 
     def truncate(self, turn: int) -> int:
-        """Drops the lines of `turn` and later ones, and a half-written last line, to resume at `turn`.
+        """Drops the lines of `turn` and later ones, and damaged ones with a warning, to resume at `turn`.
 
         Returns how many lines it dropped.
         """
         if not self.path.exists():
             return 0
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _decode(line)) is not None and row.turn < turn]
-        if len(kept) < len(lines):
+        found = self.path.read_bytes().splitlines(keepends=True)
+        rows = [_decode_line(line) for line in found]
+        kept = [line for line, row in zip(found, rows, strict=True) if row is not None and row.turn < turn]
+        if None in rows[:-1]:  # a half-written last line is what every killed process may leave
+            _log.warning(
+                "%s: %d damaged lines are removed; their figures are lost where their turns are not played again",
+                self.path, rows[:-1].count(None),
+            )  # fmt: skip
+        if len(kept) < len(found):
             temporary = self.path.with_name(f".{self.path.name}.tmp")
             with temporary.open("wb") as file:
                 file.writelines(kept)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
-        return len(lines) - len(kept)
+        return len(found) - len(kept)
 
     def close(self) -> None:
         """Closes the sinks that were opened."""
@@ -261,19 +265,17 @@ def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int
 
 
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
-    """Reads every whole line of RUN/metrics.jsonl in order; none when there is no such file.
+    """Reads RUN/metrics.jsonl in order; no lines when there is no such file. A warning counts damaged lines, which are
+    left out."""
+    found = read_metric_lines(run_dir)
+    if found.damage is not None:
+        _log.warning("%s", found.damage)
+    return found.values
 
-    A half-written last line is left out. Raises ValueError for a damaged line before the last.
-    """
-    path = Path(run_dir) / FILE_NAME
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    rows = [_decode(line) for line in lines]
-    for number, row in enumerate(rows[:-1], start=1):
-        if row is None:
-            raise ValueError(f"{path}:{number}: not a metrics line: {lines[number - 1][:80]!r}; remove the line")
-    return [row for row in rows if row is not None]
+
+def read_metric_lines(run_dir: Path) -> lines.Lines[MetricsRow]:
+    """Reads RUN/metrics.jsonl as `read_metrics` does. The result says what is damaged."""
+    return lines.read(Path(run_dir) / FILE_NAME, _decode)
 
 
 def _number(name: str, value: Any) -> float:
@@ -284,7 +286,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _encode(row: MetricsRow) -> bytes:
-    """Returns a row as JSON. Floats are written as the shortest text that reads back to the same bits.
+    """Returns a row as a line of JSON. Floats are written as the shortest text that reads back to the same bits.
 
     NaN and infinities, which JSON does not have, become strings.
     """
@@ -295,27 +297,32 @@ def _encode(row: MetricsRow) -> bytes:
         "time": {name: _plain(value) for name, value in row.time.items()},
         "metrics": {name: _plain(value) for name, value in row.metrics.items()},
     }
-    return json.dumps(line, allow_nan=False).encode() + b"\n"
+    return json.dumps(line, allow_nan=False).encode()
 
 
 def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else repr(value)
 
 
-def _decode(line: bytes) -> MetricsRow | None:
-    """Returns the row of a line; None for a line that is not whole."""
-    if not line.endswith(b"\n"):
-        return None
+def _decode(raw: Any) -> MetricsRow:
+    """Returns the row of a line's JSON. Raises KeyError, TypeError, ValueError or AttributeError for another one."""
+    turn, step, scope = raw["turn"], raw["step"], raw["scope"]
+    if type(turn) is not int or type(step) is not int or not isinstance(scope, str):
+        raise TypeError("turn and step are whole numbers, scope is a text")
+    return MetricsRow(
+        turn=turn,
+        step=step,
+        scope=scope,
+        time={name: float(value) for name, value in raw["time"].items()},
+        metrics={name: float(value) for name, value in raw["metrics"].items()},
+    )
+
+
+def _decode_line(line: bytes) -> MetricsRow | None:
+    """Returns the row of a line; None for a line that is damaged or not whole."""
     try:
-        raw = json.loads(line)
-        return MetricsRow(
-            turn=raw["turn"],
-            step=raw["step"],
-            scope=raw["scope"],
-            time={name: float(value) for name, value in raw["time"].items()},
-            metrics={name: float(value) for name, value in raw["metrics"].items()},
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return _decode(json.loads(line)) if line.endswith(b"\n") else None
+    except lines.UNREADABLE:
         return None
 
 

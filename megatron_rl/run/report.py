@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from megatron_rl.run import report_figures as figures
-from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import MetricsRow, read_metrics
+from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.record import RunRecord
 from megatron_rl.run.report_samples import RolloutEnds, num_answers, samples
-from megatron_rl.training.store import read_rows, readable_files
 
 # Settings that the head of the page shows, as patterns of their names.
 FACTS = (
@@ -34,34 +30,35 @@ FACTS = (
 )
 WINDOW = 0.2  # the first turns are this share of all, and so are the last turns
 MAX_FILES = 5  # most rollout files read for each role and end of the run
+LARGEST = 1e300  # whole numbers beyond it are no floats, and differences of floats beyond it are not finite
 
 
 def write_report(run_dir: Path) -> Path:
     """Writes RUN/report.html from what the run directory holds so far and returns its path. Uses no network.
 
-    Any part that was not logged (rollouts, a verifier, evaluations) is left out. Raises FileNotFoundError for a
+    Any part that was not logged (rollouts, a verifier, evaluations) is left out, and so is what is damaged, which the
+    page then says. Raises FileNotFoundError for a
     directory with neither metrics nor a config.
     """
-    rows = _rows(run_dir)
-    directory = RunDirectory(Path(run_dir))
-    summary = directory.read_summary()
-    config_text = directory.config.read_text(encoding="utf-8") if directory.config.exists() else ""
-    rollouts = _read_ends(directory.rollouts)
+    record = _record(run_dir)
+    directory, rows, summary, rollouts = record.directory, record.metrics(), record.summary(), _read_ends(record)
+    refits, facts, config_text = record.refits(), _facts(record.config()), record.config_text()
     title = directory.path.resolve().name
     sections = [
+        ("Damage", damage(record.damage)),
         ("Before and after", _gains(summary, rows)),
         ("Held-out evaluation", grid(figures.line_svg(chart) for chart in figures.evaluation_charts(rows))),
         ("Training curves", grid(figures.line_svg(chart) for chart in figures.charts(rows))),
         ("Verdicts against the truth", _confusions(rows)),
         ("Where the time went", _time(rows)),
-        ("Refits", _refits(directory.refits)),
+        ("Refits", _refits(refits)),
         ("First turns and last turns", grid(_histograms(rollouts))),
         ("Sample rollouts", samples(rollouts)),
         ("Summary", _key_values(_flatten(summary))),
         ("Config", _config(config_text)),
     ]
     path = directory.path / "report.html"
-    path.write_text(page(title, _subtitle(rows), sections, head=_facts(config_text)), encoding="utf-8")
+    path.write_text(page(title, _subtitle(rows), sections, head=facts), encoding="utf-8")
     return path
 
 
@@ -86,7 +83,7 @@ def write_figure(run_dir: Path, png_path: Path) -> Path:
 
     Raises FileNotFoundError as `write_report` does.
     """
-    figures.draw_overview(_rows(run_dir), Path(run_dir).resolve().name, Path(png_path))
+    figures.draw_overview(_record(run_dir).metrics(), Path(run_dir).resolve().name, Path(png_path))
     return Path(png_path)
 
 
@@ -109,26 +106,34 @@ def pairs(summary: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
 def confusion(rows: Sequence[MetricsRow]) -> dict[str, float]:
     """Returns the sums of tp, fp, tn, fn over metrics lines; empty when none has them."""
     cells = ("tp", "fp", "tn", "fn")
-    having = [row.metrics for row in rows if all(f"confusion/{cell}" in row.metrics for cell in cells)]
+    having = [
+        row.metrics for row in rows if all(math.isfinite(row.metrics.get(f"confusion/{c}", math.nan)) for c in cells)
+    ]
     return {cell: sum(metrics[f"confusion/{cell}"] for metrics in having) for cell in cells} if having else {}
 
 
-def _rows(run_dir: Path) -> list[MetricsRow]:
-    directory = RunDirectory(Path(run_dir))
-    if not directory.metrics.exists() and not directory.config.exists():
+def damage(sentences: Sequence[str]) -> str:
+    """Returns an HTML list of what could not be read."""
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in dict.fromkeys(sentences))
+    return f"<p>Some of what this page is made from could not be read:</p><ul>{items}</ul>" if items else ""
+
+
+def _record(run_dir: Path) -> RunRecord:
+    record = RunRecord(run_dir)
+    if not record.directory.metrics.exists() and not record.directory.config.exists():
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
-    return read_metrics(directory.path)
+    return record
 
 
-def _read_ends(rollouts: Path) -> dict[str, RolloutEnds]:
+def _read_ends(record: RunRecord) -> dict[str, RolloutEnds]:
     """Returns the rollouts of a run's first and last turns, by role."""
     ends = {}
-    for role, paths in sorted(readable_files(rollouts).items()):
+    for role, paths in sorted(record.rollout_files().items()):
         count = min(MAX_FILES, max(1, int(WINDOW * len(paths))))
         late = paths[-count:] if len(paths) > 1 else []
         ends[role] = RolloutEnds(
-            early=[row for path in paths[:count] for row in read_rows(path, role)],
-            late=[row for path in reversed(late) for row in read_rows(path, role)],
+            early=[row for path in paths[:count] for row in record.rollouts(path, role)],
+            late=[row for path in reversed(late) for row in record.rollouts(path, role)],
         )
     return ends
 
@@ -138,13 +143,13 @@ def _subtitle(rows: Sequence[MetricsRow]) -> str:
     for row in rows:
         if row.scope not in ("eval", "gate"):
             updates[row.scope] = updates.get(row.scope, 0) + 1
-    seconds = sum(value for row in rows for value in row.time.values())
+    seconds = sum(value for row in rows for value in row.time.values() if math.isfinite(value))
     parts = [f"{count} {escape(scope)} updates" for scope, count in updates.items()]
     return " · ".join([*parts, f"{_duration(seconds)} measured"])
 
 
-def _facts(config_text: str) -> str:
-    flat = _flatten(yaml.safe_load(config_text) or {}) if config_text else {}
+def _facts(settings: Mapping[str, Any]) -> str:
+    flat = _flatten(settings)
     chosen = [(key, flat[key]) for pattern in FACTS for key in flat if re.fullmatch(pattern, key)]
     items = "".join(
         f"<div><dt>{escape(key)}</dt><dd>{escape(show(value))}</dd></div>" for key, value in chosen if value is not None
@@ -211,10 +216,14 @@ def _confusion_table(title: str, cells: Mapping[str, float]) -> str:
     return f'<figure class="confusion"><h3>{escape(title)}</h3>{cells_html}<p>{note}</p></figure>'
 
 
+def _finite(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in values.items() if math.isfinite(value)]
+
+
 def _time(rows: Sequence[MetricsRow]) -> str:
     seconds: dict[str, dict[str, float]] = {}
     for row in rows:
-        for phase, value in row.time.items():
+        for phase, value in _finite(row.time):
             by_phase = seconds.setdefault(row.scope, {})
             by_phase[phase] = by_phase.get(phase, 0.0) + value
     total = sum(value for by_phase in seconds.values() for value in by_phase.values())
@@ -229,16 +238,11 @@ def _time(rows: Sequence[MetricsRow]) -> str:
     return grid([*figures.time_svgs(rows, seconds), table(("role", "phase", "seconds", "share"), lines)])
 
 
-def _refits(path: Path) -> str:
-    """Returns a table with a row for each role: its number of refits and the medians of their figures.
-
-    A last line that was cut short is not read.
-    """
-    by_role: dict[str, list[dict[str, Any]]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        if line.endswith("}"):
-            figures = json.loads(line)
-            by_role.setdefault(figures["role"], []).append(figures)
+def _refits(refits: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table with a row for each role: its number of refits and the medians of their figures."""
+    by_role: dict[str, list[Mapping[str, Any]]] = {}
+    for line in refits:
+        by_role.setdefault(line["role"], []).append(line)
     names = (
         "seconds",
         "floor_seconds",
@@ -250,11 +254,16 @@ def _refits(path: Path) -> str:
     )
     lines = "".join(
         f'<tr><th scope="row">{escape(role)}</th><td>{len(found)}</td>'
-        + "".join(f"<td>{median(f[f'refit/{name}'] for f in found):,.4g}</td>" for name in names)
+        + "".join(f"<td>{_median(found, f'refit/{name}')}</td>" for name in names)
         + "</tr>"
         for role, found in by_role.items()
     )
     return table(("role", "refits", *(name.replace("_", " ") for name in names)), lines) if lines else ""
+
+
+def _median(found: Sequence[Mapping[str, Any]], name: str) -> str:
+    having = [line[name] for line in found if name in line]
+    return f"{median(having):,.4g}" if having else ""
 
 
 def _histograms(rollouts: Mapping[str, RolloutEnds]) -> Iterable[str]:
@@ -313,7 +322,9 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) < LARGEST
 
 
 def show(value: Any) -> str:

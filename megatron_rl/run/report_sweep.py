@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from megatron_rl.run import record
 from megatron_rl.run import report_figures as figures
-from megatron_rl.run.checkpoint import read_json
-from megatron_rl.run.directory import SWEEP, RunDirectory
-from megatron_rl.run.metrics import MetricsRow, read_metrics
-from megatron_rl.run.report import grid, page, show, table
+from megatron_rl.run.directory import SWEEP
+from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.report import damage, grid, page, show, table
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_CHARTS = 24
@@ -28,6 +28,7 @@ class Point:
     changes: Mapping[str, Any]  # its settings that differ from the sweep's config
     rows: Sequence[MetricsRow]
     finished: bool
+    damage: Sequence[str] = ()  # sentences about files that could not be read
 
     @property
     def label(self) -> str:
@@ -50,17 +51,19 @@ class Point:
 def read_points(directory: Path) -> list[Point]:
     """Reads the runs of a sweep, in the order of the sweep file. A run that has not begun has no rows."""
     out = []
-    for entry in read_json(directory / SWEEP):
-        own = directory / entry["run"]
-        rows = [row for row in read_metrics(own) if row.scope != "gate"]
-        out.append(Point(entry["run"], entry["changes"], rows, bool(RunDirectory(own).read_summary().get("finished"))))
+    for entry in record.read_points(directory / SWEEP):
+        run = record.RunRecord(directory / entry["run"])
+        rows = [row for row in run.metrics() if row.scope != "gate"]
+        finished = bool(run.summary().get("finished"))
+        out.append(Point(entry["run"], entry["changes"], rows, finished, run.damage))
     return out
 
 
 def write_sweep_report(directory: Path) -> Path:
-    """Writes DIRECTORY/report.html and returns its path. Raises FileNotFoundError where there is no sweep.json."""
+    """Writes DIRECTORY/report.html and returns its path. Raises ConfigError without a whole sweep.json."""
     points = read_points(directory)
     sections = [
+        ("Damage", damage([line for point in points for line in point.damage])),
         ("Runs", _runs(points)),
         ("Means over seeds", _means(points)),
         ("Curves", grid(figures.line_svg(chart) for chart in _charts(points))),

@@ -29,6 +29,7 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.engines.base import Sampling
+from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import STATE, Checkpoints, write_json
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
@@ -71,11 +72,10 @@ class Driver:
 
     def refitted(self, figures: Mapping[str, Any]) -> None:
         """A line in refits.jsonl: what moved, how long it took, and how long the link needs for as many bytes. Not part
-        of the metrics, which are the same in a run that was interrupted.
+        of the metrics, which are the same in a run that was interrupted. Raises lines.DiskError.
         """
         if self.tracker is not None:
-            with self.directory.refits.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(figures) + "\n")
+            lines.append(self.directory.refits, json.dumps(figures).encode())
 
     def say(self, text: str) -> None:
         if self.console is not None:

@@ -94,7 +94,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             held_out=models.held_out,
             hooks=_hooks(config, world, driver, _Saved(recipe, models.policies, progress, player), interrupts),
         )
-        started, before = time.monotonic(), driver.directory.read_summary().get("seconds", {}).get("wall", 0.0)
+        started, before = time.monotonic(), _seconds_before(driver)
         driver.leave.begin()
         stack.enter_context(freeze_garbage_collector())
         finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
@@ -271,6 +271,13 @@ def _hooks(
         settle=lambda wait: saver.settle(wait=wait),
         should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave()),
     )
+
+
+def _seconds_before(driver: Driver) -> float:
+    """Returns the wall-clock seconds of the run's earlier starts, as far as its summary tells."""
+    seconds = driver.directory.read_summary().get("seconds")
+    wall = seconds.get("wall") if isinstance(seconds, dict) else None
+    return wall if isinstance(wall, float) else 0.0
 
 
 def _summary(progress: loop.Progress, seconds: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from megatron_rl.run.lines import RESUME, DiskError
 from megatron_rl.training.rollout_table import (
     READABLE,
     REPEATED,
@@ -33,9 +35,13 @@ ROLLOUTS = "rollouts"  # the directory of the turns within a run's
 CHUNK_BYTES = 32 << 20  # of arrays that are written at once
 State = dict[str, Any]  # JSON values
 Decode = Callable[[str, np.ndarray], "TokenText"]  # (role, tokens [T]) -> their text
+_NAME = re.compile(r"turn_[0-9]{1,18}\.parquet")
 _HEAD = b"megatron_rl"  # key of the file's metadata
 _DIGEST_BYTES, _TAIL_BYTES = 16, 8  # before the footer, and after it: its length and Parquet's magic number
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, pa.ArrowException)
+_UNREADABLE = (
+    OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, MemoryError, RecursionError,
+    AttributeError, pa.ArrowException,
+)  # fmt: skip
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +108,7 @@ class TurnStore:
     def put(self, turn: Turn, played: Played, state: State) -> Path:
         """Writes the turn, whole or not at all. `state` is the player's after the turn.
 
-        Raises TypeError for a payload, metric or state that is not JSON, and OSError when the disk does not take it.
+        Raises TypeError for a payload, metric or state that is not JSON, and DiskError when the disk does not take it.
         """
         kept = self._decode is not None and self.keeps(turn.number)
         head = {
@@ -116,9 +122,12 @@ class TurnStore:
             "state": state,
         }
         tables = _tables(turn.number, played, self._decode if kept else None)
-        self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(turn.number)
-        _write(path, json.dumps(head), tables)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            _write(path, json.dumps(head), tables)
+        except OSError as error:
+            raise DiskError(f"{path} cannot be written ({_one_line(error)}): {RESUME}") from error
         return path
 
     def get(self, turn: Turn) -> tuple[Played, State] | None:
@@ -221,18 +230,20 @@ def fingerprint(settings: str) -> str:
 
 def turn_files(directory: Path) -> list[Path]:
     """Returns the files of the turns in a run's directory of rollouts, by turn."""
-    return sorted(Path(directory).glob("turn_*.parquet"), key=turn_number)
+    found = Path(directory).glob("turn_*.parquet")
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=turn_number)
 
 
 def turn_number(path: Path) -> int:
     return int(path.stem.removeprefix("turn_"))
 
 
-def readable_files(directory: Path) -> dict[str, list[Path]]:
-    """Returns by role the files with readable texts, by turn. A file that cannot be read is left out with a warning."""
+def readable_files(directory: Path, tell: Callable[[str], None] | None = None) -> dict[str, list[Path]]:
+    """Returns by role the files with readable texts, by turn. A file that cannot be read is left out, with a sentence
+    to `tell` or a warning."""
     by_role: dict[str, list[Path]] = {}
     for path in turn_files(directory):
-        head = _head_of(path, "it is left out")
+        head = _head_of(path, "it is left out", tell)
         for role in head.rows if head is not None and head.kept else ():
             by_role.setdefault(role, []).append(path)
     return by_role
@@ -365,13 +376,13 @@ def _head(file: pq.ParquetFile) -> _FileHead:
     return head
 
 
-def _head_of(path: Path, consequence: str) -> _FileHead | None:
-    """Returns None, with a warning, for a file that cannot be read."""
+def _head_of(path: Path, consequence: str, tell: Callable[[str], None] | None = None) -> _FileHead | None:
+    """Returns None, with a warning or a sentence to `tell`, for a file that cannot be read."""
     try:
         with _opened(path) as file:
             return _head(file)
     except _UNREADABLE as error:
-        _log.warning("%s cannot be read (%s): %s", path, _one_line(error), consequence)
+        (tell or _log.warning)(f"{path} cannot be read ({_one_line(error)}): {consequence}")
         return None
 
 

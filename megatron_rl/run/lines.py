@@ -1,0 +1,85 @@
+"""Appends to files of JSON lines and reads them, so that a full disk or a killed process costs no line but its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+# Whatever a damaged text may raise where it is decoded.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
+RESUME = (
+    "free some space there, then start the same command again: the run goes on from its last complete checkpoint, or "
+    "from its beginning where it has none"
+)
+
+
+class DiskError(RuntimeError):
+    """A file of a run that the disk did not take; the message names the file, the reason and the cure."""
+
+
+@dataclass(frozen=True)
+class Lines(Generic[T]):
+    """The lines of a file that could be read, in order, and a sentence about those that could not."""
+
+    values: list[T]
+    damage: str | None = None
+
+
+def append(path: Path, line: bytes) -> None:
+    """Appends one line, given without its end, and pushes it to the disk. It is there as a whole, or not at all.
+
+    Half a line that a killed process left is ended first. Raises DiskError when the disk does not take the line.
+    """
+    try:
+        with path.open("a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if size:
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else b"\n" + line
+            try:
+                _write_all(file.fileno(), line + b"\n")
+                os.fsync(file.fileno())
+            except OSError:
+                os.ftruncate(file.fileno(), size)
+                raise
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written ({error.strerror or error}): {RESUME}") from error
+
+
+def read(path: Path, decode: Callable[[Any], T]) -> Lines[T]:
+    """Reads a file of JSON lines; none where there is no file.
+
+    Left out are lines that are no JSON, those that `decode` refuses (by ValueError, KeyError or TypeError), and a last
+    line without its end. Empty lines do not count.
+    """
+    if not path.exists():
+        return Lines([])
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        return Lines([], f"{path} cannot be read ({error.strerror or error}): nothing of it is shown")
+    values, wrong = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("a line without its end")
+            values.append(decode(json.loads(line)))
+        except UNREADABLE:
+            wrong.append(number)
+    if not wrong:
+        return Lines(values)
+    which = f"line {wrong[0]}" if len(wrong) == 1 else f"{len(wrong)} lines, the first of them line {wrong[0]},"
+    verb = "is" if len(wrong) == 1 else "are"
+    return Lines(values, f"{path}: {which} of {len(lines)} cannot be read and {verb} left out")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,105 @@
+"""Reads what a run directory holds. What is damaged there is left out, and a list says what that was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.files import read_yaml
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.run import lines
+from megatron_rl.run.checkpoint import read_json
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metrics import MetricsRow, read_metric_lines
+from megatron_rl.training.store import StoreError, read_rows, readable_files
+
+
+class RunRecord:
+    """The record of one run, for those who look at it: the report and the status. None of its methods raises.
+
+    `damage` has a sentence for every file that could not be read, or not as a whole.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = RunDirectory(Path(directory))
+        self.damage: list[str] = []
+
+    def metrics(self) -> list[MetricsRow]:
+        """Returns the lines of metrics.jsonl."""
+        return self._whole(read_metric_lines(self.directory.path))
+
+    def refits(self) -> list[dict[str, Any]]:
+        """Returns the lines of refits.jsonl: `role`, and numbers."""
+        return self._whole(lines.read(self.directory.refits, _refit))
+
+    def summary(self) -> dict[str, Any]:
+        """Returns the figures of summary.json; none where it is missing or damaged."""
+        try:
+            return self.directory.load_summary()
+        except (OSError, *lines.UNREADABLE) as error:
+            self.damage.append(f"{self.directory.summary} cannot be read ({_short(error)}) and is left out")
+            return {}
+
+    def config_text(self) -> str:
+        """Returns config.yaml as it is; empty where there is none."""
+        try:
+            path = self.directory.config
+            return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        except OSError as error:
+            self.damage.append(f"{self.directory.config} cannot be read ({error.strerror}) and is left out")
+            return ""
+
+    def config(self) -> Mapping[str, Any]:
+        """Returns the settings of config.yaml; none where it is missing or damaged."""
+        if not self.directory.config.exists():
+            return {}
+        try:
+            tree = read_yaml(self.directory.config)
+        except ConfigError as error:
+            self.damage.append(f"{_short(error)}: its settings are left out")
+            return {}
+        return tree if isinstance(tree, Mapping) else {}
+
+    def rollout_files(self) -> dict[str, list[Path]]:
+        """Returns by role the files of turns with readable texts, by turn."""
+        return readable_files(self.directory.rollouts, self.damage.append)
+
+    def rollouts(self, path: Path, role: str) -> list[dict[str, Any]]:
+        """Returns the rollouts of one role in one of the `rollout_files`; none of a damaged one."""
+        try:
+            return read_rows(path, role)
+        except StoreError as error:
+            if str(error) not in self.damage:
+                self.damage.append(str(error))
+            return []
+
+    def _whole(self, found: lines.Lines[Any]) -> list[Any]:
+        if found.damage is not None:
+            self.damage.append(found.damage)
+        return found.values
+
+
+def _refit(raw: Any) -> dict[str, Any]:
+    """Returns a line of refits.jsonl. Raises KeyError, TypeError or ValueError for what is none."""
+    if not isinstance(raw["role"], str):
+        raise TypeError("a refit is one of a role")
+    return {"role": raw["role"], **{name: float(value) for name, value in raw.items() if name != "role"}}
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Reads a sweep's file, [{"run": name of its directory, "changes": {setting: value}}]. Raises ConfigError for a
+    damaged one, without which nobody knows the sweep's runs."""
+    try:
+        found = read_json(path)
+        if not all(isinstance(point["run"], str) and isinstance(point["changes"], dict) for point in found):
+            raise TypeError("a point is a run and its changes")
+    except (OSError, *lines.UNREADABLE) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({_short(error)}): name one of the runs below {path.parent} instead"
+        ) from error
+    return found
