@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_rl.config.schema import Sinks
-from megatron_rl.run import lines
+from megatron_rl.run.lines import UNREADABLE, Lines, append
+from megatron_rl.run.lines import read as read_lines
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
 FILE_NAME = "metrics.jsonl"
@@ -71,7 +72,7 @@ class Tracker:
     def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
         """Appends one line. Keys that start with `seconds/` become its times.
 
-        Raises TypeError for a value that is no number, and lines.DiskError when the disk does not take the line.
+        Raises TypeError for a value that is no number, and DiskError when the disk does not take the line.
         """
         values = {name: _number(name, value) for name, value in sorted(metrics.items())}
         row = MetricsRow(
@@ -82,7 +83,7 @@ class Tracker:
             metrics={name: value for name, value in values.items() if not name.startswith(SECONDS)},
         )
         self._warn_not_finite(row)
-        lines.append(self.path, _encode(row))
+        append(self.path, _encode(row))
         for sink in self._sinks:
             self._send(sink, row)
 
@@ -273,9 +274,9 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
     return found.values
 
 
-def read_metric_lines(run_dir: Path) -> lines.Lines[MetricsRow]:
+def read_metric_lines(run_dir: Path) -> Lines[MetricsRow]:
     """Reads RUN/metrics.jsonl as `read_metrics` does. The result says what is damaged."""
-    return lines.read(Path(run_dir) / FILE_NAME, _decode)
+    return read_lines(Path(run_dir) / FILE_NAME, _decode)
 
 
 def _number(name: str, value: Any) -> float:
@@ -322,7 +323,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
     """Returns the row of a line; None for a line that is damaged or not whole."""
     try:
         return _decode(json.loads(line)) if line.endswith(b"\n") else None
-    except lines.UNREADABLE:
+    except UNREADABLE:
         return None
 
 

@@ -102,7 +102,9 @@ def test_hostile_change_of_this_package_is_seen_but_not_of_its_commands():
 def test_hostile_turns_are_dropped_on_request(tmp_path):
     store = TurnStore(tmp_path, "same")
     for number in range(3):
-        store.put(Turn(step=0, index=0, roles=("solver",), number=number), Played({"solver": []}, {}), {})
+        store.put(
+            Turn(step=0, index=0, roles=("solver",), number=number), Played(rollouts={"solver": []}, metrics={}), {}
+        )
     assert TurnStore(tmp_path, "same").clean(1) == Waiting(kept=2, dropped=0)
     assert TurnStore(tmp_path, "same").clean(1, fresh=True) == Waiting(kept=0, dropped=2)
     assert [path.name for path in tmp_path.iterdir()] == ["turn_000000.parquet"]
