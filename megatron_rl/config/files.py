@@ -11,6 +11,7 @@ import json
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,10 @@ import yaml
 from megatron_rl.config.schema import ConfigError
 
 T = TypeVar("T")
+MAX_DEPTH = 64  # of values within values
+MAX_VALUES = 100_000  # of one text, with its aliases written out
+MAX_BYTES = 16 << 20  # of one file
+MAX_FILES = 100  # that one config is made of
 
 
 class _Source(NamedTuple):
@@ -40,16 +45,57 @@ _BOOL = re.compile(r"^(true|True|TRUE|false|False|FALSE)$")
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of safe YAML in which 1e-6 is a number and a key may stand only once."""
+    """A loader of safe YAML in which 1e-6 is a number, a key is a text and may stand only once, and a short text is not
+    the beginning of a huge value."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_document(self) -> yaml.Node:
+        """Composes the document. Raises ConfigError for one that is too large once its aliases are written out."""
+        root = super().compose_document()
+        assert root is not None
+        self._count(root, {}, set())
+        return root
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ConfigError(f"{self.name}: values are nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
-        twice = sorted({str(k) for k in keys if keys.count(k) > 1})
-        if twice:
-            raise ConfigError(
-                f"{self.name}, line {node.start_mark.line + 1}: {', '.join(twice)} is given twice; keep one"
-            )
+        where = f"{self.name}, line {node.start_mark.line + 1}"
+        for key in keys:
+            if not isinstance(key, str):
+                raise ConfigError(f"{where}: the key {str(key)[:80]} is no text: put it in quotes")
+        if twice := sorted(key for key, count in Counter(keys).items() if count > 1):
+            raise ConfigError(f"{where}: {', '.join(twice)} is given twice; keep one")
         return super().construct_mapping(node, deep=deep)
+
+    def _count(self, node: yaml.Node, known: dict[int, int], above: set[int]) -> int:
+        """Returns the number of values in a node with its aliases written out. `known`: those of nodes that were
+        counted; `above`: the nodes that this one lies in."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in above:
+            raise ConfigError(f"{self.name}: an alias names what it lies in itself")
+        if id(node) not in known:
+            above.add(id(node))
+            parts = (
+                node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+            )
+            known[id(node)] = 1 + sum(self._count(part, known, above) for part in parts)
+            above.remove(id(node))
+        if known[id(node)] > MAX_VALUES:
+            raise ConfigError(
+                f"{self.name}: more than {MAX_VALUES} values, with aliases written out: a config is small"
+            )
+        return known[id(node)]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -89,7 +135,10 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
     without a `kind` belong to the default's variant. Raises ConfigError that names every unknown key, wrong type and
     bad value, with the file or override where it stands.
     """
-    sources = [source for file in files for source in _read(Path(file), ())] + [_override(text) for text in overrides]
+    found: list[_Source] = []
+    for file in files:
+        _read(Path(file), (), found)
+    sources = [*found, *(_override(text) for text in overrides)]
     tree: dict[str, Any] = {}
     for source in sources:
         tree = _merge(tree, source.tree, [schema], None)
@@ -101,7 +150,9 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
     except pydantic.ValidationError as error:
         lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
         raise ConfigError("\n  ".join(lines)) from error
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         labels = ", ".join(source.label for source in sources)
         raise ConfigError(f"{labels}: {error}; use plain numbers, text, lists and mappings") from error
 
@@ -114,19 +165,30 @@ def dump(config: Any) -> str:
 
 def read_keys(files: Sequence[Path]) -> set[str]:
     """Returns the top-level keys of YAML files and of their bases."""
-    return {key for file in files for source in _read(Path(file), ()) for key in source.tree}
+    found: list[_Source] = []
+    for file in files:
+        _read(Path(file), (), found)
+    return {key for source in found for key in source.tree}
 
 
 def read_yaml(path: Path) -> Any:
     """Reads any YAML file, with numbers and texts as configs have them. Raises ConfigError when it cannot be read."""
     try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return parse(_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
-    """Reads the file's bases, then the file. `seen`: the files whose bases led here."""
+def _text(path: Path) -> str:
+    """Reads a YAML file. Raises ConfigError for a file that is too large, and what reading raises."""
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError(f"{path} has {path.stat().st_size} bytes: a config has {MAX_BYTES} at most")
+    return path.read_text(encoding="utf-8")
+
+
+def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
+    """Reads the file's bases, then the file, and puts all of them behind `out`. `seen`: the files whose bases led
+    here."""
     path = file.resolve()
     if path in seen:
         raise ConfigError(
@@ -136,9 +198,11 @@ def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
         named_by = f" ({seen[-1]} names it as its base)" if seen else ""
         raise ConfigError(f"no such config file: {file}{named_by}")
     try:
-        tree = _parse(file.read_text(encoding="utf-8"), str(file))
+        tree = parse(_text(file), str(file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text: {error}; is it a YAML file?") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
     tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise ConfigError(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
@@ -146,30 +210,35 @@ def _read(file: Path, seen: tuple[Path, ...]) -> list[_Source]:
     bases = [] if named is None else [named] if isinstance(named, str) else named
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
-    return [source for base in bases for source in _read(file.parent / base, (*seen, path))] + [
-        _Source(str(file), tree)
-    ]
+    for base in bases:
+        _read(file.parent / base, (*seen, path), out)
+    out.append(_Source(str(file), tree))
+    if len(out) > MAX_FILES:
+        raise ConfigError(
+            f"{file}: the config is made of more than {MAX_FILES} files, each counted as often as it is named"
+        )
 
 
 def _override(text: str) -> _Source:
     key, equals, value = text.partition("=")
-    if not equals or not all(part.strip() for part in key.split(".")):
+    if not equals or not all(part.strip() for part in key.split(".")) or key.count(".") >= MAX_DEPTH:
         raise ConfigError(f"override {text!r}: it has the form a.b=value")
-    tree: Any = _parse(value, f"override {text!r}")
+    tree: Any = parse(value, f"override {text!r}")
     for part in reversed(key.split(".")):
         tree = {part.strip(): tree}
     return _Source(f"override {text!r}", tree)
 
 
-def _parse(text: str, label: str) -> Any:
+def parse(text: str, label: str) -> Any:
+    """Returns the value of a YAML text. Raises ConfigError for one that is no YAML, too large or nested too deeply."""
     try:
         loader = _Loader(text)
         loader.name = label
         return loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{label} is not YAML: {error}; quote text with special characters") from error
+        raise ConfigError(f"{label[:200]} is not YAML: {error}; quote text with special characters") from error
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any], kinds: Sequence[Any], default_kind: Any) -> dict[str, Any]:

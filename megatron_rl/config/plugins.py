@@ -12,8 +12,9 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,22 @@ def build(use: Use) -> Any:
 
     Raises ConfigError for a target or arguments that cannot be used. It names all wrong arguments at once.
     """
+    if problems := [*_not_finite(use.args, "args")]:
+        raise _refusal(use, problems)
     found = find(use.target)
     if _is_dataclass(found):
         return _validated(use, found)
     _check_function(use, found)
     return functools.partial(found, **use.args) if use.args else found
+
+
+def _not_finite(value: Any, place: str) -> Iterator[str]:
+    """Yields a line for every number in the arguments that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{place} = {value}: give a finite number"
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from _not_finite(part, f"{place}.{name}")
 
 
 def _is_dataclass(found: Any) -> bool:

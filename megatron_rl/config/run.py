@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megatron_rl.config.base import config
 
@@ -42,7 +42,9 @@ class Run:
 class Launch:
     """The number of ranks to start when no launcher does."""
 
-    nproc: PositiveInt = 1  # ranks that are started here when no launcher (torchrun, srun) started them
+    nproc: Annotated[PositiveInt, Field(le=1024)] = (
+        1  # ranks that are started here when no launcher (torchrun, srun) started them
+    )
 
 
 @config

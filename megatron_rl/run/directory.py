@@ -16,9 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-import yaml
-
-from megatron_rl.config.schema import Run
+from megatron_rl.config.files import parse
+from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
 from megatron_rl.run.lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
@@ -174,8 +173,8 @@ def _who(lock: TextIO) -> str:
 def config_changes(old_text: str, new_text: str) -> list[str]:
     """Returns `key: old -> new` for every setting that differs between two YAML configs, FREE_KEYS aside."""
     try:
-        old, new = (_flatten(yaml.safe_load(text) or {}) for text in (old_text, new_text))
-    except (yaml.YAMLError, *UNREADABLE) as error:
+        old, new = (_flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
+    except ConfigError as error:
         return [f"config.yaml of the run is damaged, so that its settings are not known: {error}"]
     absent = "(not set)"
     return [

@@ -1,0 +1,119 @@
+"""Makes the directory of a small run, damages copies of it, and reads them with all that reads such directories."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from talks import CALLING, keep_talks, say, talk
+
+from megatron_rl.cluster import slices
+from megatron_rl.cluster.job import SlurmJob
+from megatron_rl.config.schema import ConfigError, Run
+from megatron_rl.jobs import status
+from megatron_rl.run import lines, record
+from megatron_rl.run.checkpoint import Checkpoints, write_json
+from megatron_rl.run.directory import RunError, open_run
+from megatron_rl.run.metrics import Tracker
+from megatron_rl.run.report import write_report
+from megatron_rl.training.store import TurnStore
+from megatron_rl.training.turns import Turn
+
+CONFIG = "run: {seed: 1, steps: 4}\nrecipe: {target: 'a:b', args: {x: 1.0}}\n"
+TURN = Turn(step=0, index=0, roles=("solver",), number=0)
+JOB = SlurmJob(id="17", restart=0, node="n0", step=None, end=None, warning_s=None)
+Change = Callable[[bytes], bytes]
+
+
+def make_run(directory: Path) -> Path:
+    """Returns the directory of a run of four turns, with every file that readers look at."""
+    run = keep_talks(directory, CONFIG, solver=[talk(*CALLING, rewards={"outcome": 1.0}), talk(*CALLING)])
+    tracker = Tracker(run.metrics)
+    for turn in range(4):
+        cells = {f"confusion/{cell}": 2.0 + turn for cell in ("tp", "fp", "tn", "fn")}
+        tracker.log(turn, "solver", {"loss": 0.1 * turn, "seconds/train": 1.0, **cells}, turn=turn)
+        tracker.log(turn, "eval", {"solver/accuracy_sampled": 0.2 * turn}, turn=turn)
+        lines.append(run.refits, json.dumps({"role": "solver", "version": turn, "refit/seconds": 0.5}).encode())
+    run.update_summary({"planned": 4, "finished": True, "accuracy_start": 0.1, "accuracy_end": 0.6})
+    slices.begin(run.path, JOB, "n0", 3)
+    slices._append(run.path, slices.Slice(job="17", restart=0, nodes="n0", began=1.0, turns_before=0, ended=2.0))
+    Checkpoints(run.checkpoints).write(2, lambda place: write_json(place / "state.json", {"progress": {}}))
+    return run.path
+
+
+def flip(whole: Path, target: Path, changes: Mapping[str, Change], *, rng: random.Random | None = None) -> Path:
+    """Returns a copy of a run at `target`, with some files changed; with `rng` one file more, in a random way."""
+    shutil.copytree(whole, target)
+    for name, change in changes.items():
+        (target / name).write_bytes(change((target / name).read_bytes()))
+    if rng is not None:
+        file = rng.choice(sorted(path for path in target.rglob("*") if path.is_file()))
+        file.write_bytes(damaged(file.read_bytes(), rng))
+    return target
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Returns some bytes as a killed process, a full disk, a bad block or a hand might leave them."""
+    place = rng.randrange(len(data) + 1)
+    match rng.randrange(8):
+        case 0:
+            return data[:place]
+        case 1:
+            return data[:place] + bytes(rng.randrange(256) for _ in range(rng.randrange(1, 40))) + data[place:]
+        case 2:
+            return data[:place] + b"\0" * (len(data) - place)
+        case 3:
+            if place == len(data):
+                return b""
+            return data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :]
+        case 4:
+            return data + data[place:]
+        case 5:
+            return data[:place] + data[place + rng.randrange(1, 60) :]
+        case 6:
+            rows = data.split(b"\n")
+            rng.shuffle(rows)
+            return b"\n".join(rows)
+    numbers = [b"NaN", b"null", b"-1", b"1e999", b'"x"', b"[]", b"{}", b"1" * 400, b"true"]
+    digits = [i for i, byte in enumerate(data) if 48 <= byte < 58]
+    if not digits:
+        return b""
+    at = rng.choice(digits)
+    return data[:at] + rng.choice(numbers) + data[at + 1 :]
+
+
+def look(run: Path, *, page: bool = False) -> list[str]:
+    """Reads a run with all that reads its directory; whatever is raised is a defect, except refusals to go on with it.
+    Returns what the readers said of its damage."""
+    found = record.RunRecord(run)
+    found.metrics(), found.refits(), found.summary(), found.config(), found.config_text()
+    for role, paths in found.rollout_files().items():
+        for path in paths:
+            found.rollouts(path, role)
+    try:
+        shown = status.read(run, look_s=0, jobs=[])
+        assert shown.turns >= 0
+        status.show(shown, _Silent())
+    except ConfigError:  # neither a config nor jobs are there
+        pass
+    slices.read(run, alive=False), slices.finished(run), slices.turns_done(run)
+    slices.begin(run, SlurmJob(id="18", restart=0, node="n0", step=None, end=None, warning_s=None), "n0", 3)
+    if page:
+        write_report(run)
+    Checkpoints(run / "checkpoints").newest()
+    Tracker(run / "metrics.jsonl").truncate(2)
+    with contextlib.suppress(RunError):
+        open_run(Run(dir=str(run.parent), name=run.name), CONFIG)
+    store = TurnStore(run / "rollouts", decode=say)
+    store.get(TURN)
+    store.clean(0)
+    return found.damage
+
+
+class _Silent:
+    def print(self, *args: object) -> None:
+        return None
