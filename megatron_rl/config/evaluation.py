@@ -34,7 +34,11 @@ class Reward:
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 5.0  # seconds for one grading; a worker that takes longer is killed
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
-    max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings times out or raises
+    # What becomes of an answer whose grading is cut off (by time, memory or a crash), although the problem's own answer
+    # is graded well. wrong: it scores 0, as a text that nobody can check. drop: it leaves its group. Neither counts as
+    # a failure of the reward.
+    cut_off: Literal["wrong", "drop"] = "wrong"
+    max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings fails
     wrong_answer: str = "-123456.789"  # an answer that is wrong for every problem; the gate before training grades it
     # The response that the gate before training grades; {answer} is replaced by the answer.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"

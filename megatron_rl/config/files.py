@@ -23,8 +23,8 @@ from megatron_rl.config.schema import ConfigError
 
 T = TypeVar("T")
 MAX_DEPTH = 64  # of values within values
-MAX_VALUES = 100_000  # of one text, with its aliases written out
-MAX_BYTES = 16 << 20  # of one file
+MAX_VALUES = 50_000  # of one text, with its aliases written out
+MAX_BYTES = 2 << 20  # of one file
 MAX_FILES = 100  # that one config is made of
 
 

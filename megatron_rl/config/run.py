@@ -42,9 +42,8 @@ class Run:
 class Launch:
     """The number of ranks to start when no launcher does."""
 
-    nproc: Annotated[PositiveInt, Field(le=1024)] = (
-        1  # ranks that are started here when no launcher (torchrun, srun) started them
-    )
+    # ranks that are started here when no launcher (torchrun, srun) started them
+    nproc: Annotated[PositiveInt, Field(le=1024)] = 1
 
 
 @config

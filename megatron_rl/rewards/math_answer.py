@@ -8,6 +8,9 @@ from typing import Any
 import sympy
 from math_verify import parse, verify
 
+from megatron_rl.rewards.cheap import boxed, too_costly, too_costly_anywhere
+
+TAIL = 20_000  # characters at the end of a response that are searched for the answer
 NO_LIMIT: Any = None  # math-verify takes None for no time limit, but declares an int
 SMALL = 1e-3  # math-verify rounds to 6 decimals: numbers below this may differ and still become the same
 CLOSE = 1e-4  # relative difference of small numbers that count as equal
@@ -18,16 +21,37 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 
     The answer is what math-verify finds in the whole response: the last \boxed{}, together with those close before it
     (`\boxed{1} and \boxed{2}` is the set of both). Its own time-outs are off, because they need the main thread's
-    alarm; the worker that runs this is killed instead. An answer that cannot be read or compared is wrong, as a model
+    alarm; the worker that runs this is killed instead. An answer that would cost too much (`affordable`) is wrong. An answer that cannot be read or compared is wrong, as a model
     may write anything. Raises ValueError when the known answer cannot be read.
     """
-    gold = _defined(parse(f"\\boxed{{{payload['answer']}}}", parsing_timeout=NO_LIMIT))
+    known = str(payload["answer"])
+    if too_costly(known) is not None:  # as texts, then
+        found = boxed(response)
+        return float(found is not None and _plain(found) == _plain(known))
+    gold = _defined(parse(f"\\boxed{{{known}}}", parsing_timeout=NO_LIMIT))
     if not gold:
         raise ValueError(
             f"the known answer {payload['answer']!r} cannot be read by math-verify: mend or drop this problem"
         )
-    answer = _defined(parse(response, parsing_timeout=NO_LIMIT))
+    text = affordable(response)
+    answer = [] if text is None else _defined(parse(text, parsing_timeout=NO_LIMIT))
     return float(verify(gold, answer, timeout_seconds=None) and not _differ_in_size(gold, answer))
+
+
+def affordable(response: str) -> str | None:
+    """Returns the part of a response that math-verify may read: all of it, or the last box where something else in it
+    would cost too much; None where the answer itself would."""
+    end = response[-TAIL:]
+    box = boxed(end)
+    if box is None:
+        return end if too_costly_anywhere(end) is None else None
+    if too_costly(box) is not None:
+        return None
+    return end if too_costly_anywhere(end) is None else f"\\boxed{{{box}}}"
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split())
 
 
 def _defined(parsed: list[Any]) -> list[Any]:

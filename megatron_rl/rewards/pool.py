@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.config.schema import Reward
@@ -27,6 +27,9 @@ from megatron_rl.types import Outcome
 
 CHUNK = 16  # most gradings that a worker holds at once
 START_TIMEOUT_S = 120.0  # seconds to import the reward's module
+START_TRIES = 4  # of workers in a row that cannot be started, though others were
+START_PAUSE_S = 1.0  # between two tries to start a process
+WELL = 0.5  # score of a problem's own answer from which on the reward grades it well
 PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
 EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
 
@@ -37,12 +40,18 @@ class RewardFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Graded:
-    """The result of one grading. `score` is 0.0 unless the outcome is SCORE; `detail` says what went wrong."""
+    """The result of one grading. `score` is 0.0 unless the outcome is SCORE; `detail` says what went wrong.
+
+    `cut_off`: the grading ended by time, by memory or with its worker, and not by the reward's own doing. `excused`: it
+    does not speak against the reward, which grades the problem's own answer well.
+    """
 
     outcome: Outcome
     score: float = 0.0
     detail: str = ""
     seconds: float = 0.0
+    cut_off: bool = False
+    excused: bool = False
 
 
 @dataclass
@@ -56,6 +65,7 @@ class _Worker:
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
     ready: bool = False  # the worker has imported the function
     ended: str = ""  # why nothing more comes from the worker
+    refusal: str = ""  # why the worker cannot use the function
 
     @property
     def busy(self) -> bool:
@@ -76,6 +86,9 @@ class GradePool:
             0  # number of items of earlier calls, so that no two items ever have the same serial number
         )
         self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
+        self._proven = False  # some worker has imported the function
+        self._failed_starts = 0  # in a row
+        self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
 
     def __enter__(self) -> GradePool:
         return self
@@ -95,8 +108,33 @@ class GradePool:
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Grades [B] responses with their payloads and returns [B] results, in order.
 
-        Raises RewardFailure when the function cannot be imported.
+        A model may write what no reward can grade in time. Where a grading was cut off, the reward is tried with the
+        problem's own answer: when it grades that well, the text is to blame, and `reward.cut_off` says what becomes
+        of it. Raises RewardFailure when the function cannot be imported.
         """
+        graded = self._grade(responses, payloads)
+        if not any(one.cut_off for one in graded):
+            return graded
+        self._try_known([payload for payload, one in zip(payloads, graded, strict=True) if one.cut_off])
+        return [self._judged(one, payload) for one, payload in zip(graded, payloads, strict=True)]
+
+    def _try_known(self, payloads: Sequence[Mapping[str, Any]]) -> None:
+        """Grades the known answers of some problems, each once."""
+        fresh = {key: p for p in payloads if (key := _known_answer(p)) is not None and key not in self._known}
+        texts = [self.reward.answer_format.replace("{answer}", str(p["answer"])) for p in fresh.values()]
+        for key, one in zip(fresh, self._grade(texts, list(fresh.values())), strict=True):
+            self._known[key] = one.outcome is Outcome.SCORE and one.score >= WELL
+
+    def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
+        """Applies `reward.cut_off` to a grading that was cut off where the problem's own answer is graded well."""
+        if not one.cut_off or not self._known.get(_known_answer(payload) or "", False):
+            return one
+        if self.reward.cut_off == "drop":
+            return replace(one, excused=True)
+        return replace(one, outcome=Outcome.SCORE, score=0.0, excused=True)
+
+    def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
+        """Runs the reward function on [B] responses. -> [B] results, in order"""
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
@@ -128,15 +166,32 @@ class GradePool:
         # A worker asks Linux to end it with its parent, and that means the thread which started it. A thread of the
         # pool's own lives as long as the pool; the caller's may end after one call.
         self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
-        process = self._starter.submit(
-            subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        ).result()
+        process = self._starter.submit(_open_process, command).result()
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(_fd(pipe), False)
         here = os.getcwd()
         paths = [here, *(path or here for path in sys.path)]
         task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, paths))
         return _Worker(process, outbox=bytearray(frame(task)), since=time.monotonic())
+
+    def _gives_up(self) -> bool:
+        """Counts a worker that could not be started, and returns whether starting is to be given up: at once for a
+        function that was never imported, after START_TRIES in a row for one that was."""
+        self._failed_starts += 1
+        return not self._proven or self._failed_starts >= START_TRIES
+
+    def _why_not(self, worker: _Worker, status: int) -> str:
+        """Returns why a worker could not be started, for a message."""
+        if worker.refusal:
+            return (
+                f"reward.target {self.reward.target!r} cannot be used: {worker.refusal}; it has the form "
+                "package.module:name"
+            )
+        return (
+            f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing "
+            f"{self.reward.target!r} ends the process or hangs, or reward.memory_mib = {self.reward.memory_mib} is too "
+            "little for it"
+        )
 
     def _feed(self, worker: _Worker, waiting: deque[int], items: Sequence[tuple[str, dict[str, Any]]]) -> None:
         if worker.busy or worker.ended or not waiting:
@@ -181,18 +236,17 @@ class GradePool:
 
     def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
         if not worker.ready:
-            if answer is not None:
-                raise RewardFailure(
-                    f"reward.target {self.reward.target!r} cannot be used: {answer}; it has the form "
-                    "package.module:name"
-                )
-            worker.ready = True
+            worker.ready = answer is None
+            if worker.ready:
+                self._proven, self._failed_starts = True, 0
+            else:
+                worker.refusal = worker.ended = str(answer)
             return
         serial, score, detail, seconds, exhausted = answer
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
         results[worker.held.popleft()] = Graded(
-            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds
+            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted
         )
         if exhausted:
             worker.ended = EXHAUSTED
@@ -222,36 +276,56 @@ class GradePool:
             taken = time.monotonic() - worker.since
             _kill(worker)
             status = worker.process.returncode
-            if not worker.ready:
-                raise RewardFailure(
-                    f"a reward worker did not start within {START_TIMEOUT_S:.0f} s (status {status}): importing "
-                    f"{self.reward.target!r} ends the process or hangs, or reward.memory_mib = "
-                    f"{self.reward.memory_mib} is too little for it"
-                )
+            if not worker.ready and self._gives_up():
+                raise RewardFailure(self._why_not(worker, status))
             if worker.held and ended != EXHAUSTED:
                 results[worker.held.popleft()] = (
-                    Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken)
+                    Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken, cut_off=True)
                     if ended
                     else Graded(
                         Outcome.TIMEOUT,
                         detail=f"no answer within reward.timeout_s = {self.reward.timeout_s}",
                         seconds=taken,
+                        cut_off=True,
                     )
                 )
             waiting.extendleft(reversed(worker.held))
             self._workers[i] = self._start()
 
 
+def _open_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Starts a worker's process, in a session of its own. A node that has no memory or processes left is asked again.
+
+    Raises RewardFailure when it still has none.
+    """
+    for left in reversed(range(START_TRIES)):
+        try:
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            if not left:
+                raise RewardFailure(f"no reward worker can be started here: {error}; lower reward.workers") from error
+            time.sleep(START_PAUSE_S)
+    raise AssertionError("the last try returns or raises")
+
+
+def _known_answer(payload: Mapping[str, Any]) -> str | None:
+    """Returns a text that stands for a problem's own answer; None for a problem without one."""
+    return repr(sorted((key, repr(value)) for key, value in payload.items())) if "answer" in payload else None
+
+
 def check_failures(
     graded: Sequence[Graded], max_share: float, *, what: str = "gradings",
     cure: str = "Mend the reward, or raise reward.timeout_s or reward.max_failure_share",
 ) -> None:  # fmt: skip
-    """Raises RewardFailure when more than `max_share` of the gradings timed out or raised; `what` names them.
+    """Raises RewardFailure when more than `max_share` of the gradings failed; `what` names them. Excused ones do not
+    count.
 
     A run would learn from zeros that no answer earned. A single failure among several gradings never stops a run,
     unless `max_share` is 0, since one failure says little about the rest.
     """
-    failed = [g for g in graded if g.outcome is not Outcome.SCORE]
+    failed = [g for g in graded if g.outcome is not Outcome.SCORE and not g.excused]
     forgiven = 1 if max_share > 0 and len(graded) > 1 else 0
     if len(failed) <= max(forgiven, max_share * len(graded)):
         return

@@ -1,0 +1,102 @@
+r"""Tells which mathematical answers would cost a computer algebra system too much to read, from their text alone.
+
+A model may write `10^{10000000}`, `100!!` or ten thousand letters in a box: sympy computes what it reads, for minutes or
+until the memory is full. Such an answer is refused before anything reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+LONGEST = 1_000  # characters of an answer
+DIGITS = 400  # of one number
+DEPTH = 24  # of brackets within brackets
+POWERS = 4  # of powers within powers
+EXPONENT = 10_000  # largest number in an exponent
+FACTORIAL = 2_000  # largest number before an exclamation mark, and largest of a binomial
+LETTERS = 60  # next to each other without a word of LaTeX: each would be a factor
+
+_RUN = re.compile(r"\d[\d,_ ]*")
+_EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
+_FLOAT = re.compile(r"\d[eE][-+]?(\d{3,})")
+_FACTORIAL = re.compile(r"(\d+)\s*[})\]]*\s*!")
+_FACTORIALS = re.compile(r"!\s*[})\]]*\s*!")
+_BINOMIAL = re.compile(r"\\[dt]?binom\s*(?:\{\s*)?(\d+)")
+_POWER_IN_POWER = re.compile(r"(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
+_COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
+_LETTERS = re.compile(r"(?:[a-zA-Z]\s*){%d,}" % LETTERS)
+
+
+def too_costly(answer: str) -> str | None:
+    """Returns why the text of an answer is not to be given to sympy; None where it may be."""
+    if len(answer) > LONGEST:
+        return f"it has {len(answer)} characters"
+    return too_costly_anywhere(answer)
+
+
+def too_costly_anywhere(text: str) -> str | None:
+    """Returns why some part of a text would cost sympy too much; None where none would."""
+    if any(sum(map(str.isdigit, run)) > DIGITS for run in _RUN.findall(text)):
+        return "it has a number of too many digits"
+    depth, powers = _depths(text)
+    if depth > DEPTH:
+        return f"its brackets are {depth} deep"
+    if powers > POWERS:
+        return f"its powers are {powers} deep"
+    if _FACTORIALS.search(text):
+        return "it has a factorial of a factorial"
+    for pattern, limit in ((_EXPONENT, EXPONENT), (_FACTORIAL, FACTORIAL), (_BINOMIAL, FACTORIAL), (_FLOAT, EXPONENT)):
+        if any(int(number) > limit for number in pattern.findall(text)):
+            return f"a number in it is above {limit} where that explodes"
+    if powers > 1 and _tower(text):
+        return "it has a tower of powers"
+    if _LETTERS.search(_COMMAND.sub(" . ", text)):
+        return "it is a product of too many letters"
+    return None
+
+
+def boxed(response: str) -> str | None:
+    r"""Returns what stands in the last \boxed{}; None where there is none, or it does not end."""
+    start = response.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for place in range(start + len("\\boxed"), len(response)):
+        depth += {"{": 1, "}": -1}.get(response[place], 0)
+        if depth == 0:
+            return response[start + len("\\boxed{") : place]
+    return None
+
+
+def _depths(answer: str) -> tuple[int, int]:
+    """Returns how deep brackets lie in brackets, and powers in the exponents of powers."""
+    deepest = powers = 0
+    opened: list[bool] = []  # by open bracket: whether it is an exponent
+    exponent = False  # whether the next thing is one
+    chain = 0  # powers without brackets: 2^3^4
+    for character in answer.replace("**", "^"):
+        if character in "{[(":
+            opened.append(exponent)
+            exponent = False
+        elif character in "}])" and opened:
+            opened.pop()
+        elif character == "^":
+            exponent, chain = True, chain + 1
+        elif not character.isspace():
+            exponent = False
+            chain = chain if character.isalnum() else 0
+        deepest = max(deepest, len(opened))
+        powers = max(powers, sum(opened) + max(exponent, chain))
+    return deepest, powers
+
+
+def _tower(answer: str) -> bool:
+    """Returns whether some power of numbers that stands in an exponent is above EXPONENT."""
+    for match in _POWER_IN_POWER.finditer(answer):
+        before = answer[: match.start()].rstrip("{([ +-")
+        base, exponent = float(match[1]), int(match[2])
+        above = before.endswith("^") or before.endswith("**")
+        if above and base > 1 and exponent * math.log10(base) > math.log10(EXPONENT):
+            return True
+    return False
