@@ -1,7 +1,7 @@
 r"""Tells which mathematical answers would cost a computer algebra system too much to read, from their text alone.
 
-A model may write `10^{10000000}`, `100!!` or ten thousand letters in a box: sympy computes what it reads, for minutes or
-until the memory is full. Such an answer is refused before anything reads it.
+A model may write `10^{10000000}`, `100!!` or ten thousand letters in a box: sympy computes what it reads, for minutes
+or until the memory is full. Such an answer is refused before anything reads it.
 """
 
 from __future__ import annotations
@@ -15,23 +15,29 @@ DEPTH = 24  # of brackets within brackets
 POWERS = 4  # of powers within powers
 EXPONENT = 10_000  # largest number in an exponent
 FACTORIAL = 2_000  # largest number before an exclamation mark, and largest of a binomial
-LETTERS = 60  # next to each other without a word of LaTeX: each would be a factor
+SUM_POWER = 60  # largest power of a sum with letters or roots: it would be written out
+LETTERS = 60  # subscripts, and letters next to each other without a word of LaTeX: each would be a factor
 
-_RUN = re.compile(r"\d[\d,_ ]*")
+_RUN = re.compile(r"\d[\d,_]*")
 _EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
 _FLOAT = re.compile(r"\d[eE][-+]?(\d{3,})")
 _FACTORIAL = re.compile(r"(\d+)\s*[})\]]*\s*!")
-_FACTORIALS = re.compile(r"!\s*[})\]]*\s*!")
+_FACTORIALS = re.compile(r"[\d})\]]\s*!\s*[})\]]*\s*!")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*(?:\{\s*)?(\d+)")
-_POWER_IN_POWER = re.compile(r"(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
+_POWER_IN_POWER = re.compile(
+    r"(?<![\d.])(?=(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+))"
+)  # overlapping
+_SUM_POWER = re.compile(r"\(([^()]*)\)\s*(?:\^|\*\*)\s*[{(\[]*\s*(\d+)")
 _COMMAND = re.compile(r"\\[a-zA-Z]+(?:\{[a-zA-Z ]*\})?")
-_LETTERS = re.compile(r"(?:[a-zA-Z]\s*){%d,}" % LETTERS)
+_LETTERS = re.compile(rf"(?:[a-zA-Z]\s*){{{LETTERS},}}")
 
 
 def too_costly(answer: str) -> str | None:
     """Returns why the text of an answer is not to be given to sympy; None where it may be."""
     if len(answer) > LONGEST:
         return f"it has {len(answer)} characters"
+    if answer.count("_") > LETTERS or _LETTERS.search(_COMMAND.sub(" . ", answer)):
+        return "it is a product of too many letters"
     return too_costly_anywhere(answer)
 
 
@@ -51,8 +57,10 @@ def too_costly_anywhere(text: str) -> str | None:
             return f"a number in it is above {limit} where that explodes"
     if powers > 1 and _tower(text):
         return "it has a tower of powers"
-    if _LETTERS.search(_COMMAND.sub(" . ", text)):
-        return "it is a product of too many letters"
+    if any(
+        int(n) > SUM_POWER and re.search(r"[a-zA-Z]", s) and re.search(r"[+-]", s) for s, n in _SUM_POWER.findall(text)
+    ):
+        return f"it has a power above {SUM_POWER} of a sum"
     return None
 
 
