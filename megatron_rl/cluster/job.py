@@ -54,9 +54,13 @@ class Leave:
     """
 
     def __init__(
-        self, directory: Path, job: SlurmJob | None, say: Callable[[str], None], clock: Callable[[], float] = time.time
-    ) -> None:
+        self, directory: Path, job: SlurmJob | None, say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`clock` gives seconds that never jump. `wall`, the time of day in which Slurm gives a job's end, is looked at
+        once: setting the clock of a node ends no run."""
         self._directory, self._job, self._say, self._clock = directory, job, say, clock
+        self._end = None if job is None or job.end is None else clock() + job.end - wall()
         self._last, self._longest_turn, self._longest_save = clock(), 0.0, 0.0
         self._warned = False
 
@@ -84,7 +88,7 @@ class Leave:
                 else "the time limit is near: leaving now"
             )
             return True
-        end = None if self._job is None else self._job.end
+        end = self._end
         if end is None or now + self._needed() + SPARE_S < end:
             return False
         self._say(

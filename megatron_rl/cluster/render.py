@@ -35,7 +35,8 @@ def script(
     """Returns the template with its header and settings replaced.
 
     `values`: the settings by name; lists become bash arrays. `directory`: the one that the job starts in, from which
-    relative paths of the config count. Raises ConfigError for a setting that the template does not have.
+    relative paths of the config count. Raises ConfigError for a setting that the template does not have, and for a
+    value that would become a line of its own.
     """
     lines = (SHIPPED / f"{shape.template}.sbatch").read_text(encoding="utf-8").splitlines()
     body = [line for line in lines[1:] if not line.startswith("#SBATCH")]
@@ -43,6 +44,9 @@ def script(
     known = {line.partition("=")[0] for line in body[first + 1 : last]}
     if unknown := values.keys() - known:
         raise ConfigError(f"slurm/{shape.template}.sbatch has no setting {', '.join(sorted(unknown))}")
+    for name in profile.environment:
+        if not (name.isidentifier() and name.isascii()):
+            raise ConfigError(f"environment of the profile: {name!r} is no name of a variable: letters, digits and _")
     exported = [f"export {name}={_quoted(value)}" for name, value in profile.environment.items()]
     own = [f"{name}={_bash(value)}" for name, value in values.items()]
     settings = ["# --- settings, written by megatron-rl submit", *exported, *own]
@@ -72,7 +76,11 @@ def header(shape: ScriptShape, profile: Profile, directory: Path) -> list[str]:
         "output": output,
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={_quoted(value)}" for name, value in words.items() if value is not None]
+    given = {f"#SBATCH --{name}": value for name, value in words.items() if value is not None}
+    for option, value in (*given.items(), *(("sbatch of the profile", word) for word in profile.sbatch)):
+        if not str(value).isprintable():
+            raise ConfigError(f"{option}: {str(value)!r} has a line break or another control character: take it out")
+    lines = [f"{option}={_quoted(value)}" for option, value in given.items()]
     lines += ["#SBATCH --requeue", *(["#SBATCH --exclusive"] if shape.exclusive else [])]
     return lines + [f"#SBATCH {word}" for word in profile.sbatch]
 

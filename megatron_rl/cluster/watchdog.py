@@ -28,7 +28,8 @@ class Watchdog:
         self._file, self._alive = directory / f"hang.{session}", directory / f"alive.{session}"
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
-        self._last, self._done, self._began = time.monotonic(), threading.Event(), time.time()
+        self._last, self._done = time.monotonic(), threading.Event()
+        self._left = _changed_at(self._file)  # by an earlier start
 
     def beat(self) -> None:
         """Notes that the run has moved."""
@@ -74,15 +75,12 @@ class Watchdog:
                 self._end()
 
     def _driver_seen_at(self) -> float | None:
-        with contextlib.suppress(OSError):
-            return self._alive.stat().st_mtime
-        return None
+        return _changed_at(self._alive)
 
     def _told_to_end(self) -> bool:
-        """Returns whether another rank asks all to end. A file older than this process belongs to an earlier start."""
-        with contextlib.suppress(OSError):
-            return self._file.stat().st_mtime >= self._began
-        return False
+        """Returns whether another rank asks all to end. A file that was there before belongs to an earlier
+        start. No clock is asked, as those of two hosts differ and may be set."""
+        return _changed_at(self._file) not in (None, self._left)
 
     def _end(self) -> None:
         with contextlib.suppress(OSError):
@@ -96,6 +94,13 @@ class Watchdog:
         os.write(2, text.encode())
         time.sleep(min(GRACE_S, self._after_s))
         os._exit(HUNG)
+
+
+def _changed_at(file: Path) -> float | None:
+    """Returns the time at which a file was changed; None where there is none."""
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime
+    return None
 
 
 def _touch(file: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from megatron_rl.config.base import config
+from megatron_rl.config.base import ConfigError, config
 
 
 @config
@@ -36,6 +36,13 @@ class Run:
     deterministic: bool = False
     # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never.
     hang_after_s: NonNegativeFloat = 7200.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("name", self.name), ("dir", self.dir)):
+            if not value.isprintable() or not value.strip():
+                raise ConfigError(
+                    f"run.{name} = {value!r}: give a name without line breaks or other control characters"
+                )
 
 
 @config

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from megatron_rl.config.schema import ConfigError
 
 SHOWN = 5  # most bad rows named in a message
+LARGEST = 1e300  # numbers from here on are no answers
 # A directory's files belong to a split when their names begin with one of these.
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 # The name of a data set on the hub, `name` or `owner/name`, but not that of a file.
@@ -89,7 +89,7 @@ def reach(row: Any, key: str) -> Any:
 def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = False) -> str:
     """Returns the text at a dotted key. Raises DataError when there is none, or it cannot be written as UTF-8."""
     value = reach(row, key)
-    if numbers and isinstance(value, (int, float)) and math.isfinite(value):
+    if numbers and isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST:
         value = str(value)
     if isinstance(value, NotThere):
         raise DataError(f"no {name} (from {key!r}); the row has {', '.join(map(str, row))}")
@@ -100,7 +100,8 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
             f"{other}"
         )
     if not isinstance(value, str):
-        raise DataError(f"the {name} (from {key!r}) is {value!r}, not text")
+        large = isinstance(value, (int, float)) and not abs(value) < LARGEST  # whole ones have no text at all
+        raise DataError(f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text")
     if not value.strip():
         raise DataError(f"the {name} is empty")
     try:
@@ -150,21 +151,32 @@ def _file_rows(file: Path) -> Iterator[tuple[str, Any]]:
                 (row for batch in pq.ParquetFile(file).iter_batches() for row in batch.to_pylist()), start=1
             ):
                 yield f"{file}:{number}", row
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{file} cannot be read as Parquet: {error}; make it again") from error
         return
-    with file.open("rb") as lines:
+    with _open(file) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             where = f"{file}:{number}"
             try:
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
+            except (
+                ValueError,
+                RecursionError,
+            ) as error:  # JSONDecodeError, UnicodeDecodeError, an integer of thousands of digits
                 row = BadRow(
                     where, f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else f"not JSON ({error})"
                 )
             yield where, row if isinstance(row, (dict, BadRow)) else BadRow(where, "not a JSON object")
+
+
+def _open(file: Path) -> BinaryIO:
+    """Opens a file of rows. Raises DataError for one that cannot be read."""
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
 def _hub_rows(path: str, split: str, subset: str | None, file: str | None) -> Iterator[tuple[str, Any]]:

@@ -141,7 +141,7 @@ def _conversation(messages: Sequence[Message], first: int, row: Mapping[str, Any
     tools = row.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"'tools' is not JSON ({error}): give a list of JSON schemas") from error
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise DataError(f"'tools' is a {type(tools).__name__}: give a list of JSON schemas")

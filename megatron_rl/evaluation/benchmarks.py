@@ -290,7 +290,7 @@ def _table(row: DataRow) -> Values | None:
     if isinstance(table, str):
         try:
             table = json.loads(table)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"the table is not JSON: {error}") from error
     if not isinstance(table, Mapping) or not {"columns", "data"} <= set(table):
         raise DataError("the table has no columns and data")

@@ -14,7 +14,7 @@ DIGITS = 400  # of one number
 DEPTH = 24  # of brackets within brackets
 POWERS = 4  # of powers within powers
 EXPONENT = 10_000  # largest number in an exponent
-FACTORIAL = 2_000  # largest number before an exclamation mark, and largest of a binomial
+FACTORIAL = 9_999  # largest number before an exclamation mark, and largest of a binomial
 SUM_POWER = 60  # largest power of a sum with letters or roots: it would be written out
 LETTERS = 60  # subscripts, and letters next to each other without a word of LaTeX: each would be a factor
 
@@ -22,7 +22,7 @@ _RUN = re.compile(r"\d[\d,_]*")
 _EXPONENT = re.compile(r"(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+)")
 _FLOAT = re.compile(r"\d[eE][-+]?(\d{3,})")
 _FACTORIAL = re.compile(r"(\d+)\s*[})\]]*\s*!")
-_FACTORIALS = re.compile(r"[\d})\]]\s*!\s*[})\]]*\s*!")
+_FACTORIALS = re.compile(r"[\d})\]]\s*!\s*(?:\\right\s*)?(?:[})\]]\s*)*!")
 _BINOMIAL = re.compile(r"\\[dt]?binom\s*(?:\{\s*)?(\d+)")
 _POWER_IN_POWER = re.compile(
     r"(?<![\d.])(?=(\d+(?:\.\d+)?)\s*[})\]]*\s*(?:\^|\*\*)\s*[{(\[]*\s*[-+]?\s*(\d+))"
@@ -57,9 +57,7 @@ def too_costly_anywhere(text: str) -> str | None:
             return f"a number in it is above {limit} where that explodes"
     if powers > 1 and _tower(text):
         return "it has a tower of powers"
-    if any(
-        int(n) > SUM_POWER and re.search(r"[a-zA-Z]", s) and re.search(r"[+-]", s) for s, n in _SUM_POWER.findall(text)
-    ):
+    if any(int(n) > SUM_POWER and _is_sum(base) for base, n in _SUM_POWER.findall(text)):
         return f"it has a power above {SUM_POWER} of a sum"
     return None
 
@@ -97,6 +95,11 @@ def _depths(answer: str) -> tuple[int, int]:
         deepest = max(deepest, len(opened))
         powers = max(powers, sum(opened) + max(exponent, chain))
     return deepest, powers
+
+
+def _is_sum(base: str) -> bool:
+    """Returns whether a base in brackets is a sum that has letters or roots."""
+    return re.search(r"[a-zA-Z]", base) is not None and re.search(r"[+-]", base) is not None
 
 
 def _tower(answer: str) -> bool:

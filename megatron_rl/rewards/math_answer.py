@@ -22,7 +22,8 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
     The answer is what math-verify finds in the whole response: the last \boxed{}, together with those close before it
     (`\boxed{1} and \boxed{2}` is the set of both). Its own time-outs are off, because they need the main thread's
     alarm; the worker that runs this is killed instead. An answer that would cost too much
-    (`affordable`) is wrong, and so is one that cannot be read or compared, as a model may write anything. Raises ValueError when the known answer cannot be read.
+    (`affordable`) is wrong, and so is one that cannot be read or compared, as a model may write anything. Raises
+    ValueError when the known answer cannot be read.
     """
     known = str(payload["answer"])
     if too_costly(known) is not None:  # as texts, then

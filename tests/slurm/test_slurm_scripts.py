@@ -283,7 +283,7 @@ def test_a_run_leaves_while_a_turn_and_a_save_still_fit(tmp_path):
     clock, said = Clock(), list[str]()
     job = SlurmJob(id="1", restart=0, node="", step="0", end=1000.0 + 450, warning_s=150.0)
     clock.now = 0.0  # it loads its models and waits for engines
-    leave = Leave(tmp_path, job, said.append, clock)
+    leave = Leave(tmp_path, job, said.append, clock, wall=clock)
     clock.now = 1000.0
     leave.begin()
     leave.saved(20.0)

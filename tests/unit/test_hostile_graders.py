@@ -16,12 +16,14 @@ from megatron_rl.types import Outcome
 COSTLY = [
     "100!!", "10^{10000000}", "a" * 10_000, "ab" * 50, "a_{1}" * 150, "9^{9^{9}}", "7^{7^{7^7}}", "2^{2^{2^{2^{2}}}}",
     "((10!)!)", r"\left(1000!\right)!", r"\binom{1000000000}{500000000}", r"\dbinom {99999} 3", "10000000!",
-    "1e100000000", "9" * 5000, "{" * 500 + "1" + "}" * 500, "(" * 300 + "1" + ")" * 300, r"\sqrt{" * 99 + "2" + "}" * 99,
+    "1e100000000", "9" * 5000, "{" * 500 + "1" + "}" * 500, "(" * 300 + "1" + ")" * 300,
+    r"\sqrt{" * 99 + "2" + "}" * 99,
     "+".join(["x"] * 3000), "(x+1)^{9999}", "(x+y+z)**{500}", r"(\sqrt{2}+\sqrt{3})^{1000}", "10**-99999999",
 ]  # fmt: skip
 FAIR = [
     "5", r"\frac{1}{2}", "2^{2024}", "2024!", "10^{-6}", r"\sqrt{2+\sqrt{3}}", r"(x+1)^2", r"\binom{2024}{1012}",
-    "x^{2^{n}}", r"e^{x^{2}}", "2^{2^{3}}", r"\{1,2,3\}", "(-1)^{2023}", r"\left(\frac{1}{2}\right)^{2024}", "1,234,567",
+    "x^{2^{n}}", r"e^{x^{2}}", "2^{2^{3}}", r"\{1,2,3\}", "(-1)^{2023}", r"\left(\frac{1}{2}\right)^{2024}",
+    "1,234,567",
     r"\text{the set of all positive even whole numbers that are not divisible by three or by five}", "3.14159265358979",
     ",".join(map(str, range(100))), r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "(a+b)(c+d)", "n!", "3^{x^{y}}",
 ]  # fmt: skip
@@ -99,7 +101,7 @@ def test_hostile_exception_of_a_reward_stays_its_failure():
 
 
 def test_hostile_moment_in_which_no_worker_starts_is_waited_for(tmp_path, monkeypatch):
-    """A worker that was killed could not be started again at once, for want of memory or of a file, and the run ended."""
+    """A worker that was killed could not be started again at once, for want of memory or a file: the run ended."""
     monkeypatch.setattr("megatron_rl.rewards.pool.START_PAUSE_S", 0.0)
     (tmp_path / "moody_rewards.py").write_text(
         "import os, sys, time\n"
