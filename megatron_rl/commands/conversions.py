@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
             type=Path,
             help="model directory the role started from (default: the one in the run's config.yaml)",
         )
+        parser.add_argument(
+            "--trust",
+            action="store_true",
+            help="read pickled parts that are more than data; whoever wrote the checkpoint can then run code here",
+        )
     if command == "reshard":
         for name, text in (("tp", "tensor parallel ranks"), ("pp", "pipeline stages"), ("ep", "expert parallel ranks")):
             parser.add_argument(
@@ -80,7 +85,9 @@ def _run(command: str, args: argparse.Namespace) -> int:
             TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, etp=etp, dp=math.lcm(args.tp, args.ep * etp) // args.tp)
             for etp in (args.etp or 1, args.etp or args.tp)
         )
-        for path in recut.reshard(args.source, args.target, dense, experts=experts, role=args.role, model=args.model):
+        for path in recut.reshard(
+            args.source, args.target, dense, experts=experts, role=args.role, model=args.model, trust=args.trust
+        ):
             etp = f", etp {args.etp}" if args.etp else ""
             print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{etp})")
         return 0
@@ -90,7 +97,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
         convert.to_megatron(source, args.target, dtype=dtype, file_bytes=size, verify=args.verify)
         print(f"{source.path} -> {args.target}{' (verified bit for bit)' if args.verify else ''}")
         return 0
-    source = find(args.source, role=args.role, model=args.model)
+    source = find(args.source, role=args.role, model=args.model, trust=args.trust)
     said = convert.to_hf(source, args.target, dtype=dtype, shard_bytes=size, verify=args.verify)
     print(f"{source.path} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
     return 0

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.source import WeightSource
 from megatron_rl.conversion.target import copy_side_files, fresh
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.run.sums import write_sums
 from megatron_rl.weights import copies, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
@@ -58,6 +59,7 @@ def to_hf(
             raise ConfigError(f"{source.path} holds no {writer.missing[0]}, which the model's config.json asks for")
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
         _set_dtype(folder / "config.json", dtype)
+        write_sums(folder)
         if verify:
             _verify(source, hf.DirectoryTensors(folder), dtype)
             said = _compare_logits(source, sizes, folder, exact=dtype is None)

@@ -8,7 +8,6 @@ shape, and that the optimizer's state is that of the weights.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.layouts import TrainerLayout
+from megatron_rl.weights.plain_data import COMMON, read_object
 from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
 
 MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
@@ -36,17 +36,18 @@ Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the 
 
 def reshard(
     path: Path, target: Path, layout: TrainerLayout, *, experts: TrainerLayout | None = None,
-    role: str | None = None, model: Path | None = None,
+    role: str | None = None, model: Path | None = None, trust: bool = False,
 ) -> list[Path]:  # fmt: skip
     """Writes one role's directory, or without a `role` the whole checkpoint, into `target`, cut for `layout`.
 
     A whole checkpoint is every role and the run's state; it must be called step_N, as its source is, for a run to go on
-    from it. Models with experts are cut for the layout `experts`, where it is given. Returns the directories that were
+    from it. Models with experts are cut for the layout `experts`, where it is given. `trust`: pickled parts may run code.
+    Returns the directories that were
     read. Raises ConfigError.
     """
     path = Path(path)
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():
-        source = find(path, role=role, model=model)
+        source = find(path, role=role, model=model, trust=trust)
         with fresh(target, wanted_bytes=_bytes(source)) as folder:
             _recut(source, layout, experts, folder)
         return [source.path]
@@ -59,7 +60,7 @@ def reshard(
             f"{target}: call it {step.name}, like the checkpoint it is made of, so that a run finds it; "
             "or name a --role"
         )
-    sources = [find(step, role=name, model=model) for name in names]
+    sources = [find(step, role=name, model=model, trust=trust) for name in names]
     with fresh(target, wanted_bytes=sum(map(_bytes, sources))) as folder:
         for source in sources:
             (folder / source.path.name).mkdir()
@@ -102,7 +103,8 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
         for key, data in checkpoint.objects():
             writer.add_bytes(key, data)
         copy_side_files(source.model, folder, keep=OF_CHECKPOINTS)
-        writer.finish(_common(checkpoint.directory))
+        file = checkpoint.directory / COMMON
+        writer.finish(read_object(file, str(file), trust=checkpoint.trust) if file.is_file() else {})
 
 
 def _cuts(sizes: Sizes, layout: TrainerLayout) -> Cuts:
@@ -151,12 +153,3 @@ def _check_master(checkpoint: DistCheckpoint, sizes: Sizes, name: str, weight: T
             f"{checkpoint.directory}: the optimizer's own copy of {name} is not the weight: "
             "its state cannot be trusted. `convert to-hf` takes the weights alone, for a run that starts from them"
         )
-
-
-def _common(directory: Path) -> object:
-    """Returns the content of a checkpoint's common.pt. Raises ConfigError when it cannot be read."""
-    file = directory / "common.pt"
-    try:
-        return torch.load(file, map_location="cpu", weights_only=False) if file.is_file() else {}
-    except (OSError, EOFError, RuntimeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): the checkpoint is damaged") from error

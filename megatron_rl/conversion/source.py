@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor
 
+from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.run.checkpoint import Checkpoints, damage
+from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
+from megatron_rl.run.sums import wrong, wrong_of
 from megatron_rl.weights import headers, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
@@ -75,22 +76,24 @@ def read_sizes(model: Path) -> Sizes:
         raise ConfigError(f"{file} cannot be read ({error}): give a model directory") from error
 
 
-def find(path: Path, *, role: str | None = None, model: Path | None = None) -> WeightSource:
+def find(path: Path, *, role: str | None = None, model: Path | None = None, trust: bool = False) -> WeightSource:
     """Finds the weights of a path.
 
     `path`: a run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face
     directory. `role` is needed where a checkpoint holds several roles, `model` where no run's config.yaml stands above.
-    Raises ConfigError.
+    `trust`: the pickled parts of a checkpoint may run code. Raises ConfigError, also for files that are not those whose
+    checksums were written.
     """
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"no directory {path}")
     if (path / ".metadata").is_file():
-        return WeightSource(path, model, DistCheckpoint(path))
+        return _checkpoint(path, model, trust)
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
             other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
             raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
+        _refuse(wrong_of(path))
         return WeightSource(path, path, None)
     path = step_directory(path)
     names = roles(path)
@@ -103,7 +106,19 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None) -> W
         )
     if role is None or role not in names:
         raise ConfigError(f"{path} holds {', '.join(names)}: name one by --role" + (f", not {role!r}" if role else ""))
-    return WeightSource(path / role, model, DistCheckpoint(path / role))
+    return _checkpoint(path / role, model, trust)
+
+
+def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
+    """Opens one role's directory, after a look at the checksums that a run wrote for it."""
+    known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
+    _refuse(wrong(path.parent, known))
+    return WeightSource(path, model, DistCheckpoint(path, trust=trust))
+
+
+def _refuse(faults: list[str]) -> None:
+    if faults:
+        raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")
 
 
 def step_directory(path: Path) -> Path:
@@ -134,8 +149,7 @@ def _model_of(path: Path) -> Path:
         config = parent / "config.yaml"
         if not config.is_file():
             continue
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-        started = str((tree.get("roles", {}).get(path.name) or tree)["model"]["path"])
+        started = _started_from(config, path.name)
         for place in (Path(started), parent / "models" / path.name, parent / "model"):
             if (place / "config.json").is_file():
                 return place
@@ -148,3 +162,12 @@ def _model_of(path: Path) -> Path:
     raise ConfigError(
         f"{path}: no run's config.yaml stands above it; give the model directory it started from by --model"
     )
+
+
+def _started_from(config: Path, role: str) -> str:
+    """Returns the model that a role of a run started from. Raises ConfigError for a damaged config."""
+    tree = read_yaml(config)
+    try:
+        return str((tree.get("roles", {}).get(role) or tree)["model"]["path"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{config} names no model of {role} ({error!r}): name it by --model") from error

@@ -7,12 +7,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.run.lines import UNREADABLE
+from megatron_rl.run.sums import digests
 
 MANIFEST = "COMPLETE.json"
 STATE = "state.json"
@@ -78,7 +79,8 @@ class Checkpoints:
     def commit(self, number: int) -> Checkpoint:
         """Makes `pending(number)` the checkpoint `number`, in one rename, and removes the oldest beyond `keep`.
 
-        Only rank 0 calls it, after a barrier. The manifest lists every file with its size. Raises CheckpointError when
+        Only rank 0 calls it, after a barrier. The manifest lists every file with its size and its checksum, which ranks
+        may have computed (`sum_up`). Raises CheckpointError when
         nothing was begun or nothing was saved.
         """
         pending = self.pending(number)
@@ -96,14 +98,14 @@ class Checkpoints:
         save(self.begin(number))
         return self.commit(number)
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, verify: Callable[[Path], Sequence[str]] = lambda path: ()) -> Checkpoint | None:
         """Returns the complete checkpoint with the highest number; None without one.
 
-        A warning names each damaged one above.
+        A warning names each damaged one above. `verify` returns what else is wrong with one.
         """
         for number, path in self._candidates():
-            wrong = damage(path)
-            if wrong is None:
+            wrong = damage(path) or "; ".join(verify(path))
+            if not wrong:
                 return Checkpoint(number, path)
             _log.warning("checkpoint %s is skipped: %s", path, wrong)
         return None
@@ -144,10 +146,23 @@ class Checkpoints:
                 complete += 1
 
 
+def sum_up(directory: Path, rank: int) -> None:
+    """Computes the checksums of what a rank wrote into a checkpoint directory, `__RANK_N.distcp`, and leaves them there
+    for `seal`: one rank alone would read the whole checkpoint again."""
+    own = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
+    write_json(directory / f".sums.{rank}.json", digests(directory, own))
+
+
 def seal(directory: Path, number: int) -> None:
-    """Lists every file of a checkpoint directory with its size in its manifest, and pushes all of it to the disk."""
+    """Lists every file of a checkpoint directory with its size and checksum in its manifest, and pushes all of it to the
+    disk. Checksums that ranks have left are taken."""
+    known: dict[str, str] = {}
+    for left in directory.glob(".sums.*.json"):
+        known |= read_json(left)
+        left.unlink()
     files = {str(file.relative_to(directory)): file.stat().st_size for file in _files(directory)}
-    write_json(directory / MANIFEST, {"number": number, "files": files})
+    known |= digests(directory, [name for name in files if name not in known])
+    write_json(directory / MANIFEST, {"number": number, "files": files, "digests": known})
     _sync([directory / name for name in files])
     _sync([folder for folder in (directory, *directory.rglob("*")) if folder.is_dir()])
 
@@ -167,6 +182,15 @@ def damage(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes, not {size}"
     return None
+
+
+def known_digests(path: Path) -> dict[str, str]:
+    """Returns the checksums in a checkpoint directory's manifest, by file; none where there is no readable manifest."""
+    try:
+        found = read_json(path / MANIFEST)["digests"]
+        return {name: value for name, value in found.items() if isinstance(value, str)}
+    except (OSError, *UNREADABLE):
+        return {}
 
 
 def write_json(path: Path, value: Any) -> None:

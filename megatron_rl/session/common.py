@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
 from megatron_rl.cluster.job import Leave
@@ -29,14 +30,22 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.conversion.target import copy_side_files
 from megatron_rl.engines.base import Sampling
-from megatron_rl.run import lines
-from megatron_rl.run.checkpoint import STATE, Checkpoints, write_json
+from megatron_rl.run import lines, sums
+from megatron_rl.run.checkpoint import (
+    STATE,
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    known_digests,
+    sum_up,
+    write_json,
+)
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
 from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.weights import hf
-from megatron_rl.world import TorchWorld
+from megatron_rl.world import DriverError, TorchWorld
 
 TIMEOUT = timedelta(hours=2)  # of one collective: a slow reward on the driver is not a dead rank
 MEET = timedelta(minutes=10)  # for all ranks to start
@@ -154,7 +163,7 @@ def _opened(
     config: Any, world: TorchWorld, directory: RunDirectory, total_turns: int | None, watchdog: Watchdog, place: Place
 ) -> Iterator[Driver]:  # fmt: skip
     checkpoints = Checkpoints(directory.checkpoints, config.run.keep)
-    newest = world.from_driver(lambda: checkpoints.newest() if config.run.resume != "never" else None)
+    newest = _newest(world, checkpoints) if config.run.resume != "never" else None
     done = newest.number if newest else 0
     finished = world.from_driver(lambda: done == total_turns and bool(directory.read_summary().get("finished")))
     watch, leave = Stopwatch(watchdog.beat), Leave(directory.path, place.job, lambda text: driver.say(text))
@@ -174,6 +183,20 @@ def _opened(
             if newest is not None:
                 console.message(f"going on from {driver.resumed} ({done} turns done)")
             yield driver
+
+
+def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
+    """Returns the newest checkpoint whose files have their checksums. Collective: every rank reads a part of the files."""
+
+    def wrong_here(path: str) -> list[str]:
+        return sums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
+
+    def wrong_anywhere(path: Path) -> list[str]:
+        found = world.call_all("checksums", [str(path)] * world.size)
+        return [sentence for own in found for sentence in own]
+
+    world.serve("checksums", wrong_here)
+    return world.from_driver(lambda: checkpoints.newest(wrong_anywhere))
 
 
 class Saver:
@@ -203,9 +226,10 @@ class Saver:
 
         self._world.from_driver(begin)
         background = self._background and self._measured
-        for name, policy in self._policies.items():
-            policy.save(checkpoints.pending(number) / name, background=background)
-        self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
+        with self._refusing(number):
+            for name, policy in self._policies.items():
+                policy.save(checkpoints.pending(number) / name, background=background)
+            self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
         self._due = number
         if background:
             return None
@@ -216,12 +240,40 @@ class Saver:
 
     def settle(self, *, wait: bool) -> int | None:
         """Completes what `save` began, once it is written. -> its number when that happened now."""
-        if self._due is None or not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+        if self._due is None:
             return None
-        number, self._due = self._due, None
-        self._world.barrier()
-        self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
+        number = self._due
+        with self._refusing(number):
+            if not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+                return None
+            self._due = None
+            sum_up(self._driver.checkpoints.pending(number), self._world.rank)
+            self._world.barrier()
+            self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
         return number
+
+    @contextlib.contextmanager
+    def _refusing(self, number: int) -> Iterator[None]:
+        """Turns what a full disk makes of writing checkpoint `number` into a CheckpointError, and gives its space back."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            if isinstance(error, (CheckpointError, DriverError)):
+                raise
+            if self._world.rank == 0:
+                shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
+            reason = " ".join(str(_root(error)).split())[:300]
+            raise CheckpointError(
+                f"checkpoint {number} cannot be written to {self._driver.checkpoints.directory} ({reason}): {lines.RESUME}"
+            ) from error
+
+
+def _root(error: BaseException) -> BaseException:
+    """Returns the first cause of an error, also of one that megatron-core collected from ranks."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return _root(next(iter(error.failures.values()))[0])
+    below = error.__cause__ or error.__context__
+    return error if below is None else _root(below)
 
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
@@ -231,6 +283,7 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
 
     def write() -> None:
         hf.write_tensors(target, tensors)
+        sums.write_sums(target)
         copy_side_files(hf.local_directory(model.path), target)
         if model.tokenizer:
             copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))

@@ -19,13 +19,14 @@ from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
-from megatron_rl.config.schema import JobConfig, Launch, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
 from megatron_rl.run.checkpoint import STATE, read_json
 from megatron_rl.run.directory import Interrupts
 from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.run.sums import wrong_of
 from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.fleet import Fleet, open_fleet
@@ -37,6 +38,7 @@ from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPla
 from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
 from megatron_rl.training.turns import Grade, Recipe, Table
 from megatron_rl.types import Prompt
+from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 
@@ -74,8 +76,9 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
+        world.from_driver(_check_sums, config)
         models = _open_models(config, recipe)
-        progress = _restore(driver, config, recipe, models)
+        progress = _restore(driver, config, recipe, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
         table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
@@ -101,6 +104,13 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
         driver.summary(_summary(progress, before + time.monotonic() - started))
         _finish(config, world, driver, recipe, models, progress, finished=finished, turns=turns)
     return 0 if finished else 130
+
+
+def _check_sums(config: TrainConfig) -> None:
+    """Raises ConfigError for a model directory whose weights are not those whose checksums stand beside them."""
+    for path in {role.model.path for role in config.roles.values()}:
+        if faults := wrong_of(Path(path)):
+            raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")
 
 
 def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
@@ -248,12 +258,14 @@ def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
     )
 
 
-def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Models) -> loop.Progress:
+def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Models, world: TorchWorld) -> loop.Progress:
     if driver.resumed is None:
         return loop.Progress()
     state = read_json(driver.resumed / STATE)
     for name in parts.trained_policies(config, recipe):
-        models.policies[name].load(driver.resumed / name)
+        place = driver.resumed / name
+        world.from_driver(refuse_code, place)
+        models.policies[name].load(place)
     recipe.load_state_dict(state["recipe"])
     for name, reader in models.readers.items():
         reader.load_state_dict(state["data"][name])

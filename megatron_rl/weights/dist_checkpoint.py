@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.copies import assemble, local
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
+from megatron_rl.weights.plain_data import read_metadata, read_object
 from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
 
 
@@ -31,11 +31,12 @@ class DistCheckpoint:
     Raises ConfigError when it is not a checkpoint, or when files that it lists are missing or short.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, directory: Path, *, trust: bool = False) -> None:
+        """`trust`: read pickled parts that are more than data, which runs the code that they name."""
+        self.directory, self.trust = Path(directory), trust
         try:
-            self._metadata: Any = FileSystemReader(self.directory).read_metadata()
-        except (OSError, EOFError, ValueError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+            self._metadata: Any = read_metadata(self.directory, trust=trust)
+        except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
             raise ConfigError(
                 f"{directory} is not a distributed checkpoint that can be read here: {error} in its .metadata "
                 f"(torch here is {torch.__version__}; a checkpoint of a newer torch may need that one)"
@@ -115,13 +116,16 @@ class DistCheckpoint:
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """Yields (key, bytes) of everything stored that is not a tensor.
 
-        The bytes are pickled, as they are in the file.
+        The bytes are pickled, as they are in the file. Raises ConfigError for an object that is more than data unless
+        the checkpoint is to be trusted.
         """
         for index, place in self._metadata.storage_data.items():
             if isinstance(self._metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with (self.directory / place.relative_path).open("rb") as file:
                     file.seek(place.offset)
-                    yield index.fqn, file.read(place.length)
+                    data = file.read(place.length)
+                read_object(data, f"{self.directory}: {index.fqn}", trust=self.trust)
+                yield index.fqn, data
 
     def _find(self, name: str, prefix: str) -> tuple[StackedKey, TensorStorageMetadata]:
         """Returns (where a parameter lies, the metadata of the tensor that holds it)."""

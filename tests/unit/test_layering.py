@@ -16,7 +16,7 @@ LAYERS = [
     ["types", "config", "models"],
     [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
-        *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.metrics", "run.checkpoint"),
+        *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics", "run.checkpoint"),
     ],
     ["training.turns", "world"],
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],

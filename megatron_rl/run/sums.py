@@ -1,0 +1,57 @@
+"""Checksums of files, so that a bit that flipped on a disk or on its way is noticed before anything is trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SUMS = "SHA256SUMS"  # beside a model's weights, as coreutils' sha256sum writes and checks it
+THREADS = 4  # that read files at once
+
+
+def digest(file: Path) -> str:
+    """Returns the SHA-256 of a file's contents."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def digests(directory: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the digests of some files in a directory, by name. Several are read at once."""
+    listed = list(names)
+    with ThreadPoolExecutor(THREADS) as threads:
+        return dict(zip(listed, threads.map(lambda name: digest(directory / name), listed), strict=True))
+
+
+def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = (0, 1)) -> list[str]:
+    """Returns a sentence for each file whose digest is not the known one. `part`: (i, n), every n-th file from the
+    i-th."""
+    own = dict(list(sorted(known.items()))[part[0] :: part[1]])
+    there = [name for name in own if (directory / name).is_file()]
+    found = digests(directory, there)
+    return [
+        f"{directory / name} is not what was written: its SHA-256 is {found.get(name, 'that of no file')[:16]}..., not "
+        f"{value[:16]}..."
+        for name, value in own.items()
+        if found.get(name) != value
+    ]
+
+
+def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
+    """Writes SHA256SUMS for the files of a directory."""
+    found = digests(directory, sorted(path.name for path in directory.glob(pattern)))
+    partial = directory / f".{SUMS}.tmp"
+    partial.write_text("".join(f"{value}  {name}\n" for name, value in found.items()), encoding="utf-8")
+    os.replace(partial, directory / SUMS)
+
+
+def wrong_of(directory: Path) -> list[str]:
+    """Returns a sentence for each file that differs from its line in SHA256SUMS; none where there is no such file."""
+    file = directory / SUMS
+    if not file.is_file():
+        return []
+    rows = [line.partition("  ") for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line]
+    bad = [f"{file} is damaged" for value, gap, name in rows if len(value) != 64 or not gap or os.sep in name]
+    return bad or wrong(directory, {name: value for value, _, name in rows})

@@ -1,0 +1,84 @@
+"""Reads the pickled parts of a distributed checkpoint without running code: they may hold plain data and nothing else.
+
+A pickle says which functions are called while it is read. Those of a checkpoint that somebody planted may be any.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from megatron_rl.config.schema import ConfigError
+
+METADATA, COMMON = ".metadata", "common.pt"
+TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
+# What torch's own .metadata is made of.
+_CHECKPOINT = "torch.distributed.checkpoint"
+_ALLOWED = {
+    f"{_CHECKPOINT}.metadata": {
+        *("Metadata", "MetadataIndex", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    f"{_CHECKPOINT}.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
+    f"{_CHECKPOINT}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "builtins": {"set", "frozenset"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads a .metadata, and refuses everything in it that is not part of one."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        known = global_name in _ALLOWED.get(module_name, ())
+        if known or (module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"it holds {module_name}.{global_name}, which is no data of a checkpoint: {TRUST}")
+
+
+def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
+    """Reads a checkpoint's .metadata. Raises UnpicklingError for one that is more than data unless it is to be trusted,
+    and what reading a damaged one raises."""
+    with (directory / METADATA).open("rb") as file:
+        found = (pickle.Unpickler if trust else _PlainUnpickler)(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(found).__name__} and not the metadata of a checkpoint")
+    return found
+
+
+def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
+    """Returns an object that torch.save wrote, given as bytes or as a file. Raises ConfigError, which calls it `what`,
+    where it is damaged, or more than plain data unless it is to be trusted."""
+    try:
+        source = io.BytesIO(data) if isinstance(data, bytes) else data
+        return torch.load(source, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "something"
+        raise ConfigError(f"{what} holds {reason}, which is no plain data: {TRUST}") from error
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{what} cannot be read ({error}): the checkpoint is damaged") from error
+
+
+def refuse_code(directory: Path) -> None:
+    """Raises ConfigError for a checkpoint of one role that would run code when megatron-core loads it: core reads
+    .metadata and the objects in the files as pickles of any kind."""
+    try:
+        metadata = read_metadata(directory)
+    except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{directory / METADATA} cannot be read: {error}") from error
+    for index, place in (metadata.storage_data or {}).items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
+            with (directory / place.relative_path).open("rb") as file:
+                file.seek(place.offset)
+                read_object(file.read(place.length), f"{directory}: {index.fqn}")
+    if (directory / COMMON).is_file():
+        read_object(directory / COMMON, str(directory / COMMON))
