@@ -85,9 +85,8 @@ def _run(command: str, args: argparse.Namespace) -> int:
             TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, etp=etp, dp=math.lcm(args.tp, args.ep * etp) // args.tp)
             for etp in (args.etp or 1, args.etp or args.tp)
         )
-        for path in recut.reshard(
-            args.source, args.target, dense, experts=experts, role=args.role, model=args.model, trust=args.trust
-        ):
+        asked = {"role": args.role, "model": args.model, "trust": args.trust}
+        for path in recut.reshard(args.source, args.target, dense, experts=experts, **asked):
             etp = f", etp {args.etp}" if args.etp else ""
             print(f"{path} -> {args.target} (tp {args.tp}, pp {args.pp}, ep {args.ep}{etp})")
         return 0

@@ -19,6 +19,7 @@ from megatron_rl.session.common import Driver, Saver, export_model, open_driver,
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
+from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 
@@ -132,5 +133,6 @@ def _order(count: int, epoch: int, config: SftConfig) -> list[int]:
 def _resume(driver: Driver, policy: MegatronPolicy) -> int:
     if driver.resumed is None:
         return 0
+    refuse_code(driver.resumed / "model")
     policy.load(driver.resumed / "model")
     return driver.resumed_number

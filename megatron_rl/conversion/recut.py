@@ -41,9 +41,8 @@ def reshard(
     """Writes one role's directory, or without a `role` the whole checkpoint, into `target`, cut for `layout`.
 
     A whole checkpoint is every role and the run's state; it must be called step_N, as its source is, for a run to go on
-    from it. Models with experts are cut for the layout `experts`, where it is given. `trust`: pickled parts may run code.
-    Returns the directories that were
-    read. Raises ConfigError.
+    from it. Models with experts are cut for the layout `experts`, where it is given. `trust`: pickled parts may run
+    code. Returns the directories that were read. Raises ConfigError.
     """
     path = Path(path)
     if role is not None or (path / ".metadata").is_file() or not path.is_dir():

@@ -154,8 +154,8 @@ def sum_up(directory: Path, rank: int) -> None:
 
 
 def seal(directory: Path, number: int) -> None:
-    """Lists every file of a checkpoint directory with its size and checksum in its manifest, and pushes all of it to the
-    disk. Checksums that ranks have left are taken."""
+    """Lists every file of a checkpoint directory with its size and checksum in its manifest, and pushes all of it to
+    the disk. Checksums that ranks have left are taken."""
     known: dict[str, str] = {}
     for left in directory.glob(".sums.*.json"):
         known |= read_json(left)

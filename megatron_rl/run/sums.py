@@ -1,4 +1,4 @@
-"""Checksums of files, so that a bit that flipped on a disk or on its way is noticed before anything is trained on it."""
+"""Checksums of files, so that a bit that flipped on a disk or on its way is noticed before it is trained on."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def _opened(
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Returns the newest checkpoint whose files have their checksums. Collective: every rank reads a part of the files."""
+    """Returns the newest checkpoint whose files have their checksums. Collective: every rank reads some of the files."""
 
     def wrong_here(path: str) -> list[str]:
         return sums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
@@ -254,7 +254,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _refusing(self, number: int) -> Iterator[None]:
-        """Turns what a full disk makes of writing checkpoint `number` into a CheckpointError, and gives its space back."""
+        """Turns what a full disk makes of writing a checkpoint into a CheckpointError, and gives its space back."""
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
@@ -264,7 +264,8 @@ class Saver:
                 shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
             reason = " ".join(str(_root(error)).split())[:300]
             raise CheckpointError(
-                f"checkpoint {number} cannot be written to {self._driver.checkpoints.directory} ({reason}): {lines.RESUME}"
+                f"checkpoint {number} cannot be written to {self._driver.checkpoints.directory} ({reason}): "
+                f"{lines.RESUME}"
             ) from error
 
 
