@@ -186,7 +186,7 @@ def _opened(
 
 
 def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
-    """Returns the newest checkpoint whose files have their checksums. Collective: every rank reads some of the files."""
+    """Returns the newest checkpoint whose files have their checksums. Collective: each rank reads some of the files."""
 
     def wrong_here(path: str) -> list[str]:
         return sums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
@@ -262,9 +262,11 @@ class Saver:
                 raise
             if self._world.rank == 0:
                 shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
+            place = self._driver.checkpoints.directory
             reason = " ".join(str(_root(error)).split())[:300]
             raise CheckpointError(
-                f"checkpoint {number} cannot be written to {self._driver.checkpoints.directory} ({reason}): "
+                f"checkpoint {number} cannot be written to {place}, where {shutil.disk_usage(place).free / 1e9:.1f} GB are free "
+                f"({reason}): "
                 f"{lines.RESUME}"
             ) from error
 
