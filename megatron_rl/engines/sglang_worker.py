@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
@@ -29,6 +28,7 @@ from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.weights.layouts import differences, engine_parameters
+from megatron_rl.world import all_gather
 
 # The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
@@ -233,10 +233,7 @@ def _told_all(value: Any) -> list[Any]:
 
     if _tp_size() == 1:
         return [value]
-    group = get_parallel().tp_group.cpu_group
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out
+    return all_gather(value, get_parallel().tp_group.cpu_group)
 
 
 def _tp_size() -> int:

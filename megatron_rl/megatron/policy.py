@@ -28,7 +28,7 @@ from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
-from megatron_rl.world import Replicas
+from megatron_rl.world import Replicas, broadcast
 
 platform.install()
 
@@ -301,11 +301,11 @@ class MegatronPolicy:
         for result in results if self.groups.reports else ():
             for name, value in result.items():
                 own[name] = own.get(name, 0.0) + float(value)
-        box = [sorted(own)]
-        dist.broadcast_object_list(box, src=self.replicas.reporters[0], group=self.groups.control)
-        sums = torch.tensor([own.get(name, 0.0) for name in box[0]], dtype=torch.float64)
+        source = dist.get_group_rank(self.groups.control, self.replicas.reporters[0])
+        names = broadcast(sorted(own), self.groups.control, source=source)
+        sums = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
         dist.all_reduce(sums, group=self.groups.control)
-        return dict(zip(box[0], sums.tolist(), strict=True))
+        return dict(zip(names, sums.tolist(), strict=True))
 
     @contextlib.contextmanager
     def _awake(self) -> Iterator[None]:

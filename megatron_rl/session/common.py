@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.job import Leave
 from megatron_rl.cluster.meeting import meet
 from megatron_rl.cluster.watchdog import Watchdog
@@ -92,7 +94,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
     Quiet libraries, one thread per process on CPU.
 
-    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of
+    `shared`: a directory that all ranks see, where they meet. `deterministic`: of
     kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -108,17 +110,13 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     else:
         torch.set_num_threads(1)
         backend = "gloo"
-    address: dict[str, Any] = {}
-    store, file = None, shared / f"ranks.{place.session}.json"
+    file = shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
         store = dist.HashStore()
-    elif place.port is None:
-        store = meet(file, rank=place.rank, world_size=place.world_size, address=place.address, timeout=MEET)
     else:
-        address = {"init_method": f"tcp://{place.address}:{place.port}"}
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address
-    )
+        own = address_of_first_rank(place.address, os.environ) if place.rank == 0 else place.address
+        store = meet(file, rank=place.rank, address=own, timeout=MEET)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     world = TorchWorld()
     world.barrier()
     if place.rank == 0:

@@ -18,7 +18,7 @@ LAYERS = [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
     ],
-    ["training.turns", "world"],
+    ["training.turns", "world", "packing", "board"],
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],
     ["training", "evaluation", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
