@@ -26,7 +26,9 @@ from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.meeting import MeetingError, meet, read_private, write_private
 from megatron_rl.config.schema import ConfigError, Vllm
 from megatron_rl.engines import answers
-from megatron_rl.engines.base import Sampling
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.pool.membership import Limits
+from megatron_rl.engines.pool.pool import given
 from megatron_rl.engines.server import Http, ServerLost
 from megatron_rl.engines.vllm import VllmServer
 from megatron_rl.packing import PackingError, pack, unpack
@@ -417,3 +419,16 @@ def test_hostile_servers_tokens_outside_the_vocabulary_are_that_servers_failure(
         with pytest.raises(ServerLost, match="the vocabulary has 0 to 7"):
             server.score([np.arange(1, 8, dtype=np.int32)], 3, timeout_s=5.0)
     fake.close()
+
+
+def test_hostile_answers_of_one_replica_are_asked_of_another():
+    """Prompts that a lying replica answered got their answers from the other one, each exactly once."""
+    fakes = [FakeVllm("token", vocab=97), FakeVllm("token", vocab=40_000)]  # the second writes tokens that are none
+    servers = [VllmServer(fake.url, "token", Vllm(), ends=(), vocab=97, refit_timeout_s=5) for fake in fakes]
+    limits = Limits(servers=2, at_once=4, attempts=5, request_timeout_s=5.0)
+    engine = given("judge", servers, limits)
+    found = complete(engine, [[1, 2, i] for i in range(6)], Sampling(max_tokens=20, n=2))
+    assert [len(group) for group in found] == [2] * 6
+    assert all((completion.tokens < 97).all() for group in found for completion in group)
+    for fake in fakes:
+        fake.close()
