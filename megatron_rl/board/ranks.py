@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -34,8 +34,8 @@ class RankStore(dist.Store):
     def get(self, key: str) -> bytes:
         return self._client.get([key], self._patience())[0]
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        return self._client.compare_set(key, _bytes(expected), _bytes(desired))
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        return self._client.compare_set(key, _bytes(expected_value), _bytes(desired_value))
 
     def add(self, key: str, value: int) -> int:
         return self._client.add(key, value)
@@ -68,7 +68,7 @@ class RankStore(dist.Store):
     deleteKey, getNumKeys = delete_key, num_keys  # as torch's C++ calls them
 
     def _patience(self) -> float:
-        return self.timeout.total_seconds()
+        return cast(Any, self).timeout.total_seconds()  # which torch's list of its attributes leaves out
 
 
 def _bytes(value: Any) -> bytes:

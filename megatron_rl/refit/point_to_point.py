@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -211,7 +211,7 @@ class _GroupHandle:
 def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeout: timedelta) -> Any:
     """Makes a process group on the board's store. gloo listens at `address` alone. `place`: (rank, size)."""
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, *place, options)

@@ -110,6 +110,8 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     else:
         torch.set_num_threads(1)
         backend = "gloo"
+    # gloo then asks the board for the addresses of all ranks at once, and not for one after the other
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")
     file = shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
         store = dist.HashStore()
