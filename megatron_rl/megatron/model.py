@@ -112,12 +112,8 @@ def uses_transformer_engine(features: Features) -> bool:
     return has_transformer_engine() and not core_settings.needs_own_layers(features)
 
 
-def check_fp8(features: Features) -> None:
-    """Raises ConfigError where 8-bit matrix products are not available."""
-    if core_settings.needs_own_layers(features):
-        raise ConfigError(
-            "model.fp8 = true, and Transformer Engine's layers cannot compute this family: set it to false"
-        )
+def check_fp8() -> None:
+    """Raises ConfigError on a machine without 8-bit matrix products."""
     if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
@@ -143,7 +139,7 @@ def transformer_config(
     settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
-        check_fp8(arch.features)
+        check_fp8()
     return TransformerConfig(
         params_dtype=dtype,
         pipeline_dtype=dtype,

@@ -10,6 +10,8 @@ from typing import Any
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Features, Sizes
 
+ROTARY = ("default", "llama3")  # kinds of rotary embedding that core computes
+
 
 def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
     """Returns the settings that decide the shapes and the arithmetic of the layers. The activation is a word."""
@@ -35,8 +37,10 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 
 
 def needs_own_layers(features: Features) -> bool:
-    """Returns whether core has no layers of its own for a model: norms after, or attention of several kinds."""
-    return features.norms_after or len(features.kinds) > 1
+    """Returns whether core has no layers of its own for a model: norms after, attention of several kinds, or a rotary
+    embedding of another kind than core has."""
+    other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
+    return features.norms_after or len(features.kinds) > 1 or other
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
@@ -73,13 +77,8 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
 
 def rotary(features: Features) -> dict[str, Any]:
-    """Returns the settings of core's own rotary embedding.
-
-    Raises ValueError for a scaling that core does not have.
-    """
+    """Returns the settings of core's own rotary embedding, for a model that does not need layers of our own."""
     own = features.kinds[0].rotary
-    if own.kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {own.kind!r} is not supported with Transformer Engine: use default or llama3")
     return {
         "position_embedding_type": "rope",
         "rotary_base": int(own.theta),
