@@ -20,6 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 FAMILIES = {
@@ -31,6 +33,7 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),  # of a family in a package of its own (own_family.py)
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 OWN_SIZES = {  # of a family, over SIZES

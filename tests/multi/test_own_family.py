@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from test_layouts import CP, SP, VPP, check
 from tiny_models import make_model
 from toys import characters
 
+from megatron_rl.engines import own_families
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = pytest.mark.multi
@@ -147,12 +147,6 @@ print(len(engine_parameters(sizes, EngineLayout(), 0)))
 """
     sizes = {"num_layers": 2, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "ffn": 64, "vocab": 97}
     words = [sys.executable, "-c", code, json.dumps(sizes | {"family": "seed_oss", "tied": False})]
-    told = environment() | own_variables()
+    told = environment() | own_families.variables([FAMILY])
     done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["'seed_oss'", str(2 * 7 + 3)]
-
-
-def own_variables() -> dict[str, str]:
-    from megatron_rl.engines import own_families
-
-    return own_families.variables([FAMILY]) | {"PATH": os.environ["PATH"]}
