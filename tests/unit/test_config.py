@@ -147,8 +147,8 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
         [
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
-            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, "
-            "refit, rollouts, "
+            f"{file}: zzz: unknown key; known here: roles, families, recipe, data, evaluation, engine, reward, run, "
+            "launch, refit, rollouts, "
             "gate, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
