@@ -18,8 +18,10 @@ from test_layouts import CP, SP, VPP, check
 from tiny_models import make_model
 from toys import characters
 
+from megatron_rl.config.schema import Model, PromptSet, RoleConfig, Run, TrainConfig, Use, Vllm
 from megatron_rl.engines import own_families
 from megatron_rl.run.metrics import read_metrics
+from megatron_rl.session import serving
 
 pytestmark = pytest.mark.multi
 FAMILY = "own_family:FAMILY"
@@ -130,7 +132,7 @@ def test_a_name_that_is_no_family_is_refused(settings, named, says):
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_server_knows_it_by_its_environment(base):
+def test_a_server_knows_it_by_its_environment():
     """A server reads no config: the names come in its environment, and the sizes from the trainer."""
     code = """
 import json, sys
@@ -150,3 +152,13 @@ print(len(engine_parameters(sizes, EngineLayout(), 0)))
     told = environment() | own_families.variables([FAMILY])
     done = subprocess.run(words, cwd=ROOT, env=told, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["'seed_oss'", str(2 * 7 + 3)]
+
+
+def test_serve_tells_its_server_the_name(base, tmp_path):
+    roles = {"generator": RoleConfig(model=Model(path=str(base / "seed_oss")))}
+    config = TrainConfig(
+        roles=roles, recipe=Use(target="x:y"), data=PromptSet(path="x"), engine=Vllm(), families=(FAMILY,),
+        run=Run(dir=str(tmp_path)),
+    )  # fmt: skip
+    server = serving._Serving(config, Vllm(), "generator", 0, "python", {})
+    assert server._environment == own_families.variables([FAMILY]) == {own_families.VARIABLE: FAMILY}

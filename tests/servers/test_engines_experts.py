@@ -4,6 +4,7 @@ after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import conformance
@@ -21,6 +22,7 @@ pytestmark = [
 CONFIG = """
 roles:
   generator: {{model: {{path: {base}/model}}, layout: {layout}, optimizer: {{lr: 0.003}}, micro_batch_tokens: 64}}
+families: {families}
 recipe: {{target: megatron_rl.recipes.grpo:Grpo}}
 data: {{path: nowhere.jsonl}}
 engine: {{kind: vllm, python: {python}, kv_cache_gib: 0.25, max_batch: 16}}
@@ -29,7 +31,9 @@ refit: {{timeout_s: 300, message_timeout_s: 60, verify: full}}
 """
 
 
-def check_before_and_after_an_update(base: Path, family: str, layout: str, **sizes: object) -> None:
+def check_before_and_after_an_update(
+    base: Path, family: str, layout: str, *, families: Sequence[str] = (), **sizes: object
+) -> None:
     """Greedy answers of a server, their log-probs and the log-probs of given text are those of transformers on the
     weights of an actor of two ranks: of its start, and after one update.
     """
@@ -37,7 +41,7 @@ def check_before_and_after_an_update(base: Path, family: str, layout: str, **siz
     characters().save_pretrained(base / "model")
     (base / "run").mkdir()
     config = base / "run/config.yaml"
-    config.write_text(CONFIG.format(base=base, python=PYTHON, layout=layout))
+    config.write_text(CONFIG.format(base=base, python=PYTHON, layout=layout, families=[*families]))
     worker = Path(__file__).parents[1] / "helpers" / "engines_worker.py"
     found = run_ranks(worker, 2, base / "ranks", str(config), "update", timeout_s=500)[0]
     assert found["greedy_v0"] != found["greedy_v1"], "the update changed nothing"
