@@ -397,8 +397,10 @@ def _engine_problems(config: TrainConfig, to_come: bool) -> list[str]:
     """Returns what is wrong with the models that engines hold: of roles that are not trained, of juniors, and those
     that the ranks of a server do not divide."""
     problems, settings = [], config.engine
-    for name in filter(lambda each: config.roles[each].model.path, config.engine_roles):
+    for name in config.engine_roles:
         role = config.roles[name]
+        if not role.model.path:
+            continue
         own, found = _read_model(f"roles.{name}", role.model.path, to_come)
         problems += own if role.policy == "none" else []
         if found is not None and isinstance(settings, Servers):

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from own_family import FAMILY
 
 from megatron_rl.algorithms.estimators import ESTIMATORS
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -77,3 +78,12 @@ def test_the_environment_that_a_page_shows_can_be_played(tmp_path, monkeypatch):
     said = [move.messages[0]["content"] for [move] in told[:3]]
     assert said == ["Too small.\n", "Too large.\n", "This was no number.\n"]
     assert told[3].rewards == {"player": {"won": 1.0}}
+
+
+def test_the_family_that_a_page_shows_is_the_one_that_is_trained():
+    page = (ROOT / "docs/adding_a_model.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if FAMILY.model_type in block]
+    space = {}
+    exec(code, space)  # the page's own code
+    shown = space["FAMILY"]
+    assert (shown.model_type, shown.settled, shown.common) == (FAMILY.model_type, FAMILY.settled, FAMILY.common)
