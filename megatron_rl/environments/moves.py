@@ -11,6 +11,9 @@ from megatron_rl.chat import Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
 SEAT = "seat"  # the name in a rollout's payload of the seat that it is the sample of
+# A key of a message beside role and content: those texts in the content that the environment did not write itself, such
+# as a tool's output. With the dialogue `text` they cannot write control tokens; with the others no content can.
+QUOTED = "quoted"
 
 
 class EnvironmentFailure(RuntimeError):

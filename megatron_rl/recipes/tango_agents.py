@@ -37,7 +37,7 @@ class TangoAgents(OverEpisodes, TangoTurns):
         for name in ("turn_form", "told_form"):
             if "{text}" not in getattr(self, name):
                 raise ConfigError(f"recipe.args.{name} = {getattr(self, name)!r}: it needs {{text}}")
-        self.build_maker([self.role], [self.role])
+        self.build_maker({self.role: self.seats}, [self.role], key="role")
         self._form = TranscriptForm(turn=self.turn_form, told=self.told_form)
         super().__post_init__()
 
@@ -72,7 +72,7 @@ class TangoAgents(OverEpisodes, TangoTurns):
         return found, played.figures
 
     def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
-        figures, sampled = self.measure_episodes(table, prompts, {self.role: self.seats})
+        figures, sampled = self.measure_episodes(table, prompts)
         return figures, self._transcripts(table, sampled)
 
     def _transcripts(self, table: Table, played: EpisodesGraded) -> list[Transcript]:
