@@ -31,7 +31,7 @@ class ControlTokens:
         return _spelled(self._all, text)
 
     def spell_message(self, message: Message) -> dict[str, Any]:
-        """Returns a message, for a chat template, without control tokens in any of its texts. An assistant's keeps those
+        """Returns a message for a chat template, without control tokens in any of its texts. An assistant's keeps the
         added tokens that are not special: the model's own `<think>` is one, which templates look for."""
         pattern = self._special if message.get("role") == ASSISTANT else self._all
         return {name: _spelled_within(pattern, value) for name, value in message.items() if name != QUOTED}

@@ -123,9 +123,9 @@ def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str
     return episode
 
 
-def check_seats(episodes: Sequence[Episode], seats: Mapping[str, int], *, key: str) -> None:
-    """Raises ConfigError for the first episode in which a role had more seats than `seats` says: plans and means over
-    seats would be wrong. `key`: of the setting that names them."""
+def check_seats(episodes: Sequence[Episode], seats: Mapping[str, int]) -> None:
+    """Raises ConfigError for the first episode in which a role had more seats than `seats`, the recipe's, says: plans
+    and means over seats would be wrong."""
     for episode in episodes:
         found: dict[str, list[str]] = {}
         for rollout in episode.rollouts:
@@ -135,7 +135,7 @@ def check_seats(episodes: Sequence[Episode], seats: Mapping[str, int], *, key: s
         for role, named in found.items():
             if len(named) > seats[role]:
                 raise ConfigError(
-                    f"recipe.args.{key} gives the role {role!r} {seats[role]} of an episode, and an episode of the "
+                    f"recipe.args.seats gives the role {role!r} {seats[role]} in an episode, and one of the "
                     f"environment had {len(named)}, {', '.join(named)}: write {len(named)}"
                 )
 

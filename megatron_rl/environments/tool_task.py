@@ -77,7 +77,7 @@ class ToolTask(Environment):
         if self.calls == "template" and not settings.dialogue.startswith(RENDERERS):
             raise ConfigError(
                 f"recipe.args.dialogue = {settings.dialogue!r} reads no calls of tools, and "
-                f"recipe.args.environment.args.calls is 'template': set the dialogue to {RENDERERS}NAME, or calls to tags"
+                "recipe.args.environment.args.calls is 'template': set the dialogue to renderers:NAME, or calls to tags"
             )
 
     def speaking_roles(self) -> Collection[str]:

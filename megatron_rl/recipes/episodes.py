@@ -67,7 +67,7 @@ class OverEpisodes(EpisodeSettings):
         check_speakers(self._maker, seats, key=key)
         self._maker.check(self)
         self.estimates = estimates(self, self._maker, seats)
-        self._rewarded, self._seats, self._key = tuple(rewarded), dict(seats), key
+        self._rewarded, self._seats = tuple(rewarded), dict(seats)
 
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
         """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
@@ -90,7 +90,7 @@ class OverEpisodes(EpisodeSettings):
         tasks = [prompt for prompt in prompts for _ in range(each)]
         with table.watch("rollout"):
             episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
-        check_seats(episodes, self._seats, key=self._key)
+        check_seats(episodes, self._seats)
         episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
         ended = [Graded(one.outcome, detail=one.why) for one in episodes]
         check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
