@@ -406,7 +406,10 @@ def test_schedule_and_parts_are_tangos(recipe):
         ({"turn_form": "turn"}, "turn_form = 'turn': it needs {text}"),
         ({"dialogue": "talk"}, "dialogue = 'talk'"),
         ({"alpha_start": 2.0}, "alpha_start = 2.0: it is a share"),
-        ({"environment": {"target": "megatron_rl.environments.calculator:Calculator"}}, "is no EpisodeMaker"),
+        (
+            {"environment": {"target": "megatron_rl.environments.calculator:Calculator"}},
+            "is no environment: name a class",
+        ),
         ({"generator_template": "tango_generator"}, "generator_template"),
     ],
 )
