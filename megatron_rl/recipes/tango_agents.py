@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Sampling
+from megatron_rl.environments.control_tokens import ControlTokens
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, check_arguments, pass_over
 from megatron_rl.recipes.episodes import EpisodesGraded, OverEpisodes
 from megatron_rl.recipes.tango import TangoTurns
@@ -76,4 +77,5 @@ class TangoAgents(OverEpisodes, TangoTurns):
         return figures, self._transcripts(table, sampled)
 
     def _transcripts(self, table: Table, played: EpisodesGraded) -> list[Transcript]:
-        return transcripts(played, self, table.tokenizers[self.role], self._form)
+        reader = ControlTokens(table.tokenizers[VERIFIER])
+        return transcripts(played, self, table.tokenizers[self.role], self._form, reader)
