@@ -83,6 +83,17 @@ class ToolTask(Environment):
     def speaking_roles(self) -> Collection[str]:
         return (self.role,)
 
+    def files(self) -> Mapping[str, str]:
+        return {
+            f"tools.{name}.{argument}": path
+            for name, tool in self._tools.items()
+            for argument, path in tool.files().items()
+        }
+
+    def load(self) -> None:
+        for tool in self._tools.values():
+            tool.load()
+
     def most_answers(self, role: str) -> int | None:
         return self.max_calls + 1 if role == self.role else None
 

@@ -69,6 +69,10 @@ class OverEpisodes(EpisodeSettings):
         self.estimates = estimates(self, self._maker, seats)
         self._rewarded, self._seats = tuple(rewarded), dict(seats)
 
+    def files(self) -> Mapping[str, str]:
+        """Returns {key of the config: path} of the files that the environment and its tools read."""
+        return {f"recipe.args.environment.args.{name}": path for name, path in self._maker.files().items()}
+
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
         """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
         that are conversations, where messages become tokens as texts."""
@@ -88,6 +92,7 @@ class OverEpisodes(EpisodeSettings):
         Raises RewardFailure when too many episodes, or gradings, fail; ConfigError when one had more seats of a role
         than the recipe."""
         tasks = [prompt for prompt in prompts for _ in range(each)]
+        self._maker.load()
         with table.watch("rollout"):
             episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
         check_seats(episodes, self._seats)
