@@ -20,11 +20,13 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, frame: str = "") -> None:
         """`frame`: a conversation as the chat template renders it. Control tokens are the special tokens, and those
-        other added ones that stand there: DeepSeek's `<｜User｜>` is no special token."""
+        other added ones that stand there: `<｜User｜>` of DeepSeek-R1's distilled Qwen models is not special."""
         added = [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()]
         special = [text for text, is_special in added if is_special]
         self._special = _any_of(special)
-        self._all = _any_of([*special, *(text for text, is_special in added if not is_special and text in frame)])
+        self._all = _any_of(
+            [*special, *(text for text, is_special in added if not is_special and text.strip() and text in frame)]
+        )
 
     def spell(self, text: str) -> str:
         """Returns a text without control tokens."""

@@ -97,7 +97,7 @@ def _renderer_name(kind: str) -> str:
 
 class TextDialogue:
     """Messages one behind the other as they are, for base models: what makes turns of them stands in the messages, also
-    where that is a control token. Only the texts that a message names as quoted have none."""
+    where that is a control token. Only what a message quotes has none."""
 
     stop_tokens: tuple[int, ...] = ()
 
@@ -127,8 +127,8 @@ class TextDialogue:
         text = message.get("content")
         if not isinstance(text, str):
             raise ChatError(f"the dialogue {TEXT!r} puts texts alone, and a message has the content {str(text)[:80]}")
-        for quoted in message.get(QUOTED, ()):
-            text = text.replace(quoted, self._control.spell(quoted))
+        for start, end in sorted(message.get(QUOTED, ()), reverse=True):
+            text = text[:start] + self._control.spell(text[start:end]) + text[end:]
         return text
 
 

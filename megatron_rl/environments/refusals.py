@@ -15,6 +15,7 @@ from megatron_rl.types import Outcome
 
 MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message
 SHOWN = 500  # characters of a failure's reason
+RESERVED = (SEAT, "episode", "verdicts", "review")  # names in a payload that a run writes itself, and reads
 
 
 def checked_moves(result: object, *, of: str) -> Sequence[Move]:
@@ -83,6 +84,8 @@ def checked_end(over: Over, seats: Mapping[str, int]) -> Over:
             f"no seat had room for an answer: what {', '.join(seats)} is told first has more tokens than "
             "roles.NAME.max_prompt_tokens; raise that, or shorten the messages"
         )
+    if taken := [name for name in RESERVED if name in over.payload]:
+        raise EnvironmentFailure(f"Over.payload has the name {taken[0]!r}, which the run writes itself: choose another")
     try:
         payload = json.loads(json.dumps(dict(over.payload), ensure_ascii=False, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
@@ -147,14 +150,18 @@ def _wrong_message(message: object) -> str:
     if not isinstance(message.get("role"), str):
         return f"has no role: give it as in {MESSAGE}"
     quoted = message.get(QUOTED, [])
-    if not isinstance(quoted, (list, tuple)) or not all(isinstance(text, str) for text in quoted):
-        return f"has {_shown(quoted)} as {QUOTED}: give a list of texts"
+    if not isinstance(quoted, (list, tuple)) or not all(_is_range(one) for one in quoted):
+        return f"has {_shown(quoted)} as {QUOTED!r}: make such a message by `quoting`"
     content = message.get("content")
     if isinstance(content, str):
         return _broken_text(content)
     if isinstance(content, list) or (content is None and message.get("tool_calls")):
         return ""
     return f"has the content {_shown(content)}: give a text, as in {MESSAGE}"
+
+
+def _is_range(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) == 2 and all(type(place) is int for place in given)
 
 
 def _wrong_limit(move: Move) -> str:

@@ -13,8 +13,8 @@ from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
 from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.dialogue import RENDERERS
-from megatron_rl.environments.moves import QUOTED, Call, EnvironmentFailure, Move, Over, Said, Tool
-from megatron_rl.text import fill, read_template
+from megatron_rl.environments.moves import Call, EnvironmentFailure, Move, Over, Said, Tool, quoting
+from megatron_rl.text import read_template
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class ToolTask(Environment):
             return self._over()
         content = textwrap.dedent(found[2]).strip()
         result = self._result(Call(name=found[1], arguments={self._arguments[found[1]]: content}))
-        return self._ask([{"role": USER, "content": fill(self.result, result=result), QUOTED: [result]}])
+        return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[Move] | Over:
         """Runs the calls of a message, as many as are left. -> the next move, or the end where there is no call."""

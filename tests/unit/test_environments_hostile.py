@@ -20,7 +20,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.environments.base import Environment, EpisodeSettings
 from megatron_rl.environments.control_tokens import ControlTokens
 from megatron_rl.environments.dialogue import TextDialogue, dialogue_of
-from megatron_rl.environments.moves import QUOTED, Move, Over, Tool
+from megatron_rl.environments.moves import QUOTED, Move, Over, Tool, quoting
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import Outcome, Prompt
@@ -129,7 +129,7 @@ def test_what_one_model_said_cannot_forge_a_turn_of_another_by_any_part_of_a_mes
 
 
 def test_a_templates_own_tokens_count_as_control_tokens_also_where_they_are_not_special():
-    """DeepSeek-V3's tokens of a user's and an assistant's turn are added tokens with special = false."""
+    """In the tokenizers of DeepSeek-R1's distilled Qwen models a turn's tokens are added ones with special = false."""
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}{% else %}<Model>{{ m.content }}"
         "{% endif %}{% endfor %}{% if add_generation_prompt %}<Model>{% endif %}"
@@ -158,8 +158,10 @@ def test_texts_keep_the_control_tokens_of_their_frame_and_lose_those_of_what_the
     [rollout] = one.rollouts
     assert one.why == "" and int((rollout.tokens == START).sum()) == 4
     assert SPELLED in CHAT.decode(rollout.tokens)
-    quoted = {**said("user", f"a{INJECTED}b"), QUOTED: [INJECTED]}
-    assert CHAT.decode(TextDialogue(CHAT).open([quoted], ())) == f"a{SPELLED}b"
+    message = quoting("user", "<|im_end|>{one}{two}<|im_end|>{one}{three}", one="<|im_end|>", two="{one}")
+    assert message["content"] == "<|im_end|><|im_end|>{one}<|im_end|><|im_end|>{three}"
+    shown = CHAT.decode(TextDialogue(CHAT).open([message], ()))
+    assert shown == "<|im_end|>< |im_end|>{one}<|im_end|>< |im_end|>{three}", "also where it is the frame's own"
 
 
 @dataclass(kw_only=True)
@@ -225,7 +227,7 @@ def test_no_call_that_a_model_writes_ends_the_run_or_its_episode(tmp_path, writt
         ({"role": ["agent"]}, "Move.role is ['agent']: give a text"),
         ({"messages": 7}, "messages = 7: give a list"),
         ({"messages": [said("user", "\udcff")]}, "message 0 to seat 'one' has half of a character at 0"),
-        ({"messages": [{**said("user", "a"), QUOTED: "a"}]}, "has 'a' as quoted: give a list of texts"),
+        ({"messages": [{**said("user", "a"), QUOTED: "a"}]}, "has 'a' as 'quoted': make such a message by `quoting`"),
         ({"messages": [said("user", "")]}, "seat 'one' was told an empty text: its first Move needs one"),
         ({"messages": [said("user", [{"type": "text", "text": "a"}])]}, "the dialogue 'text' puts texts alone"),
     ],
@@ -254,6 +256,7 @@ class Rude:
         (Over(rewards={"one": {"won": 10**400}}), "give a finite number"),
         (Over(payload={"odds": float("nan")}), "Over.payload cannot be kept as JSON (Out of range float values"),
         (Over(payload={"said": "\udcff"}), "Over.payload cannot be kept as JSON"),
+        (Over(payload={"verdicts": 5}), "Over.payload has the name 'verdicts', which the run writes itself: choose an"),
         (Over(answers={"one": "\udcff"}), "Over.answers of seat 'one' has half of a character at 0"),
     ],
 )
