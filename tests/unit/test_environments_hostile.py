@@ -79,7 +79,7 @@ class Once(Environment):
         self.left = self.second
         return self.first
 
-    def step(self, answer):
+    def step(self, said):
         left, self.left = self.left, None
         return self.end if left is None else left
 
@@ -251,8 +251,8 @@ class Rude:
     ("end", "why"),
     [
         (Over(outcome="score"), "Over.outcome is 'score': give one of megatron_rl.types.Outcome"),  # type: ignore
-        (Over(rewards={"one": {"won": torch.zeros(2)}}), "the reward 'won' of seat 'one' is tensor([0., 0.]): give a"),
-        (Over(rewards={"one": {"won": Rude()}}), "the reward 'won' of seat 'one' is a Rude: give a finite number"),
+        (Over(rewards={"one": {"won": torch.zeros(2)}}), "the reward 'won' of seat 'one' is tensor([0., 0.]): give a"),  # type: ignore
+        (Over(rewards={"one": {"won": Rude()}}), "the reward 'won' of seat 'one' is a Rude: give a finite number"),  # type: ignore
         (Over(rewards={"one": {"won": 10**400}}), "give a finite number"),
         (Over(payload={"odds": float("nan")}), "Over.payload cannot be kept as JSON (Out of range float values"),
         (Over(payload={"said": "\udcff"}), "Over.payload cannot be kept as JSON"),
@@ -276,7 +276,7 @@ class Breaks(Once):
 
     error: Any = None
 
-    def step(self, answer):
+    def step(self, said):
         raise self.error
 
 
@@ -323,7 +323,7 @@ class Rounds(Once):
         self.rest = seed
         return self.first
 
-    def step(self, answer):
+    def step(self, said):
         self.rest -= 1
         return self.end if self.rest < 0 else [move()]
 
@@ -381,7 +381,7 @@ def test_a_text_of_10_megabytes_has_no_room_and_is_not_tokenised():
 def test_an_environment_that_asks_on_without_room_has_an_end():
     @dataclass
     class Endless(Once):
-        def step(self, answer):
+        def step(self, said):
             return [move("and?" * 50)]
 
     [one] = play(Endless(), table_of(), episode_timeout_s=60.0)
@@ -415,8 +415,8 @@ class Pair(Environment):
     def begin(self, task, seed):
         return [move(seat="l", role=self.left), move(seat="r", role=self.right)]
 
-    def step(self, answer):
-        return [] if answer.seat == "l" else Over(rewards={"l": {"won": 1.0}, "r": {"won": 0.0}})
+    def step(self, said):
+        return [] if said.seat == "l" else Over(rewards={"l": {"won": 1.0}, "r": {"won": 0.0}})
 
 
 @dataclass
@@ -499,7 +499,7 @@ class Bare(Environment):
     def begin(self, task, seed):
         return [move()]
 
-    def step(self, answer):
+    def step(self, said):
         return WON
 
 
