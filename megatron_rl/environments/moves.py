@@ -8,13 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.chat import Message
+from megatron_rl.chat import QUOTED, Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
 SEAT = "seat"  # the name in a rollout's payload of the seat that it is the sample of
-# A key of a message beside role and content: [[start, end], ...] of those stretches of the content that the environment
-# did not write itself, see `quoting`.
-QUOTED = "quoted"
 
 
 def quoting(role: str, template: str, **values: str) -> Message:

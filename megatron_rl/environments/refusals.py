@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.chat import QUOTED
 from megatron_rl.config.base import ConfigError
-from megatron_rl.environments.moves import QUOTED, SEAT, EnvironmentFailure, Episode, Move, Over, Tool
+from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over, Tool
 from megatron_rl.types import Outcome
 
 MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.control_tokens import ControlTokens
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, check_arguments, pass_over
 from megatron_rl.recipes.episodes import EpisodesGraded, OverEpisodes
 from megatron_rl.recipes.tango import TangoTurns

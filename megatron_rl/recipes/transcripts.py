@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.advantages import TRAINED
-from megatron_rl.environments.control_tokens import ControlTokens
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.moves import SEAT
 from megatron_rl.recipes.base import RIGHT, Solution
 from megatron_rl.recipes.episodes import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_seat

@@ -14,13 +14,14 @@ from fake_engines import ScriptedEngine
 from tokenizers import AddedToken
 from toys import characters, graded
 
+from megatron_rl.chat import QUOTED
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.base import Sampling
 from megatron_rl.environments.base import Environment, EpisodeSettings
-from megatron_rl.environments.control_tokens import ControlTokens
 from megatron_rl.environments.dialogue import TextDialogue, dialogue_of
-from megatron_rl.environments.moves import QUOTED, Move, Over, Tool, quoting
+from megatron_rl.environments.moves import Move, Over, Tool, quoting
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import Outcome, Prompt

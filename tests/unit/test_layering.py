@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config", "models"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens"),
+        *("engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
     ],
     ["training.turns", "world"],

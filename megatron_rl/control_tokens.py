@@ -1,13 +1,14 @@
-"""Keeps what a message says from becoming the control tokens of a chat template, by which turns are told apart."""
+"""Keeps texts that others wrote from becoming the control tokens of a chat template, by which turns are told apart."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
-from megatron_rl.chat import ASSISTANT, Message
-from megatron_rl.environments.moves import QUOTED
+from megatron_rl.chat import ASSISTANT, QUOTED, Message
+from megatron_rl.text import TOKENIZERS, fill
 
 
 class ControlTokens:
@@ -35,6 +36,22 @@ class ControlTokens:
         added tokens that are not special: the model's own `<think>` is one, which templates look for."""
         speller = self._special if message.get("role") == ASSISTANT else self._all
         return {name: speller.spell_within(value) for name, value in message.items() if name != QUOTED}
+
+
+def fill_quoting(tokenizer: Any, template: str, **values: str) -> str:
+    """Fills a prompt as `fill` does, with texts that models or data wrote: none of them can write a control token, by
+    which it would end the prompt's turn and begin another. Those of the template stay."""
+    return fill(template, **{name: spelled(tokenizer, value) for name, value in values.items()})
+
+
+def spelled(tokenizer: Any, text: str) -> str:
+    """Returns a text without control tokens of a tokenizer."""
+    return _control_tokens(tokenizer).spell(text)
+
+
+@lru_cache(maxsize=TOKENIZERS)
+def _control_tokens(tokenizer: Any) -> ControlTokens:
+    return ControlTokens(tokenizer)
 
 
 class _Speller:
