@@ -45,7 +45,7 @@ def test_values_are_text_and_the_template_keeps_its_tokens():
 
 def test_a_solution_cannot_end_the_verifiers_prompt(table):
     rollout = Rollout(
-        role="generator", group="g", tokens=[0, 1], logprobs=[0.0, 0.0], spans=[[0, 2, 0, 0]],
+        role="generator", group="g", tokens=np.array([0, 1]), logprobs=np.zeros(2), spans=np.array([[0, 2, 0, 0]]),
         payload={"question": INJECTED},
     )  # fmt: skip
     asked = Reviewer(role="verifier", template=TEMPLATE).prompt(
