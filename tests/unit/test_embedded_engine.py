@@ -35,6 +35,8 @@ MODELS = {
     "mixtral": ("mixtral", {}),
     "gemma3": ("gemma3_text", {"num_key_value_heads": 1}),
     "gemma3-untied": ("gemma3_text", {"tie_word_embeddings": False}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-every-head-its-key": ("olmo2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)
