@@ -43,7 +43,10 @@ class JointNorm(torch.nn.Module):
     ) -> dict[str, Any]:
         """Returns core's description of the weight for checkpoints: ranks hold different parts, not copies."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
 
 
 class _NormOverRanks(torch.autograd.Function):

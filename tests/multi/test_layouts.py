@@ -225,7 +225,9 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
 }
 # Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
 # makes lr / eps = 100 times a gradient's error.
-BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}}
+# OLMo 2 norms what attention and feed-forward give, which is small in these models: dividing by it magnifies gradients
+# and their errors alike.
+BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}, "olmo2": BOUNDS | {"weights": 4e-6}}
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,
