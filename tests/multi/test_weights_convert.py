@@ -352,6 +352,7 @@ def loaded(tmp_path_factory):
         {"name": "tp1_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {}, "to": {"tp": 2}},
         {"name": "pp2_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {"pp": 2}, "to": {"tp": 2}},
         {"name": "tied", "model": str(folder / "qwen30"), "vocab": 59, "from": {"tp": 2}, "to": {}},
+        {"name": "norms", "model": str(folder / "olmo20"), "vocab": 59, "from": {"tp": 2}, "to": {"pp": 2}},
     ]
     cases = json.dumps({"imported": imported, "resharded": resharded})
     return run_ranks(Path(__file__).parents[1] / "helpers" / "convert_worker.py", 2, folder / "ranks", cases)
@@ -366,7 +367,7 @@ def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loa
 @pytest.mark.multi
 def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
     for answer in loaded:
-        assert len(answer["resharded"]) == 3
+        assert len(answer["resharded"]) == 4
         for name, gaps in answer["resharded"].items():
             assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
             assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)
