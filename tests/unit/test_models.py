@@ -57,6 +57,10 @@ def test_a_public_models_parameters_are_as_many_as_its_card_says(name):
     assert total(read_shape(name)) / 1e9 == found
 
 
+def test_of_every_family_with_public_models_one_is_counted():
+    assert not [name for name, family in families().items() if family.known and not family.known.keys() & PUBLISHED]
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b"])
 def test_the_ranks_of_a_layout_are_counted_as_the_rectangles_have_them(name):
     """Planning counts equal layers together; the maps of weights go parameter by parameter."""
