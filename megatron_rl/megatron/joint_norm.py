@@ -43,7 +43,7 @@ class JointNorm(torch.nn.Module):
     ) -> dict[str, Any]:
         """Returns core's description of the weight for checkpoints: ranks hold different parts, not copies."""
         state = self.state_dict(prefix="", keep_vars=True)
-        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
         )
