@@ -199,6 +199,11 @@ def absent_files(config: Any) -> list[Absent]:
     return absent + [Absent(name, path, False) for name, path in local.items() if not Path(path).exists()]
 
 
+def absent_recipe_files(recipe: Any) -> list[Absent]:
+    """Returns each file that a recipe's plug-ins read and that does not exist yet."""
+    return [Absent(name, path, False) for name, path in recipe.files().items() if not Path(path).exists()]
+
+
 def _is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 

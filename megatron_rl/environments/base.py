@@ -61,13 +61,22 @@ class EpisodeMaker(ABC):
         """Returns how often a seat of a role answers in an episode at most; None where that is not known. For plans."""
         return None
 
+    def files(self) -> Mapping[str, str]:
+        """Returns {argument: path} of the files that it reads and that must be there before a run. Plans are made
+        without them."""
+        return {}
+
+    def load(self) -> None:
+        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
+        is not loaded again. Raises ConfigError for files that do not do."""
+
 
 class Environment(EpisodeMaker):
     """A world that models act in. A subclass is a dataclass whose fields are its arguments in the config.
 
-    It is built once. Every episode has a shallow copy of it, whose three methods are called one after the other, from
-    changing threads: what belongs to the episode is set in `begin`, and what takes long to load in __post_init__. What
-    happens is a function of the task, the seed and what the models say.
+    It is built once on every rank, also for checks and plans, and loaded on the rank that plays. Every episode has a
+    shallow copy of it, whose three methods are called one after the other, from changing threads: what belongs to the
+    episode is set in `begin`. What happens is a function of the task, the seed and what the models say.
     """
 
     @abstractmethod

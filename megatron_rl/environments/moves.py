@@ -33,6 +33,14 @@ class Tool(ABC):
         environment's part."""
         ...
 
+    def files(self) -> Mapping[str, str]:
+        """Returns {argument: path} of the files that it reads and that must be there before a run."""
+        return {}
+
+    def load(self) -> None:
+        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
+        is not loaded again. Raises ConfigError for files that do not do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:

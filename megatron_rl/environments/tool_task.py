@@ -72,6 +72,17 @@ class ToolTask(Environment):
             return self._over()
         return self._after_tags(said.text) if self.calls == "tags" else self._after_calls(said.calls)
 
+    def files(self) -> Mapping[str, str]:
+        return {
+            f"tools.{name}.{argument}": path
+            for name, tool in self._tools.items()
+            for argument, path in tool.files().items()
+        }
+
+    def load(self) -> None:
+        for tool in self._tools.values():
+            tool.load()
+
     def most_answers(self, role: str) -> int | None:
         return self.max_calls + 1 if role == self.role else None
 

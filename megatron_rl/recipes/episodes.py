@@ -56,6 +56,10 @@ class OverEpisodes(EpisodeSettings):
         self.estimates = estimates(self, self._maker, seats)
         self._rewarded = tuple(rewarded)
 
+    def files(self) -> Mapping[str, str]:
+        """Returns {key of the config: path} of the files that the environment and its tools read."""
+        return {f"recipe.args.environment.args.{name}": path for name, path in self._maker.files().items()}
+
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
         """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
         that are conversations, where messages become tokens as texts."""
@@ -74,6 +78,7 @@ class OverEpisodes(EpisodeSettings):
         the run's reward function. The samples of one problem are a group. [P] prompts and seeds; `samplings` by role.
         Raises RewardFailure when too many episodes, or gradings, fail."""
         tasks = [prompt for prompt in prompts for _ in range(each)]
+        self._maker.load()
         with table.watch("rollout"):
             episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
         episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
