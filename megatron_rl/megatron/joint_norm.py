@@ -56,7 +56,9 @@ class _NormOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any
+    ) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(_over_heads(wide.square(), group) / width + eps)
         ctx.save_for_backward(x, weight, scale)
