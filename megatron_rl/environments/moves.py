@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,22 @@ from megatron_rl.chat import Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
 SEAT = "seat"  # the name in a rollout's payload of the seat that it is the sample of
+# A key of a message beside role and content: [[start, end], ...] of those stretches of the content that the environment
+# did not write itself, see `quoting`.
+QUOTED = "quoted"
+
+
+def quoting(role: str, template: str, **values: str) -> Message:
+    """Returns a message whose content is a template with each `{name}` replaced by that value: a text that another one
+    wrote, such as a tool's output. With the dialogue `text` such a text can write no control token, and the template
+    can; with the other dialogues no content can."""
+    content, quoted = "", []
+    for part in re.split("(" + "|".join(rf"\{{{name}\}}" for name in values) + ")", template):
+        value = values.get(part[1:-1]) if part.startswith("{") else None
+        if value is not None:
+            quoted.append([len(content), len(content) + len(value)])
+        content += part if value is None else value
+    return {"role": role, "content": content, QUOTED: quoted}
 
 
 class EnvironmentFailure(RuntimeError):
@@ -40,6 +57,7 @@ class Tool(ABC):
     def load(self) -> None:
         """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
         is not loaded again. Raises ConfigError for files that do not do."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
