@@ -24,7 +24,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        qk_layernorm=features.qk_norm,
+        qk_layernorm=features.qk_norm,  # not joint ones: core would sum their gradients over tensor ranks
         gated_linear_unit=True,
         activation_func=features.activation,
         add_bias_linear=False,
@@ -37,10 +37,11 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
 
 
 def needs_own_layers(features: Features) -> bool:
-    """Returns whether core has no layers of its own for a model: norms after, attention of several kinds, or a rotary
-    embedding of another kind than core has."""
+    """Returns whether core has no layers of its own for a model: other places of norms, norms of all heads at once,
+    attention of several kinds, or a rotary embedding of another kind than core has."""
+    moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
-    return features.norms_after or len(features.kinds) > 1 or other
+    return moved or features.qk_norm_joint or len(features.kinds) > 1 or other
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:

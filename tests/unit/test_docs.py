@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ from megatron_rl.config.files import load, read_keys
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.environments.moves import Said
+from megatron_rl.models import cuts
+from megatron_rl.models.base import Family
+from megatron_rl.models.sizes import Features
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/writing_a_recipe.md").read_text()
@@ -121,6 +125,19 @@ def test_the_tool_that_a_page_shows_can_be_called(own_parts):
     tool = letters.CountLetters()
     assert tool.run({"text": "Strawberry, r"}) == "3"
     assert all(tool.run(given).startswith("error: write a word") for given in ({}, {"text": "a"}, {"text": "a, bc"}))
+
+
+def test_the_page_about_families_shows_one_as_it_is_and_names_all_that_one_can_say():
+    page = (ROOT / "docs/adding_a_model.md").read_text()
+    assert (ROOT / "megatron_rl/models/olmo2.py").read_text() in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    members = {name for name in (*vars(Family), "model_type") if not name.startswith("_")}
+    own = {name for name, cut in vars(cuts).items() if isinstance(cut, type) and cut.__module__ == cuts.__name__}
+    ways = {name for name in own if hasattr(vars(cuts)[name], "held")} - {"Cut"}
+    wanted = {*members, *ways, *(field.name for field in fields(Features))}
+    assert len(ways) == 7 and not {name for name in wanted if f"`{name}`" not in page}
+    linked = re.findall(r"\]\(([^)#]+)\)", page) + re.findall(r"`((?:tests|megatron)/[\w/]*\.?\w*)`", page)
+    rooms = [ROOT / room for room in ("docs", ".", "megatron_rl")]
+    assert not [name for name in linked if not any((room / name).exists() for room in rooms)]
 
 
 def test_the_family_that_a_page_shows_is_the_one_that_is_trained():

@@ -46,6 +46,10 @@ PUBLISHED = {
     "smollm2-1.7b": 1.71,
     "gemma-3-270m": 0.268,
     "gemma-3-1b": 1.0,
+    "olmo-2-1b": 1.485,
+    "olmo-2-7b": 7.299,
+    "olmo-2-13b": 13.72,
+    "olmo-2-32b": 32.23,
 }
 
 
@@ -54,6 +58,10 @@ def test_a_public_models_parameters_are_as_many_as_its_card_says(name):
     found = sum(map(math.prod, rectangles.hf_shapes(known_sizes(name)).values())) / 1e9
     assert found == pytest.approx(PUBLISHED[name], rel=0.02)
     assert total(read_shape(name)) / 1e9 == found
+
+
+def test_of_every_family_with_public_models_one_is_counted():
+    assert not [name for name, family in families().items() if family.known and not family.known.keys() & PUBLISHED]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b"])
