@@ -51,7 +51,7 @@ def open_pool(
     listing = Listing(role=ROLE, replica=0, url=f"http://{settings.host}:{port}", incarnation="one", log=str(log))
 
     def connect(found: Listing) -> VllmServer:
-        return VllmServer(found.url, token, settings, ends={eos}, refit_timeout_s=60.0, boundaries=boundaries)
+        return VllmServer(found.url, token, settings, ends={eos}, vocab=0, refit_timeout_s=60.0, boundaries=boundaries)
 
     roster = Roster(directory / "engines")
     try:

@@ -3,17 +3,19 @@ behalf."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from megatron_rl.packing import TRAVELLERS, pack, unpack
 
 T = TypeVar("T")
 Handler = Callable[[Any], Any]
@@ -143,9 +145,7 @@ class TorchWorld:
         self._driving = True
         try:
             result = function(*args)
-            packed = pickle.dumps(
-                result
-            )  # here, so that a result that cannot travel is an error on every rank and not a hang
+            packed = pack(result)  # here, so that one that cannot travel is an error on every rank and not a hang
         except BaseException as error:
             self._send(("raise", "".join(traceback.format_exception(error)), None))
             raise
@@ -170,12 +170,12 @@ class TorchWorld:
                 "from_driver"
             )
         with self._calling:
-            self._send(("call", name, [pickle.dumps(argument) for argument in args_per_rank]))
+            self._send(("call", name, [pack(argument) for argument in args_per_rank]))
             answers = self._collect(name, args_per_rank[0])
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
-        return [pickle.loads(packed) for _, packed in answers]
+        return [unpack(packed) for _, packed in answers]
 
     def hand_out(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         own = replicas.of(self.rank)
@@ -211,26 +211,63 @@ class TorchWorld:
         while True:
             order, what, extra = self._send(None)
             if order == "return":
-                return pickle.loads(what)
+                return unpack(what)
             if order == "raise":
                 raise DriverError(f"rank 0 failed:\n{what}")
-            self._collect(what, pickle.loads(extra[self.rank]))
+            self._collect(what, unpack(extra[self.rank]))
 
     def _collect(self, name: str, argument: Any) -> list[tuple[str | None, bytes]]:
-        """Runs the handler here and gathers (traceback or None, pickled result) of every rank on rank 0."""
-        failure, packed = None, b""
+        """Runs the handler here and gathers (traceback or None, packed result) of every rank on rank 0."""
+        failure, packed = None, bytearray()
         try:
-            packed = pickle.dumps(self._handlers[name](argument))
+            packed = pack(self._handlers[name](argument))
         except BaseException as error:  # travels to the driver, which raises it on every rank
             failure = "".join(traceback.format_exception(error))
-        answers: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object((failure, packed), answers, dst=0, group=self._group)
-        return answers or []
+        return gather((failure, packed), self._group)
 
     def _send(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+        return value if self.size == 1 else broadcast(value, self._group)
+
+
+def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[type] = TRAVELLERS) -> Any:
+    """Returns on every rank of a group the value that its rank `source`, counted in the group, has. Collective.
+
+    Raises TypeError on that rank, before anything is sent, for a value that does not travel.
+    """
+    root, device = dist.get_global_rank(group, source), _get_object_coll_device(group)
+    sends = dist.get_rank(group) == source
+    packed = pack(value, travellers) if sends else bytearray()
+    size = torch.tensor([len(packed)], device=device)
+    dist.broadcast(size, root, group=group)
+    buffer = torch.frombuffer(packed, dtype=torch.uint8) if sends else torch.empty(int(size), dtype=torch.uint8)
+    buffer = buffer.to(device)
+    dist.broadcast(buffer, root, group=group)
+    return value if sends else unpack(memoryview(cast(Any, buffer.cpu().numpy())), travellers)
+
+
+def gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
+    """Brings the values of all ranks of a gloo group to its first. Returns them there, [] elsewhere. Collective."""
+    packed = pack(value, travellers)
+    size, first = torch.tensor([len(packed)]), dist.get_global_rank(group, 0)
+    if dist.get_rank(group) != 0:
+        dist.gather(size, dst=first, group=group)
+        dist.send(torch.frombuffer(packed, dtype=torch.uint8), first, group=group)
+        return []
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.gather(size, sizes, dst=first, group=group)
+    came = [bytearray(int(size)) for size in sizes]
+    coming = [
+        dist.irecv(torch.frombuffer(buffer, dtype=torch.uint8), dist.get_global_rank(group, rank), group=group)
+        for rank, buffer in enumerate(came)
+        if rank != 0
+    ]
+    for one in coming:
+        assert one is not None  # only for who is not in the group
+        one.wait()
+    return [value, *(unpack(buffer, travellers) for buffer in came[1:])]
+
+
+def all_gather(value: Any, group: Any, *, travellers: Sequence[type] = TRAVELLERS) -> list[Any]:
+    """Returns the values of all ranks of a gloo group on every rank, in their order. Collective."""
+    return broadcast(gather(value, group, travellers=travellers), group, travellers=travellers)

@@ -23,6 +23,28 @@ def address_among_ranks(environment: Mapping[str, str]) -> str:
     return own_address(environment.get("GLOO_SOCKET_IFNAME", AUTO).partition(",")[0])
 
 
+def address_of_first_rank(host: str, environment: Mapping[str, str]) -> str:
+    """Returns the address at which rank 0 listens, for the host name or address that a launcher gave it.
+
+    Many systems give a host's own name an address that no other host reaches (127.0.1.1): then it is that of
+    `address_among_ranks`. Raises ConfigError for a name that nobody knows.
+    """
+    found = _address_of_name(host)
+    if found is None:
+        raise ConfigError(f"MASTER_ADDR = {host}: there is no such host; export the address of the first rank's host")
+    if found.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        return address_among_ranks(environment)
+    return found
+
+
+def loopback_interface() -> str | None:
+    """Returns the name of the interface that reaches this machine alone; None where there is none."""
+    for name, found in psutil.net_if_addrs().items():
+        if any(a.family is socket.AF_INET and a.address.startswith("127.") for a in found):
+            return name
+    return None
+
+
 def own_address(host: str) -> str:
     """Returns the IPv4 address of this machine that `host` stands for.
 

@@ -37,15 +37,20 @@ def unpack(frame: bytes) -> tuple[Any, Arrays]:
     start = LENGTH_BYTES + int.from_bytes(frame[:LENGTH_BYTES], "little")
     if not LENGTH_BYTES < start <= len(frame):
         raise ValueError(f"{len(frame)} bytes are no frame: its header would end at byte {start}")
-    header = json.loads(frame[LENGTH_BYTES:start])
+    try:
+        header = json.loads(frame[LENGTH_BYTES:start])
+    except RecursionError as error:
+        raise ValueError("the header of a frame has lists in lists in lists") from error
     arrays: Arrays = {}
     try:
         for name, kind, shape in header["arrays"]:
+            if any(type(size) is not int or size < 0 for size in shape):
+                raise ValueError(f"an array of shape {str(shape)[:80]}")
             count = math.prod(shape)
             arrays[name] = np.frombuffer(frame, KINDS[kind], count, start).reshape(shape).astype(kind, copy=False)
             start += arrays[name].nbytes
         about = header["about"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"the header of a frame is {str(header)[:200]}: {type(error).__name__} {error}") from error
     if start != len(frame):
         raise ValueError(f"a frame has {len(frame)} bytes, its header tells of {start}")

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
-from megatron_rl.engines import sampler
+from megatron_rl.engines import answers, sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.pool import ServerEngine, given
-from megatron_rl.engines.server import Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import CONTROL_BYTES, Http, RequestRefused, ServerLost
 from megatron_rl.types import Stop
 
 COMPLETIONS, MODELS = "/v1/completions", "/v1/models"
 CONTEXT_NAMES = ("max_model_len", "context_length", "max_context_length")  # under which /v1/models tells the context
 TOKEN_ID = "token_id:"  # what stands before the id of a token that `return_tokens_as_token_ids` names
+VOCAB_MULTIPLE = 1024  # models have more tokens than their tokenizer: they fill up to a multiple of at most so many
 PAUSE_S = 0.5  # before a request is sent again, doubled each time, where the endpoint names no time
 
 
@@ -71,6 +72,7 @@ class OpenAiServer:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")
         self._endpoint, self._tokenizer, self._ends = endpoint, tokenizer, frozenset(ends)
+        self._vocab = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self._lock = threading.Lock()
         self._asked_context, self._context = False, None
 
@@ -88,9 +90,10 @@ class OpenAiServer:
             return [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
         n = 1 if sampling.temperature == 0 else sampling.n
         body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
-        choices = self._ask(body, n, timeout_s)
+        size = answers.FREE_BYTES + n * body["max_tokens"] * answers.JSON_TOKEN_BYTES
+        choices = self._ask(body, n, timeout_s, size)
         with self._understood():
-            return [self._completion(choice, sampling) for choice in choices] * (sampling.n // n)
+            return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
     def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
@@ -108,11 +111,13 @@ class OpenAiServer:
         body |= {"logprobs": max(1, k)} | ({"return_token_ids": True} if self._endpoint.extensions else {})
         body |= {"return_tokens_as_token_ids": True} if k else {}
         try:
-            choices = iter(self._ask(body, len(longer), timeout_s) if longer else [])
+            size = answers.FREE_BYTES + sum(map(len, longer)) * (answers.JSON_TOKEN_BYTES + k * answers.ENTRY_BYTES)
+            choices = iter(self._ask(body, len(longer), timeout_s, size) if longer else [])
         except RequestRefused as error:
             asked = f"`echo` with `logprobs: {max(1, k)}`"
             raise EngineError(f"{self.url} does not score prompts ({asked}): {error}") from error
-        return [self._scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
+        with self._understood():
+            return [self._scores(next(choices) if len(tokens) > 1 else None, tokens, k) for tokens in sequences]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         raise self._its_own()
@@ -175,34 +180,37 @@ class OpenAiServer:
             }
         return body
 
-    def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float) -> list[Any]:
+    def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
         """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused,
         ConfigError.
         """
-        answer = self._call("POST", COMPLETIONS, body, timeout_s)
+        answer = self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != count:
             raise ServerLost(f"{self.url} sent {len(choices)} completions, not {count}", retry_after_s=PAUSE_S)
         return choices
 
-    def _call(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
         """Returns an answer's JSON. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
         try:
-            return self._http.call(method, path, body, timeout_s=timeout_s)
+            return self._http.call(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         except ServerLost as error:
             raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
-    def _completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
+    def _completion(self, choice: Mapping[str, Any], sampling: Sampling, room: int) -> Completion:
+        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
         stop = self._stop(choice, sampling)
         tokens = choice.get("token_ids")
         told = _logprobs(choice) if tokens is not None and sampling.logprobs else None
+        if tokens is not None:
+            tokens = answers.read_tokens(tokens, self._vocab, room)
         if tokens is None:
             tokens = self._tokenizer.encode(choice["text"], add_special_tokens=False)[: sampling.max_tokens]
             own = self._tokenizer.eos_token_id
             tokens += [own] if stop is Stop.EOS and own is not None and tokens[-1:] != [own] else []
-        if told is not None and (len(told) != len(tokens) or not np.isfinite(told).all()):
-            raise ServerLost(f"{self.url} sent {len(told)} log-probs for {len(tokens)} tokens, or some are no numbers")
+        if told is not None:
+            told = answers.read_logprobs(told, (len(tokens),))
         greedy = sampling.temperature == 0
         plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
         unknown = np.full(len(tokens), np.nan, np.float32)
@@ -235,6 +243,8 @@ class OpenAiServer:
             logprobs[1:, 0] = self._own(choice, tokens)
             for place in range(1, len(tokens) if k else 0):
                 ids[place], logprobs[place, 1:] = self._likeliest(choice, place, k)
+            answers.read_logprobs(logprobs, logprobs.shape)
+            answers.check_ids(ids, self._vocab)
         return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
 
     def _likeliest(self, choice: Mapping[str, Any], place: int, k: int) -> tuple[list[int], list[float]]:
@@ -278,14 +288,9 @@ class OpenAiServer:
             f"{self.url}: the weights of an endpoint are its own; a role that is trained needs an engine"
         )
 
-    @contextlib.contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Takes an answer of another shape for none at all."""
-        try:
-            yield
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            said = f"{self.url} sent an answer that is no completion: {type(error).__name__} {error}"
-            raise ServerLost(said, retry_after_s=PAUSE_S) from error
+        return answers.understood(self.url, "a completion", retry_after_s=PAUSE_S)
 
 
 def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:

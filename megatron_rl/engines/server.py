@@ -5,13 +5,16 @@ apart.
 from __future__ import annotations
 
 import contextlib
+import functools
+import http.client
+import io
 import json
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import urllib3
@@ -24,6 +27,8 @@ CONNECT_S = 5.0
 KEPT_S = 2.0  # an idle connection is used again: servers close theirs after five, perhaps while a request is on its way
 CONNECTIONS = 1024  # kept, more are made and thrown away
 CONTROL_S = 60.0  # a control route's answer
+CONTROL_BYTES = 16 << 20  # the longest answer of one
+READ_BYTES = 1 << 20  # of an answer at a time
 SHOWN = 400  # characters of a server's error text
 BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
 TOO_MANY_S = 1.0  # how long a server is left alone that got too many requests and does not say how long it wants
@@ -94,8 +99,19 @@ class Server(Protocol):
         ...
 
 
+class HttpAnswer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
 class Http:
-    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Many threads may use it."""
+    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Many threads may use it.
+
+    A request has one deadline for all of it, however slowly the answer drips, and an answer one limit in bytes.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
         """`refused`: what is wrong, and the cure, when the server does not know who asks."""
@@ -103,28 +119,33 @@ class Http:
         self._headers, self._refused = dict(headers), refused
         self._base = urllib3.util.parse_url(self.url).path or ""
         self._pool = urllib3.connection_from_url(self.url, maxsize=CONNECTIONS)
-        self._pool.ConnectionCls = _remembered(self._pool.ConnectionCls, self._remember)
+        self._ends = threading.local()  # `at`: when the request of this thread ends
+        self._pool.ConnectionCls = _remembered(self._pool.ConnectionCls, self._remember, self._left_s)
         self._lock = threading.Lock()
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._under_way = 0
         self._closed = False
 
-    def call(self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True) -> Any:
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
+        max_bytes: int = CONTROL_BYTES,
+    ) -> Any:  # fmt: skip
         """Sends `body` as JSON -> the answer's JSON; None for an empty answer, or when what it `says` is of no
         interest.
 
-        Raises ServerLost, RequestRefused, and ConfigError when the server does not know who asks.
+        Raises ServerLost, also for an answer of more than `max_bytes`, RequestRefused, and ConfigError when the server
+        does not know who asks.
         """
         data = None if body is None else json.dumps(body).encode()
-        answer = self._good(method, path, data, "application/json", timeout_s)
+        answer = self._good(method, path, data, "application/json", timeout_s, max_bytes)
         try:
             return json.loads(answer.data) if says and answer.data else None
-        except ValueError as error:  # neither text nor JSON
+        except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists in lists in lists
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
-    def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float) -> bytes:
+    def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
         """Posts bytes of a content type -> the answer's bytes. Raises as `call` does."""
-        return self._good("POST", path, body, kind, timeout_s).data
+        return self._good("POST", path, body, kind, timeout_s, max_bytes).data
 
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
         """Tells whether a GET gives a good answer now."""
@@ -166,11 +187,11 @@ class Http:
                 self._pool.close()
 
     def _good(
-        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float
-    ) -> urllib3.BaseHTTPResponse:
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
+    ) -> HttpAnswer:
         """Returns an answer that says yes."""
         with self._open():
-            answer = self._request(method, path, body, kind, timeout_s)
+            answer = self._request(method, path, body, kind, timeout_s, max_bytes)
         if answer.status == 401:
             raise ConfigError(f"{self.url} {self._refused}")
         said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
@@ -181,18 +202,39 @@ class Http:
         return answer
 
     def _request(
-        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float
-    ) -> urllib3.BaseHTTPResponse:
+        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
+    ) -> HttpAnswer:
         timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
+        self._ends.at = time.monotonic() + timeout_s
         try:
-            return self._pool.urlopen(
+            answer = self._pool.urlopen(
                 method, self._base + path, body=body, headers={**self._headers, "Content-Type": kind},
-                timeout=timeout, retries=False, redirect=False,
+                timeout=timeout, retries=False, redirect=False, preload_content=False, decode_content=False,
             )  # fmt: skip
+            return HttpAnswer(answer.status, answer.headers, self._whole(answer, path, max_bytes))
         except urllib3.exceptions.TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+
+    def _whole(self, answer: urllib3.BaseHTTPResponse, path: str, max_bytes: int) -> bytes:
+        """Returns the body of an answer. Raises ServerLost as soon as it is longer than `max_bytes`."""
+        parts, size = list[bytes](), 0
+        while part := answer.read(READ_BYTES):
+            parts.append(part)
+            size += len(part)
+            if size > max_bytes:
+                answer.close()
+                raise ServerLost(f"{self.url}{path} answered more than {max_bytes} bytes: that is no answer to this")
+        answer.release_conn()
+        return b"".join(parts)
+
+    def _left_s(self) -> float:
+        """Returns how long the request of this thread may still take. Raises TimeoutError when its time is up."""
+        left = self._ends.at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the request's time is up")
+        return left
 
     def _remember(self, connection: socket.socket) -> None:
         """Closing a client wakes nobody who waits for an answer, shutting its sockets does."""
@@ -203,8 +245,11 @@ class Http:
             _break(connection)
 
 
-def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
-    """Returns a class of connections that tell their sockets, and count as dropped when they were idle for long."""
+def _remembered(base: Any, remember: Callable[[socket.socket], None], left_s: Callable[[], float]) -> Any:
+    """Returns a class of connections that tell their sockets, and count as dropped when they were idle for long.
+
+    A request and its answer take no longer in all than `left_s` says.
+    """
 
     class Remembered(base):
         used = 0.0
@@ -213,7 +258,13 @@ def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
             super().connect()
             remember(self.sock)
 
+        def request(self, *args: Any, **options: Any) -> Any:
+            if self.sock is not None:
+                self.sock.settimeout(left_s())  # else that of the request before
+            return super().request(*args, **options)
+
         def getresponse(self) -> Any:
+            self.response_class = functools.partial(_Timely, left_s)
             answer = super().getresponse()
             self.used = time.monotonic()
             return answer
@@ -225,19 +276,47 @@ def _remembered(base: Any, remember: Callable[[socket.socket], None]) -> Any:
     return Remembered
 
 
+class _Timely(http.client.HTTPResponse):
+    """An answer that is read within a time in all. Python's own has a time-out for each read, so that a server that
+    sends a byte now and then is never late.
+    """
+
+    def __init__(self, left_s: Callable[[], float], sock: socket.socket, *args: Any, **options: Any) -> None:
+        super().__init__(sock, *args, **options)
+        self.fp = io.BufferedReader(_TimelyReads(self.fp.detach(), sock, left_s))
+
+
+class _TimelyReads(io.RawIOBase):
+    """The reads of one answer."""
+
+    def __init__(self, raw: Any, sock: socket.socket, left_s: Callable[[], float]) -> None:
+        self._raw, self._socket, self._left_s = raw, sock, left_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._socket.settimeout(self._left_s())
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
 def _break(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # it is broken already
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _retry_after_s(answer: urllib3.BaseHTTPResponse) -> float:
+def _retry_after_s(answer: HttpAnswer) -> float:
     """Returns how long a server asks to be left alone: by its header, if it has one in seconds."""
     told = answer.headers.get("retry-after", "")
-    if told.isdigit():
+    if told.isdecimal() and len(told) < 7:
         return float(told)
     return TOO_MANY_S if answer.status == 429 else 0.0
 
 
-def _shown(answer: urllib3.BaseHTTPResponse) -> str:
+def _shown(answer: HttpAnswer) -> str:
     """Returns the beginning of an answer's text, in one line."""
     return " ".join(answer.data[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.schema import Sglang
-from megatron_rl.engines import sampler
+from megatron_rl.engines import answers, sampler
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScores
 from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
@@ -129,9 +129,12 @@ class SglangServer:
         if len(prompt) >= facts.longest_prompt:
             return [Completion(tokens=NOTHING, logprobs=NOTHING, stop=Stop.LENGTH)] * sampling.n
         n = 1 if sampling.temperature == 0 else sampling.n
-        answers = self._ask(self._request(prompt.tolist(), sampling, n, seed, facts), n, timeout_s)
+        body = self._request(prompt.tolist(), sampling, n, seed, facts)
+        room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
+        longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
+        found = self._ask(body, n, timeout_s, longest)
         with self._understood():
-            return [self._completion(about, own, sampling) for about, own in answers] * (sampling.n // n)
+            return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
 
     def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
@@ -153,9 +156,10 @@ class SglangServer:
             "return_logprob": True,
             "logprob_start_len": 0,
         } | ({"top_logprobs_num": k} if k else {})
-        answers = self._ask(body, len(sequences), timeout_s)
+        size = answers.FREE_BYTES + sum(map(len, sequences)) * (1 + k) * answers.ENTRY_BYTES
+        found = self._ask(body, len(sequences), timeout_s, size)
         with self._understood():
-            return [self._scores(*answer, tokens, k) for answer, tokens in zip(answers, sequences, strict=True)]
+            return [self._scores(*answer, tokens, k) for answer, tokens in zip(found, sequences, strict=True)]
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         order = {"verb": "join", "host": host, "port": port, "secret": secret, "replica": replica}
@@ -182,7 +186,9 @@ class SglangServer:
         self._post("/continue_generation", {})
 
     def version(self) -> int:
-        return _version(self._http.call("GET", "/model_info")["weight_version"])
+        answer = self._http.call("GET", "/model_info")
+        with self._understood():
+            return _version(answer["weight_version"])
 
     def _request(self, prompt: list[int], sampling: Sampling, n: int, seed: int, facts: _Facts) -> dict[str, Any]:
         parameters = {
@@ -214,10 +220,13 @@ class SglangServer:
             "sampling_params": parameters | {"n": n},
         }  # the prompt is worked through once for all n
 
-    def _ask(self, body: dict[str, Any], count: int, timeout_s: float) -> list[tuple[Mapping[str, Any], Arrays]]:
+    def _ask(
+        self, body: dict[str, Any], count: int, timeout_s: float, max_bytes: int
+    ) -> list[tuple[Mapping[str, Any], Arrays]]:
         """Returns what the server says of each completion, and its arrays."""
         with self._counted():
-            answer = self._http.exchange(GENERATE, json.dumps(body).encode(), "application/json", timeout_s=timeout_s)
+            asked = json.dumps(body).encode()
+            answer = self._http.exchange(GENERATE, asked, "application/json", timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             about, arrays = unpack(answer)
             found = list(zip(about, parts(about, arrays), strict=True))
@@ -232,19 +241,19 @@ class SglangServer:
                 f"a prompt is empty or has tokens outside of 0 to {self._vocab - 1}: {tokens[:10].tolist()} ..."
             )
 
-    def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling) -> Completion:
-        tokens, scaled = own["tokens"], own["scaled"]
-        drawn = own.get("drawn", NOTHING) if _truncated(sampling) else scaled
-        if not len(tokens) == len(scaled) == len(drawn):
-            raise ServerLost(f"{self.url} sent {len(scaled)} and {len(drawn)} log-probs for {len(tokens)} tokens")
-        self._check_finite(scaled, drawn)
+    def _completion(self, about: Mapping[str, Any], own: Arrays, sampling: Sampling, room: int) -> Completion:
+        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        tokens = answers.read_tokens(own["tokens"], self._vocab, room)
+        scaled = answers.read_logprobs(own["scaled"], (len(tokens),))
+        drawn = answers.read_logprobs(own.get("drawn", NOTHING), (len(tokens),)) if _truncated(sampling) else scaled
         greedy = sampling.temperature == 0
+        spans = [(span["start"], _version(span["version"])) for span in about["weight_versions"] or []]
         return Completion(
             tokens=tokens,
             logprobs=np.zeros(len(tokens)) if greedy else drawn,  # greedy decoding draws from a point mass
             stop=self._stop(about["finish_reason"], sampling),
             model_logprobs=scaled if greedy or sampling.temperature == 1 else None,
-            versions=[(span["start"], _version(span["version"])) for span in about["weight_versions"] or []],
+            versions=answers.read_versions(spans, len(tokens)),
         )
 
     def _scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
@@ -259,22 +268,13 @@ class SglangServer:
                     f"{self.url} told {own['top'].shape} of the {k} likeliest tokens of {len(told)} places"
                 )
             logprobs[1:, 1:], ids[1:] = own["top"], own["top_ids"]
-        self._check_finite(logprobs)
+        answers.read_logprobs(logprobs, logprobs.shape)
+        answers.check_ids(ids, self._vocab)
         return TopScores(logprobs=logprobs[:, 0].copy(), ids=ids, top_logprobs=logprobs[:, 1:].copy())
 
-    def _check_finite(self, *logprobs: np.ndarray) -> None:
-        if not all(np.isfinite(each).all() for each in logprobs):
-            raise ServerLost(f"{self.url} sent log-probs that are not numbers: are the weights?")
-
-    @contextlib.contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Takes an answer of another shape than SGLang's for none at all."""
-        try:
-            yield
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerLost(
-                f"{self.url} sent an answer that is not SGLang's: {type(error).__name__} {error}"
-            ) from error
+        return answers.understood(self.url, "SGLang's")
 
     def _stop(self, reason: Mapping[str, Any], sampling: Sampling) -> Stop:
         match reason["type"], reason.get("matched"):
@@ -345,12 +345,13 @@ class SglangServer:
     def _facts(self) -> _Facts:
         if self._known is None:
             told = self._http.call("GET", "/server_info")
-            self._known = _Facts(
-                tp=told["tp_size"],
-                longest_prompt=told["max_req_input_len"],
-                longest_mask=told["sampling_mask_max_tokens"],
-                heeds_seeds=told["enable_deterministic_inference"],
-            )
+            with self._understood():
+                self._known = _Facts(
+                    tp=answers.read_whole(told["tp_size"], 1),
+                    longest_prompt=answers.read_whole(told["max_req_input_len"], 0),
+                    longest_mask=answers.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
+                    heeds_seeds=bool(told["enable_deterministic_inference"]),
+                )
         return self._known
 
 

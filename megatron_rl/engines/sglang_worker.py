@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_rl.engines import own_families
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang_route import Framed
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import EngineSide
 from megatron_rl.weights.layouts import differences, engine_parameters
+from megatron_rl.world import all_gather
 
 # The two places where SGLang's plugin hooks (sglang.srt.plugins) put us
 UPDATE = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
@@ -148,6 +149,7 @@ class Refits:
         if self._side is not None:
             self._side.close()
             self._side = None
+        own_families.learn()
         model, tp = updater.get_model(), _tp_size()
         landing = SglangLanding(model)
         rank = replica * tp + updater.tp_rank
@@ -233,10 +235,7 @@ def _told_all(value: Any) -> list[Any]:
 
     if _tp_size() == 1:
         return [value]
-    group = get_parallel().tp_group.cpu_group
-    out: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(out, value, group=group)
-    return out
+    return all_gather(value, get_parallel().tp_group.cpu_group)
 
 
 def _tp_size() -> int:

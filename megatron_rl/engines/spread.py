@@ -45,7 +45,7 @@ class SpreadEngine(Generic[E]):
     def __init__(self, world: World, name: str, engine: E) -> None:
         self._world, self._engine = world, engine
         self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
-        world.serve(self._generate, lambda rows: engine.generate_rows(rows) if rows else [])
+        world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
         world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
         world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
@@ -71,7 +71,8 @@ class SpreadEngine(Generic[E]):
         each other in `rows`."""
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = deal(samples, self._world.size)
-        answers = self._world.call_all(self._generate, [[rows[i] for i in share] for share in shares])
+        told = [(row.tokens, row.key, row.sample, row.sampling) for row in rows]
+        answers = self._world.call_all(self._generate, [[told[i] for i in share] for share in shares])
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_rl.algorithms.authors import fingerprint, replay
 from megatron_rl.config.schema import ConfigError, Strategy, Vllm
-from megatron_rl.engines import frames, sampler
+from megatron_rl.engines import answers, frames, sampler
 from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
@@ -117,13 +117,15 @@ class VllmServer:
     """Implements server.Server. Verified with vLLM 0.32."""
 
     def __init__(
-        self, url: str, token: str, settings: Vllm, *, ends: Collection[int], refit_timeout_s: float,
+        self, url: str, token: str, settings: Vllm, *, ends: Collection[int], vocab: int, refit_timeout_s: float,
         boundaries: Boundaries | None = None,
     ) -> None:  # fmt: skip
-        """`ends`: the model's end-of-sequence tokens. `boundaries`: gives those of a tandem's strategies."""
+        """`ends`: the model's end-of-sequence tokens. `vocab`: how many tokens it has, 0 where that is not known.
+        `boundaries`: gives those of a tandem's strategies.
+        """
         self._http, self.url = Http(url, {HEADER: token}), url
         self._pause, self._refit_timeout_s, self._at_once = settings.pause, refit_timeout_s, settings.max_batch
-        self._ends = frozenset(ends)
+        self._ends, self._vocab = frozenset(ends), vocab
         self._context: int | None = None
         self._boundaries = boundaries
         self._agreed: dict[Strategy, frozenset[int]] = {}  # boundaries that the server has too
@@ -155,14 +157,14 @@ class VllmServer:
         """See server.Server. vLLM reads nothing from its prefix cache for it."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k}
-        _, found = self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s)
+        longest = answers.FREE_BYTES + sum(lengths) * (1 + k) * answers.ENTRY_BYTES
+        _, found = self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
         with self._understood():
-            logprobs, ids = found["logprobs"].copy(), found["ids"].copy()  # [N, 1 + k] and [N, k]
-        if logprobs.shape != (sum(lengths), 1 + k) or ids.shape != (sum(lengths), k):
-            raise ServerLost(
-                f"{self.url} sent log-probs {logprobs.shape} and ids {ids.shape} for {sum(lengths)} tokens"
-            )
-        _check_finite(logprobs)
+            logprobs = answers.read_logprobs(found["logprobs"], (sum(lengths), 1 + k)).copy()
+            ids = found["ids"].copy()  # [N, k]
+            if ids.shape != (sum(lengths), k):
+                raise answers.AnswerError(f"ids {ids.shape} of the {k} likeliest of {sum(lengths)} tokens")
+            answers.check_ids(ids, self._vocab)
         ends = np.cumsum(lengths)[:-1]
         parts = zip(np.split(logprobs, ends), np.split(ids, ends), strict=True)
         return [TopScores(logprobs=own[:, 0].copy(), ids=top, top_logprobs=own[:, 1:].copy()) for own, top in parts]
@@ -204,10 +206,12 @@ class VllmServer:
         self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
     ) -> list[Completion]:
         parameters = self._parameters(sampling, n, seed, room)
-        choices, arrays = self._exchange(GENERATE, parameters, prompt, timeout_s)
+        room = parameters["max_tokens"]
+        longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
+        choices, arrays = self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
         with self._understood():
             completions = [
-                _completion(choice, part, sampling, self._ends, len(prompt)) for choice, part in _parts(choices, arrays)
+                self._completion(choice, part, sampling, len(prompt), room) for choice, part in _parts(choices, arrays)
             ]
         if len(completions) != n:
             raise ServerLost(f"{self.url} sent {len(completions)} completions, not {n}")
@@ -237,10 +241,12 @@ class VllmServer:
             parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
         return parameters
 
-    def _exchange(self, path: str, about: Any, tokens: np.ndarray, timeout_s: float) -> tuple[Any, frames.Arrays]:
+    def _exchange(
+        self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int
+    ) -> tuple[Any, frames.Arrays]:
         """Sends tokens and what is said about them -> what the answer says, and its arrays."""
         body = frames.pack(about, {"tokens": tokens})
-        answer = self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s)
+        answer = self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             return frames.unpack(answer)
 
@@ -280,16 +286,38 @@ class VllmServer:
         if self._context is None:
             answer = self._http.call("GET", "/v1/models")
             with self._understood():
-                self._context = int(answer["data"][0]["max_model_len"])
+                self._context = answers.read_whole(answer["data"][0]["max_model_len"], 1)
         return self._context
 
-    @contextlib.contextmanager
-    def _understood(self) -> Iterator[None]:
+    def _completion(
+        self, choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, prompt: int, room: int
+    ) -> Completion:
+        """Returns a completion of at most `room` tokens. Raises what `_understood` turns into ServerLost."""
+        tokens = answers.read_tokens(part["tokens"], self._vocab, room)
+        told = answers.read_logprobs(part["logprobs"], (len(tokens),)) if sampling.logprobs else None
+        plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
+        greedy = sampling.temperature == 0
+        if greedy:
+            logprobs = np.zeros(len(tokens), np.float32)  # greedy decoding draws from a point mass
+        else:
+            logprobs = np.full(len(tokens), np.nan, np.float32) if told is None else told
+        experts = part.get("experts")
+        if experts is not None and (experts.ndim != 3 or (experts.size and experts.min() < 0)):
+            raise answers.AnswerError(f"experts {experts.shape}, or some below 0")
+        spans = [(start, _version(version)) for start, version in choice["weight_versions"]]
+        return Completion(
+            tokens=tokens,
+            logprobs=logprobs,
+            stop=_stop(choice, self._ends),
+            model_logprobs=told if plain or greedy else None,
+            # Not those of which the server has not all, as after an abort.
+            experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
+            versions=answers.read_versions(spans, len(tokens)),
+        )
+
+    def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Takes an answer of another shape than vLLM's for none at all."""
-        try:
-            yield
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerLost(f"{self.url} sent an answer that is not vLLM's: {type(error).__name__} {error}") from error
+        return answers.understood(self.url, "vLLM's")
 
 
 def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:
@@ -300,42 +328,12 @@ def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Itera
     for choice in choices:
         part = {}
         for name, array in kept.items():
-            end = begins[name] + int(choice[rows[name]])
+            end = begins[name] + answers.read_whole(choice[rows[name]], 0)
             part[name] = array[begins[name] : end].copy()  # without the rest of the answer, and writable
             begins[name] = end
         yield choice, part
     if any(begins[name] != len(array) for name, array in kept.items()):
         raise ValueError(f"its choices have {begins} rows, its arrays { ({n: len(a) for n, a in kept.items()}) }")
-
-
-def _completion(
-    choice: Mapping[str, Any], part: frames.Arrays, sampling: Sampling, ends: Collection[int], prompt: int
-) -> Completion:
-    tokens = part["tokens"]
-    told = part["logprobs"] if sampling.logprobs else None
-    if told is not None:
-        _check_finite(told)
-    plain = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
-    greedy = sampling.temperature == 0
-    if greedy:
-        logprobs = np.zeros(len(tokens), np.float32)  # greedy decoding draws from a point mass
-    else:
-        logprobs = np.full(len(tokens), np.nan, np.float32) if told is None else told
-    experts = part.get("experts")
-    return Completion(
-        tokens=tokens,
-        logprobs=logprobs,
-        stop=_stop(choice, ends),
-        model_logprobs=told if plain or greedy else None,
-        # Not those of which the server has not all, as after an abort.
-        experts=experts if experts is not None and 0 < len(experts) == prompt + len(tokens) - 1 else None,
-        versions=[(start, _version(version)) for start, version in choice["weight_versions"]],
-    )
-
-
-def _check_finite(logprobs: np.ndarray) -> None:
-    if not np.isfinite(logprobs).all():
-        raise ServerLost("vLLM sent log-probs that are not numbers: are the weights?")
 
 
 def _stop(choice: Mapping[str, Any], ends: Collection[int]) -> Stop:

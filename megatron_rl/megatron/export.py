@@ -15,6 +15,7 @@ from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import copies, rectangles
 from megatron_rl.weights.rectangles import Rect, Shard
+from megatron_rl.world import broadcast
 
 MIB = 1 << 20
 
@@ -56,14 +57,14 @@ def weights(
     own = [(name, p.detach()) for name, p in named if not (name == "output_layer.weight" and sizes.tied)]
     for number in range(groups.pp.size()):
         sends = groups.pp_rank == number
-        box: list[Any] = [[(name, p.dtype if dtype is None else dtype) for name, p in own] if sends else None]
+        names: Any = [(name, p.dtype if dtype is None else dtype) for name, p in own] if sends else None
         source = dist.get_global_rank(groups.pp, number)
         if groups.pp.size() > 1:
-            dist.broadcast_object_list(box, src=source, group=groups.pp)
+            names = broadcast(names, groups.pp, source=number)
         stage = _Stage((None, groups.tp, groups.experts), groups.pp, source, sends)
         local = iter([p for _, p in own]) if sends else iter(())
         device = own[0][1].device
-        for pieces, wire in _buckets(sizes, box[0], groups, int(bucket_mib * MIB)):
+        for pieces, wire in _buckets(sizes, names, groups, int(bucket_mib * MIB)):
             tensors = [next(local) for _ in pieces] if sends else []
             yield from _exchange(stage, pieces, tensors, torch.empty(_total(pieces), dtype=wire, device=device))
 

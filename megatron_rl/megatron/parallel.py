@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
 from megatron_rl.weights.rectangles import Shard
-from megatron_rl.world import Replicas
+from megatron_rl.world import Replicas, all_gather
 
 platform.install()
 
@@ -158,8 +158,7 @@ def _replicas(control: Any, timeout_s: int) -> Replicas:
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     last = pp == parallel_state.get_pipeline_model_parallel_world_size() - 1
     reports = last and tp == 0 and parallel_state.get_context_parallel_rank() == 0
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (parallel_state.get_data_parallel_rank(), reports), group=control)
+    everyone = all_gather((parallel_state.get_data_parallel_rank(), reports), control)
     ranks: list[list[int]] = [[] for _ in range(1 + max(number for number, _ in everyone))]
     reporters = [0] * len(ranks)
     for rank, (number, told) in enumerate(everyone):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,9 @@ class PointToPoint:
         self._rank, self._backend, self.buffers = rank, backend, Buffers()
         come = settings.message_timeout_s
         try:
-            self._group = _make(backend, board.store, rank, size, timedelta(seconds=come))
+            self._store = board.rank_store(timedelta(seconds=come))  # torch holds the C++ half of it alone
+            store = dist.PrefixStore(board.prefix, self._store)
+            self._group = _make(backend, store, board.way()[0], (rank, size), timedelta(seconds=come))
         except RuntimeError as error:
             raise TransportError(
                 f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})"
@@ -206,13 +208,16 @@ class _GroupHandle:
             raise TransportError(f"{self._what}: {failure}")
 
 
-def _make(backend: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Makes a process group on the board's store."""
+def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeout: timedelta) -> Any:
+    """Makes a process group on the board's store. gloo listens at `address` alone. `place`: (rank, size)."""
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        options = cast(Any, dist.ProcessGroupGloo)._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return dist.ProcessGroupGloo(store, *place, options)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupNCCL(store, *place, options)
 
 
 def _first_line(error: Exception) -> str:

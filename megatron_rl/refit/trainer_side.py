@@ -23,6 +23,7 @@ from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.wiring import RankSeat, Seating, Wiring
+from megatron_rl.world import all_gather, broadcast
 
 ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
 REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
@@ -47,6 +48,9 @@ class _RefitReport:
     failed: dict[int, str]  # replica -> why
     mismatch: str | None
     sides: list[tuple[ExchangeOutcome, tuple[int, float]]]  # the result of every process, and of its probe
+
+
+TRAVELLERS = (RankSeat, Address, ExchangeOutcome, _RollCall, _RefitReport)  # what the ranks tell each other
 
 
 class TrainerSide:
@@ -342,22 +346,20 @@ class TrainerSide:
 
     def _gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, on every rank."""
-        out: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(out, value, group=self._group)
-        return out
+        return all_gather(value, self._group, travellers=TRAVELLERS)
 
     def _on_first_rank(self, function: Callable[[], Any]) -> Any:
         """Calls `function` on the first rank. Returns its result, or raises its RefitError, on every rank."""
-        box: list[Any] = [None, None]
+        result, failure = None, None
         if self._rank == 0:
             try:
-                box[0] = function()
+                result = function()
             except RefitError as error:
-                box[1] = error
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
+                failure = type(error).__name__, str(error)
+        result, failure = broadcast((result, failure), self._group, travellers=TRAVELLERS)
+        if failure is not None:
+            raise {kind.__name__: kind for kind in (TransportError, Mismatch)}.get(failure[0], RefitError)(failure[1])
+        return result
 
 
 def _replica(rank: int, tp: int) -> Collection[int]:

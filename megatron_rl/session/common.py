@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
 import time
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
+from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.job import Leave
 from megatron_rl.cluster.meeting import meet
 from megatron_rl.cluster.watchdog import Watchdog
@@ -101,7 +103,7 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
 
     Quiet libraries, one thread per process on CPU.
 
-    `shared`: a directory that all ranks see, where those meet that no launcher told an address. `deterministic`: of
+    `shared`: a directory that all ranks see, where they meet. `deterministic`: of
     kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -117,17 +119,15 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     else:
         torch.set_num_threads(1)
         backend = "gloo"
-    address: dict[str, Any] = {}
-    store, file = None, shared / f"ranks.{place.session}.json"
+    # gloo then asks the board for the addresses of all ranks at once, and not for one after the other
+    os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")
+    file = shared / f"ranks.{place.session}.json"
     if place.world_size == 1:
         store = dist.HashStore()
-    elif place.port is None:
-        store = meet(file, rank=place.rank, world_size=place.world_size, address=place.address, timeout=MEET)
     else:
-        address = {"init_method": f"tcp://{place.address}:{place.port}"}
-    dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT, **address
-    )
+        own = address_of_first_rank(place.address, os.environ) if place.rank == 0 else place.address
+        store = meet(file, rank=place.rank, address=own, timeout=MEET)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
     world = TorchWorld()
     world.barrier()
     if place.rank == 0:
@@ -263,9 +263,10 @@ class Saver:
             if self._world.rank == 0:
                 shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
             place = self._driver.checkpoints.directory
+            free = shutil.disk_usage(place).free
             reason = " ".join(str(_root(error)).split())[:300]
             raise CheckpointError(
-                f"checkpoint {number} cannot be written to {place}, where {shutil.disk_usage(place).free / 1e9:.1f} GB are free "
+                f"checkpoint {number} cannot be written to {place}, where {free / 1e9:.1f} GB are free "
                 f"({reason}): "
                 f"{lines.RESUME}"
             ) from error

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.algorithms.authors import boundaries
 from megatron_rl.cluster.address import address_among_ranks, own_address
@@ -37,7 +36,7 @@ from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeles
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
 from megatron_rl.weights.layouts import EngineLayout
-from megatron_rl.world import World
+from megatron_rl.world import World, all_gather
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,7 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
 
 def _board_host(group: Any) -> str:
     """The address at which the ranks of a gloo group reach the first of them. Collective."""
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    hosts = all_gather(socket.gethostname(), group)
     return "127.0.0.1" if len({*hosts}) == 1 else address_among_ranks(os.environ)
 
 

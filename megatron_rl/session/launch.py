@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_rl.cluster.address import address_among_ranks, free_port
+from megatron_rl.cluster.address import address_among_ranks, free_port, loopback_interface
 from megatron_rl.cluster.job import SlurmJob, job_from
 
+LOCAL = "127.0.0.1"
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
 
 
@@ -31,20 +33,24 @@ class Place:
     world_size: int
     local_rank: int
     address: str  # of rank 0; of this host where `port` is None
-    port: int | None  # None: rank 0 takes a free one, and writes it to a file that all see
+    port: int | None  # part of this start's name: rank 0 listens at a free one, which it writes to a file that all see
     job: SlurmJob | None = None
 
     @property
     def session(self) -> str:
         """Returns the name of this start of the ranks, the same on all of them."""
-        return f"{self.job.name}.{self.job.step}" if self.job is not None and self.port is None else f"port{self.port}"
+        if self.job is not None and self.port is None:
+            return f"{self.job.name}.{self.job.step}"
+        host = f"{socket.gethostname()}." if self.address == LOCAL else ""  # another host may have such a start as well
+        return f"{host}port{self.port}"
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
     """Returns where torchrun or srun put this process; None when no launcher did.
 
-    srun gives no address: ranks meet by a file in the run directory, or by MASTER_ADDR and MASTER_PORT where the batch
-    script exports both. Raises ValueError when torchrun's environment lacks them, or one of them stands alone.
+    Ranks meet by a file in the run directory. Rank 0 listens at MASTER_ADDR where it is given, at its own address where
+    it is not, as by srun; MASTER_PORT is part of the file's name. Raises ValueError when torchrun's environment lacks
+    them, or one of them stands alone.
     """
     job = job_from(environment)
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -81,17 +87,19 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
     When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in
     a terminal then reaches a rank twice counts as once (`run.Interrupts`).
     """
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port(LOCAL))
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")
     children: list[BaseProcess] = []
     for number in range(nproc):
         variables = {
             "WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOCAL,
             "MASTER_PORT": port,
             "RANK": str(number),
             "LOCAL_RANK": str(number),
         }
+        if (loopback := loopback_interface()) is not None:
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
         children.append(context.Process(target=_run_rank, args=(rank, variables), name=f"rank {number}"))
     gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
     for child in children:

@@ -49,7 +49,13 @@ def connect(
 
     own = cast(Vllm, settings)  # there are only these two kinds
     return lambda listing: VllmServer(
-        listing.url, token, own, ends=known.ends, refit_timeout_s=refit_timeout_s, boundaries=known.boundaries
+        listing.url,
+        token,
+        own,
+        ends=known.ends,
+        vocab=known.vocab,
+        refit_timeout_s=refit_timeout_s,
+        boundaries=known.boundaries,
     )
 
 

@@ -50,6 +50,8 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
         Use(target=config.reward.target, args=config.reward.args)
     )  # workers build their own; this raises errors early
     config_checks.check_recipe(config, recipe)
+    if absent := config_checks.absent_recipe_files(recipe):
+        raise ConfigError("; ".join(map(str, absent)))
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe, fresh)
 

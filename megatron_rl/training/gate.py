@@ -135,8 +135,8 @@ def check(
     on rank 0 and DriverError on the others."""
     if not plan.settings.enabled:
         return {}
-    chosen = world.broadcast(list(plan.prompts[: plan.settings.num_prompts]))
-    if not chosen:
+    chosen = list(plan.prompts[: plan.settings.num_prompts])  # the driver has them
+    if not world.broadcast(len(chosen)):
         raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
     scores: dict[str, float] = {}
     if plan.settings.reward:

@@ -303,7 +303,12 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
 def pair(kind: str) -> tuple[int, Board, PointToPoint | Tcp]:
     """This rank of two, a board of both, and what is between them."""
     rank = int(os.environ["RANK"])
-    board = Board(dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0), b"a secret")
+    told = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    if rank == 0:
+        board, address = Board.host("127.0.0.1")
+        told.set("address", json.dumps(address))
+    else:
+        board = Board.join(Address(*json.loads(told.get("address"))))
     if kind == "tcp":
         return rank, board, Tcp(board.under("tcp"), rank, RefitConfig())
     return rank, board, PointToPoint(board.under("gloo"), rank, 2, backend="gloo", settings=RefitConfig())

@@ -12,6 +12,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 FAMILIES = {
@@ -31,6 +35,8 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),  # of a family in a package of its own (own_family.py)
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 OWN_SIZES = {  # of a family, over SIZES

@@ -19,7 +19,7 @@ class Asked:
 
     def __call__(self, value):
         self.seen.append(value)
-        if value == "unpicklable":
+        if value == "cannot travel":
             return threading.Lock()
         if value < 0:
             raise ValueError(f"negative: {value}")
@@ -45,7 +45,7 @@ def cases(world, asked):
     yield told(world, lambda: [world.call_all("ask", [r + k for r in ranks]) for k in (1, 5)])
     yield told(world, lambda: world.call_all("ask", [-1 if r == world.size - 1 else r for r in ranks]))
     yield told(world, lambda: world.call_all("ask", [-1 for _ in ranks]))
-    yield told(world, lambda: world.call_all("ask", ["unpicklable" for _ in ranks]))
+    yield told(world, lambda: world.call_all("ask", ["cannot travel" for _ in ranks]))
     yield told(world, lambda: world.call_all("nobody", ranks))
     yield told(world, lambda: world.call_all("ask", [1]))
     yield told(world, threading.Lock)

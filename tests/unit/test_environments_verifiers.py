@@ -306,6 +306,12 @@ def test_a_broken_episode_is_no_zero_and_the_process_starts_again(maker, tmp_pat
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_line_of_an_episode_that_is_not_under_way_costs_those_that_are_and_not_the_run(maker):
+    episodes = play(maker("stray", "single"), table_of(), [0, 1], EpisodeSettings(episode_timeout_s=60.0, workers=1))
+    assert [one.outcome for one in episodes] == [Outcome.ERROR, Outcome.SCORE]
+    assert "it wrote a line of the episode 99, which is not under way" in episodes[0].why
+
+
 def test_a_process_that_hangs_is_ended_and_nothing_is_left(maker, monkeypatch):
     monkeypatch.setattr(verifiers, "LATE_S", 0.5)
     one = maker("hang", "single")
@@ -406,5 +412,4 @@ def test_what_only_the_run_can_tell_is_refused_with_the_cure(maker):
     prompt = Prompt(id="p", tokens=[1], payload={"index": "first"})
     with pytest.raises(ConfigError, match="its index is 'first'"):
         maker("single").play(table_of(), [prompt], [0], SAMPLINGS, SETTINGS)
-    with pytest.raises(ConfigError, match="is none of the recipe's roles"):
-        maker("single").play(table_of(), [Prompt(id="p", tokens=[1], payload={"index": 0})], [0], {}, SETTINGS)
+    assert list(maker("single").speaking_roles()) == list(ROLES.values()), "a recipe compares them with its seats"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from toys import characters
 from megatron_rl.engines.base import Completion, Sampling
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.spread import SpreadEngine, deal
+from megatron_rl.packing import pack, unpack
 from megatron_rl.world import OneProcess
 
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [3, 4]]
@@ -21,8 +21,7 @@ SAMPLINGS = [Sampling(max_tokens=12, n=n, seed=n, temperature=t) for n, t in ((3
 
 
 class Ranks(OneProcess):
-    """A world of several ranks in one process: what is sent to each goes through pickle, as it does between
-    processes."""
+    """A world of several ranks in one process: what is sent to each is packed and unpacked, as between processes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -31,8 +30,8 @@ class Ranks(OneProcess):
     def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
         assert len(args_per_rank) == self.size
         self.sent.append(list(args_per_rank))
-        there = [pickle.loads(pickle.dumps(argument)) for argument in args_per_rank]
-        return [pickle.loads(pickle.dumps(self._handlers[name](argument))) for argument in there]
+        there = [unpack(pack(argument)) for argument in args_per_rank]
+        return [unpack(pack(self._handlers[name](argument))) for argument in there]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_a_prompt_travels_once_to_a_rank(engine):
     for key in range(2):
         session.ask(key, prompt, Sampling(max_tokens=1, n=50))
     assert len(list(session.answers())) == 2
-    assert all(len(pickle.dumps(rows)) < 2 * prompt.nbytes + 50 * 60 for rows in world.sent[0])
+    assert all(len(pack(rows)) < 2 * prompt.nbytes + 50 * 60 for rows in world.sent[0])
 
 
 @pytest.mark.parametrize("samples", [[5] * 8, [5] * 7, [5], [1, 1], [], [1, 9, 2, 2, 30, 4]], ids=str)

@@ -113,7 +113,7 @@ class Decoder:
         both = fused[:, :turned]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = both.split([arch.heads, arch.kv_heads], dim=1)
-            both = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=1)
+            both = torch.cat([self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)], dim=1)
         pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))  # [N, H + KV, d / 2]
         fused[:, :turned] = torch.view_as_real(pairs * turns).flatten(-2)
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
@@ -156,7 +156,14 @@ class Decoder:
         assert self._routing is not None, "a model whose layers have experts has routers"
         return [add_experts(x, y, layer.mlp, self._routing)]
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norms every head, or all heads at once where the weight is as wide as all of them. [N, H, d] -> [N, H, d]"""
+        return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Norms the last dimension. Without a weight there is no norm, and x itself is returned."""
+        if weight is None:
+            return x
         if self.arch.features.norm_from_one:
             return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), self.arch.features.norm_eps).type_as(x)
         if x.is_cuda:

@@ -1,0 +1,34 @@
+"""One rank of test_security_ranks.py: meets the others as a run does, and says what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.session.common import open_world
+from megatron_rl.session.launch import Place
+
+
+def main(out: str, shared: str) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    end = time.monotonic() + 60
+    while rank and not Path(shared, "strangers_were_there").exists():  # the others come late
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    place = Place(rank, size, rank, "127.0.0.1", int(os.environ["MASTER_PORT"]))
+    with open_world(place, Path(shared)) as world:
+        world.serve("double", lambda value: [world.rank, 2 * value])
+        answers = world.from_driver(lambda: world.call_all("double", [*range(size)]))
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        Path(out).write_text(json.dumps({"answers": answers, "sum": total.item()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
