@@ -213,7 +213,7 @@ def _read(file: Path, seen: tuple[Path, ...], out: list[_Source]) -> None:
         raise ConfigError(f"{file}: a config is a mapping of keys, not {type(tree).__name__}")
     named = tree.pop("base", None)
     bases = [] if named is None else [named] if isinstance(named, str) else named
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base.isprintable() for base in bases):
         raise ConfigError(f"{file}: base = {named!r}: give a file name, relative to this file, or a list of them")
     for base in bases:
         _read(file.parent / base, (*seen, path), out)

@@ -41,7 +41,7 @@ def fuzz(seed: int, count: int) -> Tally:
                 found = read_problems(source)
             except (ConfigError, DataError):
                 return "refused"
-            assert all(isinstance(problem.payload["question"], str) for problem in found)
+            assert all(isinstance(problem.values["question"], str) for problem in found)
             return "read"
 
         return tally(seed, count, one)
