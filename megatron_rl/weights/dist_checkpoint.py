@@ -8,7 +8,6 @@ whatever layout wrote it, and each piece is read straight to its place. Layers o
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights.copies import assemble, local
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, StackedKey, places
-from megatron_rl.weights.plain_data import read_metadata, read_object
+from megatron_rl.weights.plain_data import DAMAGED, read_metadata, read_object
 from megatron_rl.weights.rectangles import WHOLE, Rect, megatron, megatron_names
 
 
@@ -36,7 +35,7 @@ class DistCheckpoint:
         self.directory, self.trust = Path(directory), trust
         try:
             self._metadata: Any = read_metadata(self.directory, trust=trust)
-        except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+        except DAMAGED as error:
             raise ConfigError(
                 f"{directory} is not a distributed checkpoint that can be read here: {error} in its .metadata "
                 f"(torch here is {torch.__version__}; a checkpoint of a newer torch may need that one)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from megatron_rl.config.schema import ConfigError
 
 METADATA, COMMON = ".metadata", "common.pt"
 TRUST = "it would run code here. Where you trust its writer, `convert` reads it with --trust"
+# Whatever a damaged pickle raises.
+DAMAGED = (
+    OSError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError, AssertionError, OverflowError,
+    MemoryError, RecursionError, ImportError, RuntimeError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError,
+)  # fmt: skip
 # What torch's own .metadata is made of.
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ALLOWED = {
@@ -64,7 +70,7 @@ def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "something"
         raise ConfigError(f"{what} holds {reason}, which is no plain data: {TRUST}") from error
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise ConfigError(f"{what} cannot be read ({error}): the checkpoint is damaged") from error
 
 
@@ -73,12 +79,22 @@ def refuse_code(directory: Path) -> None:
     .metadata and the objects in the files as pickles of any kind."""
     try:
         metadata = read_metadata(directory)
-    except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
+        stored = metadata.state_dict_metadata
+        objects = {
+            index.fqn: (directory / place.relative_path, int(place.offset), int(place.length))
+            for index, place in (metadata.storage_data or {}).items()
+            if isinstance(stored.get(index.fqn), BytesStorageMetadata)
+        }
+        found = {name: _stretch(*place) for name, place in objects.items()}
+    except DAMAGED as error:
         raise ConfigError(f"{directory / METADATA} cannot be read: {error}") from error
-    for index, place in (metadata.storage_data or {}).items():
-        if isinstance(metadata.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-            with (directory / place.relative_path).open("rb") as file:
-                file.seek(place.offset)
-                read_object(file.read(place.length), f"{directory}: {index.fqn}")
+    for name, data in found.items():
+        read_object(data, f"{directory}: {name}")
     if (directory / COMMON).is_file():
         read_object(directory / COMMON, str(directory / COMMON))
+
+
+def _stretch(file: Path, offset: int, length: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        return opened.read(length)
