@@ -58,7 +58,20 @@ def read_metadata(directory: Path, *, trust: bool = False) -> Metadata:
         found = (pickle.Unpickler if trust else _PlainUnpickler)(file).load()
     if not isinstance(found, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(found).__name__} and not the metadata of a checkpoint")
+    _check_places(found)
     return found
+
+
+def _check_places(found: Metadata) -> None:
+    """Raises UnpicklingError unless the metadata say of every stored thing what it is and where it lies."""
+    kinds, places = found.state_dict_metadata, found.storage_data
+    if not isinstance(kinds, dict) or not isinstance(places, dict):
+        raise pickle.UnpicklingError("it does not say where things are stored")
+    for index, place in places.items():
+        numbers = (place.offset, place.length)
+        known = isinstance(index.fqn, str) and index.fqn in kinds and isinstance(place.relative_path, str)
+        if not known or any(type(number) is not int or number < 0 for number in numbers):
+            raise pickle.UnpicklingError(f"it does not say where {index.fqn!r} is stored")
 
 
 def read_object(data: bytes | Path, what: str, *, trust: bool = False) -> Any:
