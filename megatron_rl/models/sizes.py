@@ -23,6 +23,32 @@ class Sizes:
     experts: int = 0  # experts per layer; 0 for a dense model
     expert_ffn: int = 0  # width of an expert
     shared_ffn: int = 0  # width of the shared expert; 0 where there is none
+    dense_layers: int = 0  # layers in front that have no experts, in a model whose others do
+    # Attention through a latent: keys and values of all heads are made of one vector of kv_rank elements. A head's query
+    # and key have head_dim elements, of which the last rope_dim are rotated; the key's rotated ones are shared by heads.
+    kv_rank: int = 0  # 0: no latent
+    q_rank: int = 0  # width of the vector that queries are made of; 0: they are made of the hidden state
+    rope_dim: int = 0  # 0: all of head_dim
+    value_dim: int = 0  # elements of a head's value; 0: head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Returns how many elements of a head's query and key a rotary embedding turns."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Returns the elements of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def expert_layers(self) -> int:
+        """Returns how many layers have experts."""
+        return self.num_layers - self.dense_layers if self.experts else 0
+
+    def is_sparse(self, layer: int) -> bool:
+        """Says whether a layer has experts."""
+        return bool(self.experts) and layer >= self.dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +73,19 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The way a router chooses experts: those of the largest softmax probabilities, whose outputs it weighs by them."""
+    """The way a router chooses experts: those of the largest scores, whose outputs it weighs by these."""
 
     chosen: int  # experts of a token
-    renormalised: bool  # whether the chosen ones' probabilities are made to sum to 1
+    renormalised: bool  # whether the chosen ones' scores are made to sum to 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    biased: bool = False  # every expert has a bias, which is not trained: added to the scores for the choice alone
+    scale: float = 1.0  # of the weights
+    shared_gate: bool = True  # whether a gate weighs what a shared expert adds
+    # Experts stand in so many groups. A token sees those of its groups_chosen best groups alone; a group is as good as
+    # the sum of its group_best largest scores. One group: no limit.
+    groups: int = 1
+    groups_chosen: int = 1
+    group_best: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +112,7 @@ class Features:
     qkv_bias: bool = False  # query, key and value have a bias
     qk_norm: bool = False  # queries and keys are normalised, head by head
     softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
+    latent_eps: float = 1e-6  # of the norms of latents, whatever norm_eps is
     embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     pattern: tuple[int, ...] = ()  # the kind of every layer, as a place in `kinds`; empty: all are of the first

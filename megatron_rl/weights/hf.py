@@ -36,7 +36,7 @@ class Architecture(Sizes):
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says, for layers
+        """Returns cos and sin [N, rotated] (float32) of integer positions [N], scaled as the config says, for layers
         of one of the features' kinds."""
         frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
@@ -44,13 +44,13 @@ class Architecture(Sizes):
         return angles.cos() * scale, angles.sin() * scale
 
     def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
-        """Returns radians per position [head_dim / 2] (float32), and the factor of cos and sin, as transformers' rotary
+        """Returns radians per position [rotated / 2] (float32), and the factor of cos and sin, as transformers' rotary
         embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
         own = kind.rotary
         if own.kind != "default":
             layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
             return ROPE_INIT_FUNCTIONS[own.kind](cast(Any, self.config), **layer_type)
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
+        exponents = torch.arange(0, self.rotated, 2, dtype=torch.float) / self.rotated
         return 1.0 / own.theta**exponents, 1.0
 
 

@@ -96,6 +96,8 @@ CASES: dict[int, list[dict]] = {
             "model_settings": RECOMPUTE,
         },
         {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-packed", "model": "deepseek_v2", "layout": {}, "packed": True},
+        {"name": "deepseek_v3-padded", "model": "deepseek_v3", "layout": {}, "packed": False},
         {
             "name": "qwen2_moe-recompute-padded",
             "model": "qwen2_moe",
@@ -156,6 +158,15 @@ CASES: dict[int, list[dict]] = {
         {"name": "gemma3-pp2vpp2-padded", "model": "gemma3_text", "layout": VPP, "packed": False},
         {"name": "gemma3-cp2-packed", "model": "gemma3_text", "layout": CP, "packed": True},
         {"name": "gemma3-cp2-padded", "model": "gemma3_text", "layout": CP, "packed": False},
+        {"name": "deepseek_v2-ep2-padded", "model": "deepseek_v2", "layout": EP, "packed": False},
+        {
+            "name": "deepseek_v3-tp2sp-ep2-packed",
+            "model": "deepseek_v3",
+            "layout": SP | EP | {"etp": 1},
+            "packed": True,
+        },
+        {"name": "deepseek_v3-pp2-packed", "model": "deepseek_v3", "layout": PP, "packed": True},
+        {"name": "deepseek_v3-cp2-padded", "model": "deepseek_v3", "layout": CP, "packed": False},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
@@ -203,6 +214,53 @@ CASES: dict[int, list[dict]] = {
             "packed": False,
         },
         {"name": "qwen3_moe-ep2-dp4-packed", "model": "qwen3_moe", "layout": EP, "packed": True},
+    ],
+}
+FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
+    1: [
+        {"name": "deepseek_v3-packed", "model": "deepseek_v3", "layout": {}, "packed": True},
+        {"name": "deepseek_v2_greedy-padded", "model": "deepseek_v2_greedy", "layout": {}, "packed": False},
+        {"name": "deepseek_v3-bf16", "model": "deepseek_v3", "layout": {}, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-bf16", "model": "deepseek_v2", "layout": {}, "packed": False, "dtype": "bfloat16"},
+        {
+            "name": "deepseek_v3-recompute",
+            "model": "deepseek_v3_deep",
+            "layout": {},
+            "packed": True,
+            "model_settings": RECOMPUTE,
+        },
+        {
+            "name": "deepseek_v3-selective",
+            "model": "deepseek_v3",
+            "layout": {},
+            "packed": False,
+            "model_settings": selective("core_attn", "mlp", "moe"),
+        },
+        {"name": "deepseek_v3-replay", "model": "deepseek_v3", "layout": {}, "packed": True, "replay": True},
+    ],
+    2: [
+        {"name": "deepseek_v2-tp2sp-packed", "model": "deepseek_v2", "layout": SP, "packed": True},
+        {"name": "deepseek_v3-tp2sp-padded", "model": "deepseek_v3", "layout": SP, "packed": False},
+        {"name": "deepseek_v2_greedy-tp2sp-packed", "model": "deepseek_v2_greedy", "layout": SP, "packed": True},
+        {"name": "deepseek_v3-pp2-padded", "model": "deepseek_v3", "layout": PP, "packed": False},
+        {"name": "deepseek_v3-pp2vpp2-packed", "model": "deepseek_v3_deep", "layout": VPP, "packed": True},
+        {"name": "deepseek_v3-ep2-packed", "model": "deepseek_v3", "layout": EP, "packed": True},
+        {"name": "deepseek_v3-etp2-padded", "model": "deepseek_v3", "layout": ETP, "packed": False},
+        {"name": "deepseek_v2-cp2-packed", "model": "deepseek_v2", "layout": CP, "packed": True},
+        {
+            "name": "deepseek_v3-dp2-overlap",
+            "model": "deepseek_v3",
+            "layout": {},
+            "packed": True,
+            "optimizer": {"overlap": True},
+        },
+        {"name": "deepseek_v3-tp2sp-bf16", "model": "deepseek_v3", "layout": SP, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-replay-pp2", "model": "deepseek_v2", "layout": PP, "packed": True, "replay": True},
+    ],
+    4: [
+        {"name": "deepseek_v3-tp2sp-pp2-packed", "model": "deepseek_v3", "layout": SP | PP, "packed": True},
+        {"name": "deepseek_v2-pp2-ep2-padded", "model": "deepseek_v2", "layout": PP | EP, "packed": False},
+        {"name": "deepseek_v3-tp2sp-cp2-ep2-packed", "model": "deepseek_v3", "layout": SP | CP | EP, "packed": True},
     ],
 }
 GRADIENTS = 2e-6  # largest error over largest gradient
@@ -284,16 +342,27 @@ def results(tmp_path_factory):
     make_model(directory / "qwen2", "qwen2", **sizes)
     make_model(directory / "qwen2_tied", "qwen2", tie_word_embeddings=True, **sizes)
     make_model(directory / "qwen3", "qwen3", **sizes)
-    for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text"):
+    for family in (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen3_moe",
+        "qwen2_moe",
+        "gemma3_text",
+        "deepseek_v2",
+        "deepseek_v3",
+    ):
         make_model(directory / family, family, **sizes)
     make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)
     for family in MOE:
         make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)
+    make_model(directory / "deepseek_v3_deep", "deepseek_v3", **sizes, num_hidden_layers=4)
+    make_model(directory / "deepseek_v2_greedy", "deepseek_v2", **sizes, q_lora_rank=24, topk_method="greedy")
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
 
     @cache
     def of(world: int, which: str = "cases") -> list[dict]:
-        cases = CASES[world] if which == "cases" else matrix(world)
+        cases = {"cases": CASES, "further": FURTHER}[which][world] if which != "matrix" else matrix(world)
         answers: list[dict] = [{} for _ in range(world)]
         for part in range(0, len(cases), AT_ONCE):
             out, some = directory / f"{which}{world}.{part}", cases[part : part + AT_ONCE]
@@ -319,6 +388,14 @@ def test_every_family_has_a_case():
     assert {name for name, family in families().items() if family.has_experts} <= {
         case.get("model") for cases in CASES.values() for case in cases if case["layout"].get("ep") == 2
     }
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, case["name"]) for world, cases in FURTHER.items() for case in cases]
+)
+def test_parity_with_transformers_in_further_layouts(results, world, name):
+    check(results(world, "further"), name)
 
 
 @pytest.mark.matrix
