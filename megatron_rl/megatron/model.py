@@ -32,12 +32,12 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 

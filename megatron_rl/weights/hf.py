@@ -22,7 +22,7 @@ from megatron_rl.models.blocks import EMBEDDING, HEAD
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import headers
 from megatron_rl.weights.copies import from_tensor
-from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
+from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes, kept_float32
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK = 1 << 24  # the most elements that are compared at a time
@@ -96,7 +96,7 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
     """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
     Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
-    (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
+    but those that are always float32 (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
     too: that is compared with the embedding.
     """
     directory = local_directory(directory)
@@ -111,7 +111,8 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
             raise ConfigError(
                 f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
             )
-    _check_dtypes({name: found[name] for name in wanted}, cast)
+    kept = {name for name in kept_float32(sizes) & wanted.keys() if found[name].dtype == "F32"}
+    _check_dtypes({name: found[name] for name in wanted if name not in kept}, cast)
     if (
         sizes.tied
         and HEAD in found

@@ -58,6 +58,21 @@ def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
     return shapes
 
 
+@lru_cache(maxsize=64)
+def kept_float32(sizes: Sizes) -> frozenset[str]:
+    """Returns the names of the parameters that are float32 whatever the model's dtype, and are not trained.
+
+    They are those of Hugging Face tensors, of Megatron's parameters in both spellings, and of engines' parameters.
+    """
+    found: set[str] = set()
+    for layer in range(sizes.num_layers):
+        megatron_prefix, prefix = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
+        for row in (row for row in layer_rows(sizes, layer) if row.float32):
+            found |= {megatron_prefix + row.spelled(fused) for fused in (False, True)}
+            found |= {prefix + name for name in (*(s.name for s in row.sources), row.engine) if name is not None}
+    return frozenset(found)
+
+
 def is_sharded(sizes: Sizes, name: str) -> bool:
     """Says whether tensor-parallel ranks hold different parts of this Megatron parameter.
 
@@ -212,7 +227,9 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
             continue
         (rows, columns), rects = held(row)
         if not row.experts:
-            out[prefix + row.engine] = (rows, columns), _named(rects, prefix, "")
+            (before, _), others = out.get(prefix + row.engine, ((0, columns), []))
+            behind = [rect._replace(at_row=before + rect.at_row) for rect in _named(rects, prefix, "")]
+            out[prefix + row.engine] = (before + rows, columns), others + behind
             continue
         here = (
             range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)

@@ -348,10 +348,10 @@ def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[
     """Compares what the stream of weights gives after the reference's were in use, in small buckets, and cast."""
     again = dict(policy.weights())
     small = [*policy.weights(bucket_mib=0.01)]
-    half = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16))
+    half, kept = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16)), rectangles.kept_float32(policy.arch)
     return {
         "buckets": float([n for n, _ in small] != [*now] or any(not torch.equal(now[n], t) for n, t in small)),
-        "cast": float(any(not torch.equal(now[n].bfloat16(), t) for n, t in half.items())),
+        "cast": float(any(not torch.equal(now[n] if n in kept else now[n].bfloat16(), t) for n, t in half.items())),
         "swap": float(any(not torch.equal(again[n], now[n]) for n in now)),
     }
 

@@ -279,8 +279,8 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "cast": 0.0,
 }
 # Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
-# makes lr / eps = 100 times a gradient's error.
-BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}}
+# makes lr / eps = 100 times a gradient's error. V3 weighs experts by 2.5.
+BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}, "deepseek_v3": BOUNDS | {"weights": 4e-6}}
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,

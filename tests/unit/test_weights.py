@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numbered import numbered
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import LATENT, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError
@@ -144,6 +144,18 @@ def cases(draw):
         expert_ffn=4 * draw(st.integers(1, 2)) * moe,
         shared_ffn=8 if families()[family].has_shared_expert else 0,
     )
+    if "kv_rank" in families()[family].keys:
+        sizes = replace(
+            sizes,
+            kv_heads=heads,
+            head_dim=6,
+            rope_dim=2,
+            value_dim=draw(st.sampled_from([3, 4])),
+            kv_rank=5,
+            q_rank=draw(st.sampled_from([0, 7])),
+            shared_ffn=draw(st.sampled_from([0, 8])),
+            dense_layers=draw(st.integers(0, sum(stages))),
+        )
     return sizes, Layout(tp, stages, ep, etp, draw(st.booleans()), draw(st.sampled_from([1, 8])))
 
 
@@ -258,7 +270,7 @@ TINY = {
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
     """Compares the table with model directories that transformers made from every family's config.json."""
-    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(family, **(TINY | (LATENT if "deepseek" in family else {})), tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     sizes = registry.read(json.loads((tmp_path / "config.json").read_text()))
