@@ -85,8 +85,8 @@ class LatentAttention(MultiLatentAttention):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Makes queries, keys and values of [L, S, h], or of this rank's share of it under sequence parallelism.
 
-        Returns queries and keys [L, S, H, d], rotated, and values [L, S, H, v], for this rank's H heads; packed, where S
-        is 1, all without that dimension. Behind them come the vectors that queries and keys were made of.
+        Returns queries and keys [L, S, H, d], rotated, and values [L, S, H, v], for this rank's H heads; packed, where
+        S is 1, all without that dimension. Behind them come the vectors that queries and keys were made of.
         """
         assert packed_seq_params is not None, "the torch layer spec needs a SequenceLayout as packed_seq_params"
         config, (cos, sin) = self.config, packed_seq_params.turns[0]

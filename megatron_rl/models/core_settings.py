@@ -56,7 +56,7 @@ def _latent(sizes: Sizes) -> dict[str, Any]:
 def needs_own_layers(sizes: Sizes, features: Features) -> bool:
     """Returns whether core has no layers of its own for a model: norms after, attention of several kinds.
 
-    Its attention through a latent is not used with Transformer Engine either: without sequence parallelism it leaves the
+    Nor is its attention through a latent used with Transformer Engine: without sequence parallelism it leaves the
     gradient of the shared key unsummed over tensor ranks, and the latents' norms have an epsilon of their own.
     """
     return features.norms_after or len(features.kinds) > 1 or bool(sizes.kv_rank)

@@ -92,14 +92,15 @@ class DeepseekV2(Family):
         self.check_groups(config, found, where)
         return found
 
-    def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str) -> None:
-        """Raises ConfigError for groups of experts in which a router could not choose."""
+    def check_groups(self, config: Mapping[str, Any], sizes: Sizes, where: str, *, best: int = 1) -> None:
+        """Raises ConfigError for groups of experts in which a router could not choose, by the `best` of each."""
         groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
         wanted = int(config.get("num_experts_per_tok") or 1)
-        if sizes.experts % groups or not 1 <= chosen <= groups or wanted > sizes.experts // groups * chosen:
+        each = sizes.experts // groups
+        if sizes.experts % groups or each < best or not 1 <= chosen <= groups or wanted > each * chosen:
             raise ConfigError(
                 f"{where}: n_group = {groups} with topk_group = {chosen} does not hold num_experts_per_tok = {wanted} "
-                f"of {sizes.experts} experts: give groups that divide the experts, and enough of them"
+                f"of {sizes.experts} experts: give groups of {best} or more that divide the experts, and enough of them"
             )
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:

@@ -54,7 +54,7 @@ class DeepseekV3(DeepseekV2):
         """Returns the sizes. Raises ConfigError as the base does, and for weights that core always makes sum to 1."""
         found = Family.read(self, config, where)
         told = {**DEFAULTS, **config}
-        self.check_groups(told, found, where)
+        self.check_groups(told, found, where, best=2)
         if not told["norm_topk_prob"] and int(told.get("num_experts_per_tok") or 1) > 1:
             raise ConfigError(
                 f"{where}: norm_topk_prob = False with several experts per token is not supported: Megatron-core "
@@ -74,6 +74,11 @@ class DeepseekV3(DeepseekV2):
             scale=float(told["routed_scaling_factor"]),
             **groups_of(told, best=2),
         )
+
+    def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
+        """Says whether a tensor has no part in the model: the layers that predict ahead stand behind the others."""
+        ahead = tensor.startswith("model.layers.") and int(tensor.split(".")[2]) >= sizes.num_layers
+        return ahead or super().leaves_out(sizes, tensor)
 
     def beside(self, sizes: Sizes) -> Sequence[Row]:
         """Returns the bias of the router."""

@@ -24,8 +24,9 @@ class Sizes:
     expert_ffn: int = 0  # width of an expert
     shared_ffn: int = 0  # width of the shared expert; 0 where there is none
     dense_layers: int = 0  # layers in front that have no experts, in a model whose others do
-    # Attention through a latent: keys and values of all heads are made of one vector of kv_rank elements. A head's query
-    # and key have head_dim elements, of which the last rope_dim are rotated; the key's rotated ones are shared by heads.
+    # Attention through a latent: keys and values of all heads are made of one vector of kv_rank elements. A head's
+    # query and key have head_dim elements, of which the last rope_dim are rotated; all heads share the key's rotated
+    # ones.
     kv_rank: int = 0  # 0: no latent
     q_rank: int = 0  # width of the vector that queries are made of; 0: they are made of the hidden state
     rope_dim: int = 0  # 0: all of head_dim

@@ -96,8 +96,8 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
     """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
     Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
-    but those that are always float32 (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
-    too: that is compared with the embedding.
+    but those that are always float32 (or any, where the reader is going to `cast`). The one exception is a tied model
+    whose files hold an output layer too: that is compared with the embedding.
     """
     directory = local_directory(directory)
     found, wanted = headers.read_directory(directory), hf_shapes(sizes)

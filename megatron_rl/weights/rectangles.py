@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.cuts import Held, Rect, Shape
-from megatron_rl.models.registry import ends, layer_rows
+from megatron_rl.models.registry import ends, family_of, layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, MEGATRON_LAYER, Row
 from megatron_rl.models.sizes import Sizes
 
@@ -258,7 +258,8 @@ def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
-    left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
+    family = family_of(sizes)
+    left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
     if left:
         raise ConfigError(
             f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "

@@ -56,7 +56,7 @@ STATES = ("optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state
 def tiny(folder, family, *, tied=False, dtype=torch.float32):
     """Makes a tiny model directory of a family."""
     full_attention = {"sliding_window": None} if family in ("mistral", "mixtral") else {}
-    latent = LATENT | {"num_hidden_layers": 3} if "deepseek" in family else {}
+    latent = LATENT | {"num_hidden_layers": 3, "num_experts": 8, "num_local_experts": 8} if "deepseek" in family else {}
     config = AutoConfig.for_model(family, **(TINY | full_attention | latent), tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder

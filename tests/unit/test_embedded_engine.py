@@ -35,6 +35,9 @@ MODELS = {
     "mixtral": ("mixtral", {}),
     "gemma3": ("gemma3_text", {"num_key_value_heads": 1}),
     "gemma3-untied": ("gemma3_text", {"tie_word_embeddings": False}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-greedy": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "greedy", "first_k_dense_replace": 0}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)

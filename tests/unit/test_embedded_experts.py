@@ -21,10 +21,11 @@ from megatron_rl.engines.embedded.feed_forward import add_experts
 from megatron_rl.engines.embedded.weights import ExpertWeights, FeedForward, SharedExpert, WeightSlots, storage
 from megatron_rl.models.sizes import Routing
 from megatron_rl.planning import shapes
+from megatron_rl.types import FREE
 from megatron_rl.weights import hf
 from megatron_rl.weights.rectangles import hf_shapes
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [8] * 17]
 CPU = torch.device("cpu")
 
@@ -45,16 +46,17 @@ def loaded(directory, **settings):
 
 
 def chosen_by_transformers(model, sequence):
-    """Returns the experts that transformers' routers choose for each token, [T, L, k], ascending."""
+    """Returns the experts that transformers' routers choose for each token, [T, L, k], ascending, FREE where there is
+    none.
+    """
     told = []
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda module, given, made: told.append(made[2]))
-        for layer in model.model.layers
-    ]
+    sparse = [layer for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [layer.mlp.gate.register_forward_hook(lambda module, given, made: told.append(made[2])) for layer in sparse]
     with torch.no_grad():
         model(torch.tensor([sequence]))
     for hook in hooks:
         hook.remove()
+    told = [torch.full_like(told[0], FREE)] * (len(model.model.layers) - len(sparse)) + told
     return torch.stack(told, dim=1).sort(dim=-1).values.numpy()
 
 
