@@ -149,7 +149,7 @@ def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if tensor.dtype != torch.float32:
         raise ValueError(f"{name} is {tensor.dtype}: it must be float32, whatever the model's dtype is")
-    return tensor[:, None].view(dtype)
+    return tensor.view(-1, 1).view(dtype)
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:

@@ -423,5 +423,5 @@ def test_bfloat16_attention_scores_are_not_rounded(directory):
     weights = torch.einsum("bhd,bhld->bhl", q.double(), keys) * decoder.arch.head_dim**-0.5 + bias.double()[:, None]
     exact = torch.einsum("bhl,bhld->bhd", weights.softmax(-1), values).flatten(1)
     rounded = torch.einsum("bhl,bhld->bhd", weights.bfloat16().double().softmax(-1), values).flatten(1)
-    error = (decoder._attend(q, cache, bias).double() - exact).abs().mean()
+    error = (decoder._attend(q, *cache, bias).double() - exact).abs().mean()
     assert error < 0.5 * (rounded - exact).abs().mean(), "a rounded score costs more than a rounded result"
