@@ -438,7 +438,10 @@ class SDPAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attends: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v]. Causal without a
         mask."""
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
+        grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+        if width != key.shape[-1] and not value.is_cuda:  # else torch would keep all scores on a CPU
+            value = F.pad(value, (0, key.shape[-1] - width))
+        out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
+        return out[..., :width]

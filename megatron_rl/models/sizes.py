@@ -47,6 +47,25 @@ class Sizes:
         """Returns how many layers have experts."""
         return self.num_layers - self.dense_layers if self.experts else 0
 
+    @property
+    def attention_weights(self) -> int:
+        """Returns the number of weights of one layer's attention, norms and biases aside."""
+        if not self.kv_rank:
+            return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        queries = (self.q_rank or self.hidden) * self.heads * self.head_dim + self.hidden * self.q_rank
+        both = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        keys = self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * both
+        return queries + keys + self.heads * self.value_dim * self.hidden
+
+    @property
+    def cached(self) -> int:
+        """Returns how many numbers an engine keeps of one token in a layer: keys and values, or their latent."""
+        return self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
+
+    def cache_copies(self, tp: int) -> int:
+        """Returns how often the ranks of an engine keep these numbers: a latent belongs to all heads."""
+        return tp if self.kv_rank else max(1, tp // self.kv_heads)
+
     def is_sparse(self, layer: int) -> bool:
         """Says whether a layer has experts."""
         return bool(self.experts) and layer >= self.dense_layers

@@ -43,6 +43,9 @@ PUBLISHED = {
     "smollm2-1.7b": 1.71,
     "gemma-3-270m": 0.268,
     "gemma-3-1b": 1.0,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v2": 236,
+    "deepseek-v3": 671,
 }
 
 
@@ -53,10 +56,13 @@ def test_a_public_models_parameters_are_as_many_as_its_card_says(name):
     assert total(read_shape(name)) / 1e9 == found
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b", "deepseek-v2"])
 def test_the_ranks_of_a_layout_are_counted_as_the_rectangles_have_them(name):
     """Planning counts equal layers together; the maps of weights go parameter by parameter."""
-    shape, parallel = read_shape(name), Parallel(world=16, tp=2, pp=2, ep=4 if "30b" in name else 1)
+    shape, parallel = (
+        read_shape(name),
+        Parallel(world=16, tp=2, pp=2, ep=4 if "30b" in name or "deepseek" in name else 1),
+    )
     sizes = shape.sizes
     for stage, layers in enumerate((range(sizes.num_layers // 2), range(sizes.num_layers // 2, sizes.num_layers))):
         ends = {"first": stage == 0, "last": stage == 1}
