@@ -451,9 +451,10 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
         make_model(tmp_path / "experts", "qwen3_moe", **sizes),
     )
     together = {"tp": 2, "sequence_parallel": True}
-    latent = make_model(tmp_path / "latent", "deepseek_v3", **sizes, num_hidden_layers=3)
+    latent = make_model(tmp_path / "latent", "deepseek_v3", **sizes)  # a dense layer, and one with experts
     kinds = [
-        (latent, {}, {}), (latent, together, {"recompute": "selective", "modules": ["mlp"]}), (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
+        (latent, {"pp": 2}, {}), (latent, together, {"recompute": "selective", "modules": ["mlp"]}),
+        (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
         (dense, {}, {"recompute": "selective"}),
         (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
