@@ -288,6 +288,8 @@ BF16 = {
     "loss": 0.01,
     "weights": 2e-3,  # mean, after one Adam step of lr 1e-2
 }
+# A rounded state sends a token near a tie to other experts than the exact one does, and groups make more ties.
+BF16_OF = {"deepseek_v3": BF16 | {"loss": 0.03}}
 
 
 AXES = {"tp": TP, "sp": SP, "pp": PP, "vpp": VPP, "cp": CP, "dp": {}, "ep": EP, "etp": ETP}
@@ -408,7 +410,7 @@ def check(answers, name):
     for rank, answer in enumerate(answers):
         errors = answer[name]
         if "bf16" in name:
-            for what, bound in BF16.items():
+            for what, bound in BF16_OF.get(name.partition("-")[0], BF16).items():
                 assert errors[what] <= bound, f"rank {rank}: {what}: {errors[what]:.2e}, bound {bound}"
             continue
         assert errors["moved"] > 5e-3, "the optimizer step changed nothing"

@@ -107,6 +107,7 @@ def test_rotary_embeddings_are_read_in_both_spellings(config, wanted):
 
 SMALL = Sizes(family="qwen2", num_layers=6, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100, tied=False)
 SPARSE = replace(SMALL, family="qwen2_moe", experts=12, expert_ffn=20, shared_ffn=24)
+LATENT = replace(SPARSE, family="deepseek_v2", heads=16, ffn=100, dense_layers=1, kv_rank=8, rope_dim=4, value_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ SPARSE = replace(SMALL, family="qwen2_moe", experts=12, expert_ffn=20, shared_ff
         (SMALL, {"ep": 2}, "it has no experts: set layout.ep = 2 to 1"),
         (SPARSE, {"ep": 8}, "num_experts = 12 of it is not divisible by ep = 8: the nearest that work are ep = 6"),
         (SPARSE, {"etp": 8}, "moe_intermediate_size = 20 of it is not divisible by etp = 8: the nearest that work are"),
+        (LATENT, {"tp": 8}, "intermediate_size = 100 of it is not divisible by tp = 8: the nearest that work are tp = 4"),
         (SPARSE, {"tp": 2}, "trains that only with sequence parallelism; set layout.sequence_parallel to true"),
     ],
 )  # fmt: skip
@@ -158,6 +160,16 @@ def test_the_nearest_that_work_are_allowed_and_none_is_nearer(sizes, tp, pp, ep)
         assert not any(map(works, between))
     for violation in engine_violations(sizes, tp):
         assert all(not engine_violations(sizes, near) for near in violation.nearest)
+
+
+def test_attention_through_a_latent_keeps_one_vector_of_a_token_on_every_rank_of_an_engine():
+    """DeepSeek-V3 keeps 512 + 64 numbers of a token in a layer (section 2.1.2 of DeepSeek-V2's report)."""
+    sizes = known_sizes("deepseek-v3")
+    assert (sizes.cached, sizes.cache_copies(8), sizes.expert_layers) == (576, 8, 58)
+    assert (SMALL.cached, SMALL.cache_copies(8), SMALL.expert_layers) == (64, 2, 0)
+    layer = {row.name: row for row in registry.layer_rows(sizes, 0)}
+    matrices = [row for row in layer.values() if row.name.startswith("self_attention.linear")]
+    assert sizes.attention_weights == sum(source.rows * source.columns for row in matrices for source in row.sources)
 
 
 def test_a_config_that_lacks_a_key_is_told_of_it():
