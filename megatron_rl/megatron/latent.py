@@ -74,7 +74,7 @@ class LatentAttention(MultiLatentAttention):
         self.kv_layernorm = RMSNorm(config, rank, eps=features.latent_eps)
         self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, rank, heads * own)
 
-    def get_query_key_value_tensors(
+    def get_query_key_value_tensors(  # type: ignore[override]
         self,
         hidden_states: Tensor,
         key_value_states: Any = None,

@@ -157,7 +157,7 @@ class DeepseekV2(Family):
         return ()
 
 
-def groups_of(config: Mapping[str, Any], *, best: int) -> dict[str, int]:
+def groups_of(config: Mapping[str, Any], *, best: int) -> dict[str, Any]:
     """Returns the fields of Routing for groups of experts; none where a token may see all groups."""
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     return {"groups": groups, "groups_chosen": chosen, "group_best": best} if chosen < groups else {}

@@ -122,7 +122,7 @@ LATENT = replace(SPARSE, family="deepseek_v2", heads=16, ffn=100, dense_layers=1
         (SMALL, {"ep": 2}, "it has no experts: set layout.ep = 2 to 1"),
         (SPARSE, {"ep": 8}, "num_experts = 12 of it is not divisible by ep = 8: the nearest that work are ep = 6"),
         (SPARSE, {"etp": 8}, "moe_intermediate_size = 20 of it is not divisible by etp = 8: the nearest that work are"),
-        (LATENT, {"tp": 8}, "intermediate_size = 100 of it is not divisible by tp = 8: the nearest that work are tp = 4"),
+        (LATENT, {"tp": 8}, "intermediate_size = 100 of it is not divisible by tp = 8: the nearest that works is"),
         (SPARSE, {"tp": 2}, "trains that only with sequence parallelism; set layout.sequence_parallel to true"),
     ],
 )  # fmt: skip
