@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -140,6 +140,9 @@ test-resume: setup ## every method, with and without turns played ahead: cut in 
 
 test-hosts: setup engines ## vLLM servers on another host than the trainer, in network namespaces (needs root)
 	$(PY) -m pytest tests/multi/test_two_hosts.py -m matrix
+
+test-families: setup engines ## a real vLLM server of every model family, and of one in a package of its own
+	$(PY) -m pytest tests/servers/test_engines_families.py -m matrix
 
 test-mcore-latest: setup ## the actor's tests on megatron-core 0.19.x, in an environment of its own
 	test -d .venv-latest || $(PYTHON) -m venv .venv-latest

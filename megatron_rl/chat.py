@@ -21,6 +21,9 @@ from megatron_rl.text import fill, load_tokenizer
 
 Message = Mapping[str, Any]
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+# A key of a message beside role and content: [[start, end], ...] of those stretches of the content that another one
+# than its author wrote, see `environments.moves.quoting`.
+QUOTED = "quoted"
 SYSTEMS = (SYSTEM, "developer")  # roles of a conversation's first message that instructs the model
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

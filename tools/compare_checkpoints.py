@@ -15,9 +15,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.conversions import add_family_argument
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.compare import compare
 from megatron_rl.conversion.source import find
+from megatron_rl.models import registry
 
 
 def main() -> int:
@@ -27,6 +29,7 @@ def main() -> int:
     )
     parser.add_argument("second", type=Path, help="as `first`")
     parser.add_argument("--model", type=Path, help="model directory of checkpoints that have no run above them")
+    add_family_argument(parser)
     parser.add_argument("--role", help="which role's model, where a checkpoint holds several")
     parser.add_argument(
         "--tolerance", type=float, default=0.0, help="relative difference in norm that still counts as the same"
@@ -34,6 +37,7 @@ def main() -> int:
     parser.add_argument("--show", type=int, default=20, help="rows of the largest differences")
     args = parser.parse_args()
     try:
+        registry.add(args.family, "--family")
         rows = compare(*(find(path, role=args.role, model=args.model) for path in (args.first, args.second)))
     except ConfigError as error:
         print(f"compare_checkpoints: {error}", file=sys.stderr)

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.commands.conversions import add_family_argument
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
@@ -55,12 +56,14 @@ def main() -> int:
     )
     parser.add_argument("--bytes", type=int, default=2, help="bytes of an element (default: %(default)s, bfloat16)")
     parser.add_argument("--bucket", type=int, default=128, help="size of a message in MiB (default: %(default)s)")
+    add_family_argument(parser)
     parser.add_argument("--json", type=Path, help="a file to write the figures to, besides showing them")
     args = parser.parse_args()
     for name in ("gpus_per_node", "network", "bytes", "bucket"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give more than 0")
     try:
+        registry.add(args.family, "--family")
         figures = report(args)
     except ConfigError as error:
         print(f"plan_refit: {error}", file=sys.stderr)

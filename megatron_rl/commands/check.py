@@ -49,7 +49,8 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
     recipe = plugins.build(config.recipe)
     config_checks.check_recipe(config, recipe)
     _check_losses(config)
-    return config_checks.explain_recipe(config, recipe, ranks)
+    absent = [f"note: {one}" for one in config_checks.absent_recipe_files(recipe)]
+    return [*config_checks.explain_recipe(config, recipe, ranks), *absent]
 
 
 def _check_data(config: Any) -> list[str]:

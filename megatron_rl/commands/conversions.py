@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_rl.commands.settings import positive
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.conversion.target import stoppable
+from megatron_rl.models import registry
 
 HELP = {
     "to-hf": "a run's checkpoint as a Hugging Face directory, loadable by transformers and vLLM as it stands",
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("source", type=Path, help=source)
     parser.add_argument("target", type=Path, help="the directory to make; it must not exist")
+    add_family_argument(parser)
     if command != "to-megatron":
         everything = (
             ""
@@ -62,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--verify", action="store_true", help=checks)
 
 
+def add_family_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds --family, whose values go to `registry.add`."""
+    parser.add_argument(
+        "--family", action="append", default=[], metavar="MODULE:NAME",
+        help="a model family of your own, as in a config's `families`; may be given several times",
+    )  # fmt: skip
+
+
 def run(command: str, args: argparse.Namespace) -> int:
     """Runs a command and prints what it did. Returns 0. Raises ConfigError, and SystemExit after SIGINT or SIGTERM."""
     with stoppable(args.target):
@@ -75,6 +85,7 @@ def _run(command: str, args: argparse.Namespace) -> int:
     from megatron_rl.conversion.source import find
     from megatron_rl.weights.layouts import TrainerLayout
 
+    registry.add(args.family, "--family")
     if command == "reshard":
         dense, experts = (
             TrainerLayout(tp=args.tp, pp=args.pp, ep=args.ep, etp=etp, dp=math.lcm(args.tp, args.ep * etp) // args.tp)

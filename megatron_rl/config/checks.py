@@ -26,7 +26,9 @@ from megatron_rl.config.schema import (
     TrainConfig,
 )
 from megatron_rl.models import registry
-from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
+from megatron_rl.models.setting_limits import setting_problems
+from megatron_rl.models.sizes import Features, Sizes
 
 _DATA_FILES = (".jsonl", ".json", ".parquet")
 
@@ -67,7 +69,7 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     for name, role in config.roles.items():
         problems += _policy_problems(f"roles.{name}", role)
         if role.has_policy and role.model.path:
-            problems += _layout_problems(f"roles.{name}", role.model.path, role.layout, ranks, to_come)
+            problems += _trained_problems(f"roles.{name}", role, ranks, to_come)
             problems += _role_problems(f"roles.{name}", role)
     if config.run.steps is not None and config.run.steps < 1:
         problems.append(
@@ -83,6 +85,7 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
             "trainer's processes and cannot write rollouts while they train; set it to 0, or engine.kind to vllm or "
             "sglang"
         )
+    problems += _engine_problems(config, to_come)
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
     problems += [
@@ -115,7 +118,8 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
 
 
 def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
-    problems = _layout_problems("layout of the model", config.model.path, config.layout, ranks, to_come)
+    trained = RoleConfig(model=config.model, layout=config.layout)
+    problems = _trained_problems("layout of the model", trained, ranks, to_come)
     if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
         problems.append(
             f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = "
@@ -197,6 +201,11 @@ def absent_files(config: Any) -> list[Absent]:
         if path and generated_name(path) is None and (path.count("/") != 1 or Path(path).suffix in _DATA_FILES)
     }
     return absent + [Absent(name, path, False) for name, path in local.items() if not Path(path).exists()]
+
+
+def absent_recipe_files(recipe: Any) -> list[Absent]:
+    """Returns each file that a recipe's plug-ins read and that does not exist yet."""
+    return [Absent(name, path, False) for name, path in recipe.files().items() if not Path(path).exists()]
 
 
 def _is_hub_name(path: str) -> bool:
@@ -362,27 +371,66 @@ def _role_problems(name: str, role: RoleConfig) -> list[str]:
     return problems
 
 
-def _layout_problems(name: str, path: str, layout: Layout, ranks: int, to_come: bool) -> list[str]:
-    problems = []
+def _rank_problems(name: str, layout: Layout, ranks: int) -> list[str]:
+    """Returns what is wrong with a layout on so many ranks, whatever the model is."""
     if ranks % layout.model_ranks:
-        problems.append(
+        return [
             f"{name}: tp {layout.tp} x cp {layout.cp} x pp {layout.pp} = {layout.model_ranks} does not divide {ranks} "
             "ranks: start a multiple of it (launch.nproc, or the launcher's), or change the layout"
-        )
-    elif ranks % layout.expert_ranks:
-        problems.append(
+        ]
+    if ranks % layout.expert_ranks:
+        return [
             f"{name}: etp {layout.expert_tp} x ep {layout.ep} x pp {layout.pp} = {layout.expert_ranks} does not divide "
             f"{ranks} ranks: lower ep or etp (null is tp), or start a multiple of it"
-        )
+        ]
+    return []
+
+
+def _trained_problems(name: str, role: RoleConfig, ranks: int, to_come: bool) -> list[str]:
+    """Returns what is wrong with the layout of a model that is trained, and with settings that it does not allow."""
+    problems, found = _read_model(name, role.model.path, to_come)
+    problems = _rank_problems(name, role.layout, ranks) + problems
+    if found is not None:
+        (sizes, features), path = found, role.model.path
+        lines = trainer_problems(sizes, Axes.of(role.layout), path)
+        lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
+        problems += [f"{name}: {line}" for line in lines]
+    return problems
+
+
+def _engine_problems(config: TrainConfig, to_come: bool) -> list[str]:
+    """Returns what is wrong with the models that engines hold: of roles that are not trained, of juniors, and those
+    that the ranks of a server do not divide."""
+    problems, settings = [], config.engine
+    for name in config.engine_roles:
+        role = config.roles[name]
+        if not role.model.path:
+            continue
+        own, found = _read_model(f"roles.{name}", role.model.path, to_come)
+        problems += own if role.policy == "none" else []
+        if found is not None and isinstance(settings, Servers):
+            lines = engine_problems(found[0], settings.tp, role.model.path, expert_parallel=settings.expert_parallel)
+            problems += [f"engine of {name}: {line}" for line in lines]
+        if role.tandem is not None and role.tandem.junior is not None:
+            problems += _read_model(f"roles.{name}.tandem.junior", role.tandem.junior, to_come)[0]
+    return problems
+
+
+def _read_model(name: str, path: str, to_come: bool) -> tuple[list[str], tuple[Sizes, Features] | None]:
+    """Reads a model's config.json -> what is wrong with it, and what it says.
+
+    Both are empty for a hub name, and for a directory that an earlier stage writes: these are checked when the run
+    starts.
+    """
     file = Path(path) / "config.json"
     if not file.is_file():
         if not to_come and (Path(path).is_absolute() or path.startswith(".")):
-            problems.append(f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name")
-        return problems  # a hub name, or a directory that an earlier stage writes: checked when the run starts
+            return [f"{name}: no {file}: model.path is a Hugging Face model directory or a hub name"], None
+        return [], None
     try:
-        sizes = registry.read(json.loads(file.read_text(encoding="utf-8")), str(file))
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        return [], (registry.read(facts, str(file)), registry.features(facts, str(file)))
     except ConfigError as error:
-        return [*problems, f"{name}: {error}"]
+        return [f"{name}: {error}"], None
     except (ValueError, TypeError) as error:
-        return [*problems, f"{name}: {file} is not a model's config ({error}): look at model.path"]
-    return problems + [f"{name}: {line}" for line in trainer_problems(sizes, Axes.of(layout), path)]
+        return [f"{name}: {file} is not a model's config ({error}): look at model.path"], None

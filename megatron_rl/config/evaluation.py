@@ -72,6 +72,7 @@ class EvalConfig:
     # The measured model: the generator; for sets of solutions (processbench_*) the verifier; for handoff the one that
     # begins.
     model: Model
+    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     benchmarks: tuple[str, ...] = ()  # names of benchmarks, see docs/evaluation.md
     data_dir: str | None = None  # directory with local files of the benchmarks; null: the Hugging Face hub
     data: PromptSet | None = None  # a problem set of your own, graded by `reward`

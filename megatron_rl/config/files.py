@@ -19,6 +19,7 @@ import pydantic
 import yaml
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import registry
 
 T = TypeVar("T")
 
@@ -86,8 +87,9 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
 
     A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of
     dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys. Keys given
-    without a `kind` belong to the default's variant. Raises ConfigError that names every unknown key, wrong type and
-    bad value, with the file or override where it stands.
+    without a `kind` belong to the default's variant. This process then knows the model families that a config names in
+    `families`. Raises ConfigError that names every unknown key, wrong type and bad value, with the file or override
+    where it stands.
     """
     sources = [source for file in files for source in _read(Path(file), ())] + [_override(text) for text in overrides]
     tree: dict[str, Any] = {}
@@ -95,7 +97,7 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
         tree = _merge(tree, source.tree, [schema], None)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
-        return pydantic.TypeAdapter(schema).validate_json(
+        made = pydantic.TypeAdapter(schema).validate_json(
             json.dumps(_with_defaults(schema, _with_kinds(tree, [schema])))
         )
     except pydantic.ValidationError as error:
@@ -104,6 +106,9 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
     except TypeError as error:
         labels = ", ".join(source.label for source in sources)
         raise ConfigError(f"{labels}: {error}; use plain numbers, text, lists and mappings") from error
+    where = _origin(["families"], sources)
+    registry.add(vars(made).get("families", ()), f"{where}: families")
+    return made
 
 
 def dump(config: Any) -> str:

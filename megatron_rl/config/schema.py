@@ -77,6 +77,7 @@ class TrainConfig:
     """Reinforcement learning: `megatron-rl train`."""
 
     roles: dict[str, RoleConfig]  # the models that play, by the names that the recipe gives their roles
+    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     recipe: Use  # the algorithm: which role plays and learns when
     data: PromptSet  # the problems to train on
     evaluation: Evaluation = field(default_factory=Evaluation)  # measurements on held-out problems
@@ -132,6 +133,7 @@ class SftConfig:
     """Supervised fine-tuning: `megatron-rl sft`. Writes a Hugging Face directory at dir/name/model."""
 
     model: Model  # the model to train
+    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     data: SftData  # prompt/response pairs
     layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
@@ -151,6 +153,7 @@ class GenerateConfig:
     """Make SFT data with a teacher: `megatron-rl generate`. Writes train.parquet and validation.parquet."""
 
     model: Model  # the teacher
+    families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     data: PromptSet  # the problems that it answers
     # Text file of the prompt, with {question} in it, or the name of a packaged prompt; problems that are conversations
     # need none.

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_rl.engines import own_families
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.sglang_route import Framed
 from megatron_rl.refit.base import Tensors
@@ -148,6 +149,7 @@ class Refits:
         if self._side is not None:
             self._side.close()
             self._side = None
+        own_families.learn()
         model, tp = updater.get_model(), _tp_size()
         landing = SglangLanding(model)
         rank = replica * tp + updater.tp_rank

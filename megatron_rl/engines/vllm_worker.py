@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.algorithms.authors import fingerprint
 from megatron_rl.config.schema import Strategy
+from megatron_rl.engines import own_families
 from megatron_rl.engines.vllm_tandem import Authors, TandemForCausalLM
 from megatron_rl.refit.base import Tensors
 from megatron_rl.refit.board import Address, Board
@@ -120,6 +121,7 @@ class RefitBackend(WeightTransferEngine[Join, TakePart]):
         nobody answers.
         """
         self.shutdown()
+        own_families.learn()
         trained = self.model.senior if isinstance(self.model, TandemForCausalLM) else self.model
         landing = VllmLanding(trained, self.model_config, self.device)
         rank = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank

@@ -57,17 +57,36 @@ class EpisodeMaker(ABC):
         """
         ...
 
+    def speaking_roles(self) -> Collection[str] | None:
+        """Returns the roles whose models are asked, which the recipe's seats are compared with before the run; None
+        where they are not known."""
+        return None
+
+    def check(self, settings: EpisodeSettings) -> None:
+        """Raises ConfigError for settings that these episodes cannot be played with; by default for none."""
+        return None
+
     def most_answers(self, role: str) -> int | None:
         """Returns how often a seat of a role answers in an episode at most; None where that is not known. For plans."""
+        return None
+
+    def files(self) -> Mapping[str, str]:
+        """Returns {argument: path} of the files that it reads and that must be there before a run. Plans are made
+        without them."""
+        return {}
+
+    def load(self) -> None:
+        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
+        is not loaded again. Raises ConfigError for files that do not do."""
         return None
 
 
 class Environment(EpisodeMaker):
     """A world that models act in. A subclass is a dataclass whose fields are its arguments in the config.
 
-    It is built once. Every episode has a shallow copy of it, whose three methods are called one after the other, from
-    changing threads: what belongs to the episode is set in `begin`, and what takes long to load in __post_init__. What
-    happens is a function of the task, the seed and what the models say.
+    It is built once on every rank, also for checks and plans, and loaded on the rank that plays. Every episode has a
+    shallow copy of it, whose three methods are called one after the other, from changing threads: what belongs to the
+    episode is set in `begin`. What happens is a function of the task, the seed and what the models say.
     """
 
     @abstractmethod
@@ -101,6 +120,19 @@ class Environment(EpisodeMaker):
 
     def close(self) -> None:
         """Ends what the episode still holds. It is called once, also while `step` hangs in another thread."""
+
+
+def check_speakers(maker: EpisodeMaker, roles: Collection[str], *, key: str) -> None:
+    """Raises ConfigError where the roles that a recipe has seats for are not those that its episodes ask, as far as
+    their maker tells. `key`: of the setting that names the recipe's."""
+    asked = maker.speaking_roles()
+    if asked is None or set(asked) == set(roles):
+        return
+    own, others = ", ".join(dict.fromkeys(asked)), ", ".join(roles)
+    raise ConfigError(
+        f"recipe.args.{key} names {others}, and {type(maker).__name__} (recipe.args.environment) asks {own}: name the "
+        "same roles in both"
+    )
 
 
 def check_system(settings: EpisodeSettings, maker: EpisodeMaker, roles: Collection[str]) -> None:

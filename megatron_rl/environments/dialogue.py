@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_rl.chat import ASSISTANT, Message, render
+from megatron_rl.chat import ASSISTANT, QUOTED, USER, ChatError, Message, render
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.moves import Call, Tool
 from megatron_rl.text import decode
 
 TEXT, CHAT = "text", "chat"  # kinds of dialogue; a third is RENDERERS with a name behind it
 RENDERERS = "renderers:"
+# What chat templates and renderers raise at a message or an answer that they cannot take. Engines are not asked there.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,22 +96,40 @@ def _renderer_name(kind: str) -> str:
 
 
 class TextDialogue:
-    """Messages one behind the other as they are, for base models: what makes turns of them stands in the messages."""
+    """Messages one behind the other as they are, for base models: what makes turns of them stands in the messages, also
+    where that is a control token. Only what a message quotes has none."""
 
     stop_tokens: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
-        return np.asarray(self._tokenizer(_joined(messages))["input_ids"], np.int32)
+        if tools:
+            raise ChatError(
+                f"it is offered tools, which the dialogue {TEXT!r} shows to no model: set recipe.args.dialogue to "
+                f"{RENDERERS}NAME, or describe them in the message"
+            )
+        return np.asarray(self._tokenizer(self._joined(messages))["input_ids"], np.int32)
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
-        return _ids(self._tokenizer, _joined(new))
+        return _ids(self._tokenizer, self._joined(new))
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        text = decode(self._tokenizer, answer).text
-        return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
+        return _plain_reply(self._tokenizer, answer)
+
+    def _joined(self, messages: Sequence[Message]) -> str:
+        return "".join(map(self._text, messages))
+
+    def _text(self, message: Message) -> str:
+        """Returns what a message says. Raises ChatError for contents that are no text."""
+        text = message.get("content")
+        if not isinstance(text, str):
+            raise ChatError(f"the dialogue {TEXT!r} puts texts alone, and a message has the content {str(text)[:80]}")
+        for start, end in sorted(message.get(QUOTED, ()), reverse=True):
+            text = text[:start] + self._control.spell(text[start:end]) + text[end:]
+        return text
 
 
 class ChatDialogue:
@@ -117,26 +138,30 @@ class ChatDialogue:
     The tokens between two answers are the template's own: a conversation whose answer is a short stand-in is rendered
     up to the answer's end and up to the next answer, and the second text less the first is what comes between. The
     template must render the past alike in both, and the true answer as it stands, but for spaces around it.
+    No message can write a control token: these are the template's alone.
     """
 
     stop_tokens: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._control = ControlTokens(tokenizer, _frame(lambda messages: render(tokenizer, messages, header=True)))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
-        text = render(self._tokenizer, messages, header=True, tools=_specifications(tools) or None)
+        spelled = [self._control.spell_message(message) for message in messages]
+        text = render(self._tokenizer, spelled, header=True, tools=_specifications(tools) or None)
         return _ids(self._tokenizer, text)
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         offered = _specifications(past.tools) or None
-        *earlier, said = past.history
+        *earlier, said = map(self._control.spell_message, past.history)
+        new = [self._control.spell_message(message) for message in new]
         before = render(self._tokenizer, earlier, header=True, tools=offered)
         held = before + _STAND_IN
         short = [*earlier, {"role": ASSISTANT, "content": _STAND_IN}]
         ended = render(self._tokenizer, short, tools=offered)
         following = render(self._tokenizer, [*short, *new], header=True, tools=offered)
-        whole = render(self._tokenizer, [*past.history, *new], header=True, tools=offered)
+        whole = render(self._tokenizer, [*earlier, said, *new], header=True, tools=offered)
         shown = whole.removeprefix(before).lstrip()
         if not (ended.startswith(held) and following.startswith(ended) and whole.startswith(before)):
             return None
@@ -148,12 +173,12 @@ class ChatDialogue:
         return _ids(self._tokenizer, between)
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        text = decode(self._tokenizer, answer).text
-        return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
+        return _plain_reply(self._tokenizer, answer)
 
 
 class RendererDialogue:
-    """Messages as a renderer of the library `renderers` writes them, which also reads calls of tools."""
+    """Messages as a renderer of the library `renderers` writes them, which also reads calls of tools. No message can
+    write a control token."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         from renderers import config_from_name, create_renderer
@@ -162,25 +187,24 @@ class RendererDialogue:
         settings: Any = config_from_name(name)
         self._renderer: Any = create_renderer(tokenizer, settings)
         self.stop_tokens = tuple(self._renderer.get_stop_token_ids())
+        self._control = ControlTokens(tokenizer, _frame(lambda messages: tokenizer.decode(self._rendered(messages))))
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
-        rendered = self._renderer.render_ids(
-            [dict(message) for message in messages], tools=_tools(tools), add_generation_prompt=True
-        )
-        return np.asarray(rendered, np.int32)
+        return np.asarray(self._rendered(self._spelled(messages), tools), np.int32)
 
     def bridge(self, past: Exchange, new: Sequence[Message]) -> np.ndarray | None:
         prompt, answer = past.prompt.tolist(), past.answer.tolist()
         before = [*prompt, *answer]
-        found = self._renderer.bridge_to_next_turn(
-            prompt, answer, [dict(message) for message in new], tools=_tools(past.tools)
-        )
+        found = self._renderer.bridge_to_next_turn(prompt, answer, self._spelled(new), tools=_tools(past.tools))
         if found is None or list(found.token_ids[: len(before)]) != before:
             return None
         return np.asarray(found.token_ids[len(before) :], np.int32)
 
     def read(self, prompt: np.ndarray, answer: np.ndarray, tools: Sequence[Tool]) -> Reply:
-        parsed = self._renderer.parse_response(answer.tolist(), tools=_tools(tools), prompt_ids=prompt.tolist())
+        try:
+            parsed = self._renderer.parse_response(answer.tolist(), tools=_tools(tools), prompt_ids=prompt.tolist())
+        except UNREADABLE:  # a call whose JSON has a number of 5,000 digits, or 2,000 brackets: it is a text
+            return _plain_reply(self._tokenizer, answer)
         calls = [_call(found) for found in parsed.tool_calls]
         message: dict[str, Any] = {"role": ASSISTANT, "content": parsed.content}
         if parsed.reasoning_content:
@@ -189,12 +213,29 @@ class RendererDialogue:
             message["tool_calls"] = written
         return Reply(text=parsed.content, calls=calls, message=message)
 
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Sequence[int]:
+        shown = [dict(message) for message in messages]
+        return self._renderer.render_ids(shown, tools=_tools(tools), add_generation_prompt=True)
+
+    def _spelled(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        return [self._control.spell_message(message) for message in messages]
+
 
 _STAND_IN = "0"
 
 
-def _joined(messages: Sequence[Message]) -> str:
-    return "".join(str(message["content"]) for message in messages)
+def _plain_reply(tokenizer: Any, answer: np.ndarray) -> Reply:
+    """Reads an answer as a text without calls."""
+    text = decode(tokenizer, answer).text
+    return Reply(text=text, calls=(), message={"role": ASSISTANT, "content": text})
+
+
+def _frame(render_text: Callable[[Sequence[Message]], str]) -> str:
+    """Returns a short conversation as text; an empty one where it cannot be rendered, as then no other can."""
+    try:
+        return render_text([{"role": role, "content": _STAND_IN} for role in (USER, ASSISTANT, USER)])
+    except UNREADABLE:
+        return ""
 
 
 def _ids(tokenizer: Any, text: str) -> np.ndarray:
@@ -213,7 +254,18 @@ def _specifications(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
 
 def _call(parsed: Any) -> Call:
     readable = parsed.status.value == "ok" and isinstance(parsed.arguments, dict)
-    return Call(name=parsed.name or "", arguments=parsed.arguments if readable else None, id=parsed.id)
+    name = parsed.name if isinstance(parsed.name, str) else ""
+    return Call(name=_written_out(name), arguments=_written_out(parsed.arguments) if readable else None, id=parsed.id)
+
+
+def _written_out(value: Any) -> Any:
+    """Returns a JSON value without halves of characters, such as JSON's "\\ud800", which no tokenizer and no file
+    takes."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, dict):
+        return {_written_out(name): _written_out(one) for name, one in value.items()}
+    return [_written_out(one) for one in value] if isinstance(value, list) else value
 
 
 def _written(call: Call) -> dict[str, Any]:

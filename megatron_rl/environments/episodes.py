@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import heapq
 import logging
 import threading
@@ -14,10 +15,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.chat import system_of
+from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.base import Completion, Sampling, Session
-from megatron_rl.environments.dialogue import Dialogue, dialogue_of
+from megatron_rl.environments.dialogue import UNREADABLE, Dialogue, dialogue_of
 from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over, Said
-from megatron_rl.environments.refusals import check_move, checked_end, checked_moves
+from megatron_rl.environments.refusals import check_move, checked_end, checked_moves, failed, refused
 from megatron_rl.environments.seats import Seat
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Outcome, Prompt
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.5  # between two looks at the engines
 MOST_ANSWERS = 1 << 20  # of one episode: an ask's key is the episode's number times this, and the answer's number
+MOST_CHARACTERS = 512  # that one token stands for: a longer text has no room, and nobody waits for its tokens
+MOST_UNASKED = 100  # times that a seat without room may be asked again; an environment that goes on has no end
+WHOLE, CLOSING = -1, -2  # stamps of deadlines: of the whole episode, and of its `close`
 Job = Callable[[], object]
 _log = logging.getLogger(__name__)
 
@@ -44,6 +49,7 @@ class _Underway:
     arrived: dict[int, Completion | None] = field(default_factory=dict)  # by key; None: there was no room
     asked: int = 0  # answers so far
     calls: int = 0  # of tools
+    unasked: int = 0  # moves of seats that had no room
     stamp: int = 0  # number of its calls of the environment; a result with an older one is late
     busy: bool = False  # a call is under way
     ends_at: float = float("inf")  # on the monotonic clock
@@ -65,16 +71,18 @@ class EpisodesPlay:
         self._open = contextlib.ExitStack()  # the blocks in which sessions may be asked
         self._running: dict[int, _Underway] = {}
         self._done: dict[int, Episode] = {}
-        self._deadlines: list[tuple[float, int, int]] = []  # heap: time, episode, stamp (-1: the whole episode's)
+        self._closing: set[int] = set()  # episodes whose `close` is under way
+        self._deadlines: list[tuple[float, int, int]] = []  # heap: time, episode, stamp
 
     def play(self, tasks: Sequence[Prompt], seeds: Sequence[int]) -> list[Episode]:
-        """Plays one episode of each task. [E] -> [E], in order. Raises what an engine raises."""
+        """Plays one episode of each task. [E] -> [E], in order. Raises what an engine raises, and ConfigError for roles
+        that the recipe has no seat for and for a dialogue that the tokenizer cannot have."""
         finished = False
         try:
             for number, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
                 running = _Underway(number=number, task=task, seed=seed, world=self._environment.copy())
                 self._running[number] = running
-                self._call(running, lambda own=running: own.world.begin(own.task.payload, own.seed))
+                self._call(running, lambda own=running: own.world.begin(_own_task(own), own.seed))
             while self._running:
                 self._take_event()
                 self._table.watch.beat()
@@ -105,6 +113,14 @@ class EpisodesPlay:
                 self._advance(running)
         elif kind == "begun":
             self._watch_call(*what)
+        elif kind == "closing":
+            self._closing.add(what[0])
+            heapq.heappush(self._deadlines, (time.monotonic() + self._settings.step_timeout_s, what[0], CLOSING))
+        elif kind == "closed":
+            if what[0] in self._closing:
+                self._closing.remove(what[0])
+            else:
+                self._workers.found()
         else:
             self._take_result(*what)
 
@@ -120,6 +136,8 @@ class EpisodesPlay:
                 result = job() if number in self._running else None  # it may have been given up meanwhile
             except Exception as error:  # whatever an environment raises is its episode's failure
                 result = error
+            except SystemExit as error:  # a library's way to give up; it would end the worker, and nobody would hear
+                result = EnvironmentFailure(f"SystemExit: {error}")
             self._events.put(("result", number, stamp, result))
 
         self._workers.do(work)
@@ -131,7 +149,7 @@ class EpisodesPlay:
             return
         if stamp == 1:
             running.ends_at = now + self._settings.episode_timeout_s
-            heapq.heappush(self._deadlines, (running.ends_at, number, -1))
+            heapq.heappush(self._deadlines, (running.ends_at, number, WHOLE))
         if running.busy:
             heapq.heappush(self._deadlines, (now + self._settings.step_timeout_s, number, stamp))
 
@@ -139,16 +157,27 @@ class EpisodesPlay:
         """Gives up the episodes whose deadlines have passed."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             _, number, stamp = heapq.heappop(self._deadlines)
-            running = self._running.get(number)
-            if running is None or (stamp != -1 and not (running.busy and running.stamp == stamp)):
+            if stamp == CLOSING:
+                self._give_up_closing(number)
                 continue
-            if stamp == -1:
+            running = self._running.get(number)
+            if running is None or (stamp != WHOLE and not (running.busy and running.stamp == stamp)):
+                continue
+            if stamp == WHOLE:
                 why = f"no end within episode_timeout_s = {self._settings.episode_timeout_s:g}"
             else:
                 why = f"its environment took longer than step_timeout_s = {self._settings.step_timeout_s:g}"
             if running.busy:
                 self._workers.lose()
             self._end(running, Over(outcome=Outcome.TIMEOUT, why=why))
+
+    def _give_up_closing(self, number: int) -> None:
+        """Gives up a `close` that hangs: the worker is another episode's."""
+        if number in self._closing:
+            self._closing.remove(number)
+            self._workers.lose()
+            seconds = self._settings.step_timeout_s
+            _log.warning("the environment of episode %d is not closed after %g s, and is left so", number, seconds)
 
     def _take_result(self, number: int, stamp: int, result: object) -> None:
         running = self._running.get(number)
@@ -157,17 +186,19 @@ class EpisodesPlay:
             return
         running.busy = False
         if isinstance(result, Exception):
-            self._end(running, _failed(f"{type(result).__name__}: {result}"))
+            self._end(running, failed(result))
         elif isinstance(result, Over):
             self._end(running, result)
         else:
             try:
                 self._speak(running, checked_moves(result, of="begin" if stamp == 1 else "step"))
+            except ConfigError:  # no other episode can be played either
+                raise
             except EnvironmentFailure as error:
-                self._end(running, _failed(str(error)))
+                self._end(running, refused(error))
                 return
-            except (ValueError, TypeError, KeyError, AttributeError) as error:  # moves that cannot be
-                self._end(running, _failed(f"its moves cannot be made: {type(error).__name__}: {error}"))
+            except UNREADABLE as error:
+                self._end(running, failed(error, before="its moves cannot be made: "))
                 return
             self._advance(running)
 
@@ -185,12 +216,21 @@ class EpisodesPlay:
             key = running.number * MOST_ANSWERS + running.asked
             running.asked += 1
             running.expected.append((move, key))
-            context = seat.listen(move.messages)
-            if len(context) > self._table.max_prompt_tokens[move.role]:
+            room = self._table.max_prompt_tokens[move.role]
+            context = None if _characters(move) > room * MOST_CHARACTERS else seat.listen(move.messages)
+            if context is None or len(context) > room:
                 running.arrived[key] = None
+                running.unasked += 1
+            elif not len(context):
+                raise EnvironmentFailure(f"seat {move.seat!r} was told an empty text: its first Move needs one")
             else:
                 session.ask(key, context, sampling, after=seat.last_key)
                 seat.last_key = key
+        if running.unasked > MOST_UNASKED:
+            raise EnvironmentFailure(
+                f"its seats were asked {running.unasked} times without room for an answer: end the episode where "
+                "Said.stop is None"
+            )
 
     def _system(self, task: Prompt, role: str) -> str | None:
         """Returns the system message of a role's seats: for the first role that of the problem's own conversation,
@@ -215,7 +255,9 @@ class EpisodesPlay:
         if running.busy:
             return
         if not running.expected:
-            self._end(running, _failed("its environment asked nobody, and did not end the episode"))
+            self._end(
+                running, Over(outcome=Outcome.ERROR, why="its environment asked nobody, and did not end the episode")
+            )
             return
         move, key = running.expected[0]
         if key not in running.arrived:
@@ -238,7 +280,7 @@ class EpisodesPlay:
         try:
             over = checked_end(over, {name: seat.answers for name, seat in running.seats.items()})
         except EnvironmentFailure as error:
-            over = _failed(str(error))
+            over = refused(error)
         rollouts = []
         if over.outcome is Outcome.SCORE:
             for name, seat in running.seats.items():
@@ -258,7 +300,15 @@ class EpisodesPlay:
             cuts=sum(seat.cuts for seat in seats),
             told={name: tuple(seat.told) for name, seat in running.seats.items()},
         )
-        self._workers.do(running.world.close)
+        self._workers.do(lambda: self._close(running))
+
+    def _close(self, running: _Underway) -> None:
+        """Closes the environment of an episode, in a worker."""
+        self._events.put(("closing", running.number))
+        try:
+            running.world.close()
+        finally:
+            self._events.put(("closed", running.number))
 
     def _session(self, role: str) -> tuple[Session, Dialogue]:
         """Opens the role's session at its first move, and starts to read its answers."""
@@ -338,7 +388,7 @@ class Workers:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception:  # calls of begin and step report theirs: it is `close` that failed
+            except (Exception, SystemExit):  # calls of begin and step report theirs: it is `close` that failed
                 _log.warning("an environment could not be closed", exc_info=True)
             with self._change:
                 self._open -= 1
@@ -347,5 +397,11 @@ class Workers:
             self._count -= 1
 
 
-def _failed(why: str) -> Over:
-    return Over(outcome=Outcome.ERROR, why=why)
+def _own_task(running: _Underway) -> dict[str, Any]:
+    """Returns a copy of an episode's task: what its environment does to it concerns no other episode."""
+    return copy.deepcopy(dict(running.task.payload))
+
+
+def _characters(move: Move) -> int:
+    """Returns the length of what a move tells its seat, as far as it is texts."""
+    return sum(len(message["content"]) for message in move.messages if isinstance(message.get("content"), str))

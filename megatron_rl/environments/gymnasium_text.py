@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,9 @@ class GymnasiumText(Environment):
 
     def close(self) -> None:
         self._world.close()
+
+    def speaking_roles(self) -> Collection[str]:
+        return (self.role,)
 
     def most_answers(self, role: str) -> int | None:
         return self.turns if role == self.role else None

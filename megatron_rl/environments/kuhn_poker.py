@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,9 @@ class KuhnPoker(Environment):
         self._said = (*self._said, action)
         won = chips_won(self._cards, self._said)
         return self._ask() if won is None else self._over(won)
+
+    def speaking_roles(self) -> Collection[str]:
+        return (self.first, self.second)
 
     def told(self, card: str, said: Actions) -> str:
         """Returns the message to the seat that speaks next and has this card."""

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.chat import Message
+from megatron_rl.chat import QUOTED, Message
 from megatron_rl.types import Outcome, Prompt, Rollout, Stop
 
 SEAT = "seat"  # the name in a rollout's payload of the seat that it is the sample of
+
+
+def quoting(role: str, template: str, **values: str) -> Message:
+    """Returns a message whose content is a template with each `{name}` replaced by that value: a text that another one
+    wrote, such as a tool's output. With the dialogue `text` such a text can write no control token, and the template
+    can; with the other dialogues no content can."""
+    content, quoted = "", []
+    for part in re.split("(" + "|".join(rf"\{{{name}\}}" for name in values) + ")", template):
+        value = values.get(part[1:-1]) if part.startswith("{") else None
+        if value is not None:
+            quoted.append([len(content), len(content) + len(value)])
+        content += part if value is None else value
+    return {"role": role, "content": content, QUOTED: quoted}
 
 
 class EnvironmentFailure(RuntimeError):
@@ -32,6 +46,15 @@ class Tool(ABC):
         such a text too. Raises EnvironmentFailure where the tool itself broke, at once: trying again is the
         environment's part."""
         ...
+
+    def files(self) -> Mapping[str, str]:
+        """Returns {argument: path} of the files that it reads and that must be there before a run."""
+        return {}
+
+    def load(self) -> None:
+        """Loads what takes long. It is called on the process that plays, before each batch of episodes: what is loaded
+        is not loaded again. Raises ConfigError for files that do not do."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over
+from megatron_rl.chat import QUOTED
+from megatron_rl.config.base import ConfigError
+from megatron_rl.environments.moves import SEAT, EnvironmentFailure, Episode, Move, Over, Tool
 from megatron_rl.types import Outcome
 
 MESSAGE = '{"role": "user", "content": "..."}'  # as refusals show a message
+SHOWN = 500  # characters of a failure's reason
+RESERVED = (SEAT, "episode", "verdicts", "review")  # names in a payload that a run writes itself, and reads
 
 
 def checked_moves(result: object, *, of: str) -> Sequence[Move]:
@@ -26,13 +30,18 @@ def checked_moves(result: object, *, of: str) -> Sequence[Move]:
 
 
 def check_move(move: Move, roles: Collection[str], spoke_as: Mapping[str, str], waiting: Collection[str]) -> None:
-    """Raises EnvironmentFailure for a move that nobody can make. `roles`: those that may speak; `spoke_as`: the roles
-    of the episode's seats so far; `waiting`: seats that are asked and have not answered."""
+    """Raises EnvironmentFailure for a move that nobody can make, and ConfigError for one of a role that the recipe has
+    no seat for. `roles`: those that may speak; `spoke_as`: the roles of the episode's seats so far; `waiting`: seats
+    that are asked and have not answered."""
+    for name in ("seat", "role"):
+        if not isinstance(given := getattr(move, name), str) or not given or _broken_text(given):
+            raise EnvironmentFailure(f"Move.{name} is {_shown(given)}: give a text")
     own = f"seat {move.seat!r}"
     if move.role not in roles:
-        raise EnvironmentFailure(
-            f"{own} has the role {move.role!r}; there are {', '.join(roles)}: give Move.role one of them, or name the "
-            "role in recipe.args.seats"
+        raise ConfigError(
+            f"recipe.args.seats names {', '.join(roles)}, and the environment lets {own} speak with the role "
+            f"{move.role!r}: name that role in recipe.args.seats (recipe.args.role of TangoAgents), or give Move.role "
+            "one of those"
         )
     if spoke_as.get(move.seat, move.role) != move.role:
         raise EnvironmentFailure(
@@ -43,16 +52,21 @@ def check_move(move: Move, roles: Collection[str], spoke_as: Mapping[str, str], 
         raise EnvironmentFailure(f"{own} is asked again before it has answered: return one Move for each seat")
     if move.seat not in spoke_as and not move.messages:
         raise EnvironmentFailure(f"{own} was told nothing: its first Move needs a message, such as {MESSAGE}")
+    if wrong := _wrong_limit(move):
+        raise EnvironmentFailure(f"the Move of {own} has {wrong}")
     for place, message in enumerate(move.messages):
         if wrong := _wrong_message(message):
             raise EnvironmentFailure(f"message {place} to {own} {wrong}")
 
 
 def checked_end(over: Over, seats: Mapping[str, int]) -> Over:
-    """Returns the end of an episode with all rewards as numbers. `seats`: those that were asked, with how often each
-    answered. Raises EnvironmentFailure for rewards, answers or a payload that cannot be kept."""
+    """Returns the end of an episode with all rewards as numbers, and with the payload as JSON reads it back. `seats`:
+    those that were asked, with how often each answered. Raises EnvironmentFailure for an outcome, rewards, answers or a
+    payload that cannot be kept."""
+    if not isinstance(over.outcome, Outcome):
+        raise EnvironmentFailure(f"Over.outcome is {_shown(over.outcome)}: give one of megatron_rl.types.Outcome")
     if over.outcome is not Outcome.SCORE:
-        return replace(over, rewards={}, answers={})
+        return replace(over, rewards={}, answers={}, why=str(over.why)[:SHOWN])
     for name, given in (("rewards", over.rewards), ("answers", over.answers), ("payload", over.payload)):
         if not isinstance(given, Mapping):
             raise EnvironmentFailure(f"Over.{name} is {_shown(given)}: give a mapping")
@@ -64,16 +78,36 @@ def checked_end(over: Over, seats: Mapping[str, int]) -> Over:
     for seat, text in over.answers.items():
         if not isinstance(text, str):
             raise EnvironmentFailure(f"Over.answers of seat {seat!r} is {_shown(text)}: give a text")
+        if wrong := _broken_text(text):
+            raise EnvironmentFailure(f"Over.answers of seat {seat!r} {wrong}")
     if seats and not any(seats.values()):
         raise EnvironmentFailure(
             f"no seat had room for an answer: what {', '.join(seats)} is told first has more tokens than "
             "roles.NAME.max_prompt_tokens; raise that, or shorten the messages"
         )
+    if taken := [name for name in RESERVED if name in over.payload]:
+        raise EnvironmentFailure(f"Over.payload has the name {taken[0]!r}, which the run writes itself: choose another")
     try:
-        json.dumps(over.payload)
-    except (TypeError, ValueError) as error:
+        payload = json.loads(json.dumps(dict(over.payload), ensure_ascii=False, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentFailure(f"Over.payload cannot be kept as JSON ({error}): give texts, numbers, lists") from None
-    return replace(over, rewards={seat: _numbers(seat, given) for seat, given in over.rewards.items()})
+    rewards = {seat: _numbers(seat, given) for seat, given in over.rewards.items()}
+    return replace(over, rewards=rewards, payload=payload)
+
+
+def failed(error: Exception, before: str = "") -> Over:
+    """Returns the end of an episode in which something raised. The reason is cut where it is long, and has `before` in
+    front."""
+    try:
+        why = f"{before}{type(error).__name__}: {error}"
+    except Exception:  # its own text raises, too
+        why = f"{before}{type(error).__name__}"
+    return Over(outcome=Outcome.ERROR, why=why[:SHOWN])
+
+
+def refused(error: EnvironmentFailure) -> Over:
+    """Returns the end of an episode whose environment returned what cannot be meant."""
+    return Over(outcome=Outcome.ERROR, why=str(error))
 
 
 def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str], graded: str) -> Episode:
@@ -93,16 +127,65 @@ def with_rewards(episode: Episode, names: Collection[str], roles: Collection[str
     return episode
 
 
+def check_seats(episodes: Sequence[Episode], seats: Mapping[str, int]) -> None:
+    """Raises ConfigError for the first episode in which a role had more seats than `seats`, the recipe's, says: plans
+    and means over seats would be wrong."""
+    for episode in episodes:
+        found: dict[str, list[str]] = {}
+        for rollout in episode.rollouts:
+            named = found.setdefault(rollout.role, [])
+            if (seat := str(rollout.payload[SEAT])) not in named:
+                named.append(seat)
+        for role, named in found.items():
+            if len(named) > seats[role]:
+                raise ConfigError(
+                    f"recipe.args.seats gives the role {role!r} {seats[role]} in an episode, and one of the "
+                    f"environment had {len(named)}, {', '.join(named)}: write {len(named)}"
+                )
+
+
 def _wrong_message(message: object) -> str:
     """Returns what is wrong with a message; an empty text where nothing is."""
     if not isinstance(message, Mapping):
         return f"is {_shown(message)}: give a list of messages, such as [{MESSAGE}]"
     if not isinstance(message.get("role"), str):
         return f"has no role: give it as in {MESSAGE}"
+    quoted = message.get(QUOTED, [])
+    if not isinstance(quoted, (list, tuple)) or not all(_is_range(one) for one in quoted):
+        return f"has {_shown(quoted)} as {QUOTED!r}: make such a message by `quoting`"
     content = message.get("content")
-    if isinstance(content, (str, list)) or (content is None and message.get("tool_calls")):
+    if isinstance(content, str):
+        return _broken_text(content)
+    if isinstance(content, list) or (content is None and message.get("tool_calls")):
         return ""
     return f"has the content {_shown(content)}: give a text, as in {MESSAGE}"
+
+
+def _is_range(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) == 2 and all(type(place) is int for place in given)
+
+
+def _wrong_limit(move: Move) -> str:
+    """Returns what is wrong with the texts that end an answer, its length, or the tools; an empty text where nothing
+    is."""
+    if not isinstance(move.stop, (list, tuple)) or not all(isinstance(text, str) and text for text in move.stop):
+        return f"stop = {_shown(move.stop)}: give a list of texts that are not empty"
+    if move.max_tokens is not None and (type(move.max_tokens) is not int or move.max_tokens < 1):
+        return f"max_tokens = {_shown(move.max_tokens)}: give a whole number of at least 1, or None"
+    if not isinstance(move.messages, (list, tuple)):
+        return f"messages = {_shown(move.messages)}: give a list, such as [{MESSAGE}]"
+    if not isinstance(move.tools, (list, tuple)) or not all(isinstance(tool, Tool) for tool in move.tools):
+        return f"tools = {_shown(move.tools)}: give a list of objects whose classes inherit from Tool"
+    return ""
+
+
+def _broken_text(text: str) -> str:
+    """Returns what is wrong with a text that cannot be written as UTF-8; an empty text where nothing is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"has half of a character at {error.start}, which no tokenizer and no file takes: read it as UTF-8"
+    return ""
 
 
 def _numbers(seat: str, given: Any) -> dict[str, float]:
@@ -115,7 +198,7 @@ def _numbers(seat: str, given: Any) -> dict[str, float]:
     for name, value in given.items():
         try:
             number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError, OverflowError):
+        except Exception:  # a tensor of two elements raises RuntimeError, and other objects what they like
             number = math.nan
         if not math.isfinite(number):
             raise EnvironmentFailure(
@@ -127,5 +210,8 @@ def _numbers(seat: str, given: Any) -> dict[str, float]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an object of the environment's may raise what it likes
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron_rl.environments.moves import EnvironmentFailure, Tool
 
 KEPT = 4  # indices in memory
 INDEX = ".bm25"  # behind the corpus's name: the directory of its index
+_LOADING = threading.Lock()  # one index at a time
 _STARTS, _STAMP = "starts.npy", "stamp.json"
 
 
@@ -55,6 +57,31 @@ class SearchTool(Tool):
                 raise ConfigError(f"args.{key} = {getattr(self, key)}: give at least 1")
         if self.k1 < 0 or not 0 <= self.b <= 1:
             raise ConfigError(f"args.k1 = {self.k1}, args.b = {self.b}: give k1 of at least 0, and b from 0 to 1")
+        _library()
+        self._loaded: CorpusIndex | None = None
+
+    def files(self) -> Mapping[str, str]:
+        return {"corpus": self.corpus}
+
+    def load(self) -> None:
+        """Makes the index, or reads a kept one. Raises ConfigError for a corpus that is not there or has other rows."""
+        with _LOADING:
+            if self._loaded is None:
+                self._loaded = self._made()
+
+    def run(self, arguments: Mapping[str, Any]) -> str:
+        query = arguments.get("query")
+        if not isinstance(query, str) or not query.strip():
+            return "error: give a query as text"
+        self.load()
+        assert self._loaded is not None
+        found = [self._loaded.document(number) for number in self._loaded.best(query, self.top_k)]
+        if not found:
+            return "No document has a word of this query."
+        lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(found, start=1))
+        return "\n".join(lines)[: self.max_characters]
+
+    def _made(self) -> CorpusIndex:
         path = Path(self.corpus).absolute()
         if not path.is_file():
             raise ConfigError(f"args.corpus = {self.corpus!r} is no file: give a JSONL file with a document a line")
@@ -63,17 +90,7 @@ class SearchTool(Tool):
             bytes=stat.st_size, changed_ns=stat.st_mtime_ns, title=self.title, text=self.text, k1=self.k1, b=self.b,
             stopwords=self.stopwords,
         )  # fmt: skip
-        self._index = _index(path, stamp, self.keep)
-
-    def run(self, arguments: Mapping[str, Any]) -> str:
-        query = arguments.get("query")
-        if not isinstance(query, str) or not query.strip():
-            return "error: give a query as text"
-        found = [self._index.document(number) for number in self._index.best(query, self.top_k)]
-        if not found:
-            return "No document has a word of this query."
-        lines = (f"Doc {place}(Title: {title}) {text}" for place, (title, text) in enumerate(found, start=1))
-        return "\n".join(lines)[: self.max_characters]
+        return _index(path, stamp, self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)

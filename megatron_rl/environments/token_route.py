@@ -282,7 +282,7 @@ class _RouteHandler(BaseHTTPRequestHandler):
             raise RouteRefusal(404, f"POST {self.path}: there is {GENERATE} alone")
         try:
             body = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RouteRefusal(400, f"the body is not JSON: {error}") from error
         return self._route.generate(self.headers.get(SESSION, ""), body)
 

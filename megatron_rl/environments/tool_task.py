@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_rl.chat import TOOL, USER, UserText, problem_text
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.environments.base import Environment
-from megatron_rl.environments.moves import Call, EnvironmentFailure, Move, Over, Said, Tool
-from megatron_rl.text import fill, read_template
+from megatron_rl.environments.base import Environment, EpisodeSettings
+from megatron_rl.environments.dialogue import RENDERERS
+from megatron_rl.environments.moves import Call, EnvironmentFailure, Move, Over, Said, Tool, quoting
+from megatron_rl.text import read_template
 
 
 @dataclass(kw_only=True)
@@ -72,6 +73,27 @@ class ToolTask(Environment):
             return self._over()
         return self._after_tags(said.text) if self.calls == "tags" else self._after_calls(said.calls)
 
+    def check(self, settings: EpisodeSettings) -> None:
+        if self.calls == "template" and not settings.dialogue.startswith(RENDERERS):
+            raise ConfigError(
+                f"recipe.args.dialogue = {settings.dialogue!r} reads no calls of tools, and "
+                "recipe.args.environment.args.calls is 'template': set the dialogue to renderers:NAME, or calls to tags"
+            )
+
+    def speaking_roles(self) -> Collection[str]:
+        return (self.role,)
+
+    def files(self) -> Mapping[str, str]:
+        return {
+            f"tools.{name}.{argument}": path
+            for name, tool in self._tools.items()
+            for argument, path in tool.files().items()
+        }
+
+    def load(self) -> None:
+        for tool in self._tools.values():
+            tool.load()
+
     def most_answers(self, role: str) -> int | None:
         return self.max_calls + 1 if role == self.role else None
 
@@ -85,7 +107,7 @@ class ToolTask(Environment):
             return self._over()
         content = textwrap.dedent(found[2]).strip()
         result = self._result(Call(name=found[1], arguments={self._arguments[found[1]]: content}))
-        return self._ask([{"role": USER, "content": fill(self.result, result=result)}])
+        return self._ask([quoting(USER, self.result, result=result)])
 
     def _after_calls(self, calls: Sequence[Call]) -> Sequence[Move] | Over:
         """Runs the calls of a message, as many as are left. -> the next move, or the end where there is no call."""
@@ -107,9 +129,14 @@ class ToolTask(Environment):
         if call.arguments is None:
             return "error: the arguments cannot be read: write them as a JSON object"
         try:
-            return tool.run(call.arguments)
+            result = tool.run(call.arguments)
         except EnvironmentFailure:
-            return tool.run(call.arguments)
+            result = tool.run(call.arguments)
+        if not isinstance(result, str):
+            raise EnvironmentFailure(
+                f"the tool {tool.name!r} returned {str(result)[:80]}, which is no text: return one"
+            )
+        return result
 
     def _ask(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Move]:
         tags = [*self._tools, self.answer] if self._made < self.max_calls else [self.answer]
@@ -142,8 +169,11 @@ def _built(use: Use) -> Tool:
     tool = plugins.build(use)
     if not isinstance(tool, Tool):
         raise ConfigError(
-            f"args.tools: {use.target} is no tool: name a subclass of megatron_rl.environments.moves:Tool"
+            f"args.tools: {use.target} is no tool: name a dataclass that inherits from "
+            "megatron_rl.environments.moves:Tool"
         )
+    if lacking := [name for name in ("name", "description", "parameters") if not hasattr(tool, name)]:
+        raise ConfigError(f"args.tools: {use.target} has no {' and no '.join(lacking)}: write them into the class")
     return tool
 
 

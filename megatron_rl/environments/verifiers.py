@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,9 @@ class Verifiers(EpisodeMaker):
                 f"renderers.{min(unknown)}: the roles of the agents are {', '.join(self.agents.values())}"
             )
 
+    def speaking_roles(self) -> Collection[str]:
+        return tuple(self.agents.values())
+
     def play(
         self,
         table: Table,
@@ -80,8 +83,6 @@ class Verifiers(EpisodeMaker):
         Raises ConfigError where the environment cannot be started.
         """
         indices = [self._index(task) for task in tasks]
-        if unknown := set(self.agents.values()) - set(samplings):
-            raise ConfigError(f"agents: {min(unknown)} is none of the recipe's roles, {', '.join(samplings)}")
         own = {role: samplings[role] for role in dict.fromkeys(self.agents.values())}
         with self._alone(table, own):
             running = self._started()
@@ -212,8 +213,7 @@ class _Results:
                 self._begin(process, waiting.popleft(), indices)
             try:
                 if (said := process.hear(LOOK_S)) is not None:
-                    del self._deadlines[said["number"]]
-                    self._found[said["number"]] = said
+                    self._take(said)
             except EOFError as error:
                 self._give_up(f"verifiers broke off: {error}")
             if self._play.failure is not None:
@@ -222,6 +222,14 @@ class _Results:
             if self._deadlines and min(self._deadlines.values()) < time.monotonic():
                 self._give_up("verifiers hung in another episode")
         return [self._found[number] for number in range(len(indices))]
+
+    def _take(self, said: Mapping[str, Any]) -> None:
+        """Takes the result of an episode under way. Raises EOFError for a line that is none."""
+        number = said.get("number")
+        if type(number) is not int or number not in self._deadlines:
+            raise EOFError(f"it wrote a line of the episode {number!r}, which is not under way")
+        del self._deadlines[number]
+        self._found[number] = said
 
     def _begin(self, process: LineProcess, number: int, indices: Sequence[int]) -> None:
         timeout_s = self._settings.episode_timeout_s

@@ -211,8 +211,8 @@ def _with_agents(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _trace(trace: Any) -> dict[str, Any]:
     """Returns what one agent did in an episode."""
-    rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    rewards = {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
     for name, value in (rewards | metrics).items():
         if not math.isfinite(value):
             raise ValueError(f"{trace.agent.name} got {name} = {value}")

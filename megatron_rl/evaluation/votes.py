@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Engine, Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.rewards.tags import step_texts
 from megatron_rl.rewards.verdicts import final_verdict
-from megatron_rl.text import fill
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.types import Prompt
 
@@ -44,5 +44,6 @@ class Weigher:
 
     def _prompt(self, asked: Asked) -> Prompt:
         question, solution = asked
-        text = fill(self.template, question=question, solution=solution, num_steps=str(len(step_texts(solution))))
+        values = {"question": question, "solution": solution, "num_steps": str(len(step_texts(solution)))}
+        text = fill_quoting(self.tokenizer, self.template, **values)
         return Prompt(id=question, tokens=tokenize(self.tokenizer, text))

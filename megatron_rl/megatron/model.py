@@ -15,6 +15,7 @@ from megatron_rl.config.schema import ConfigError, Layout, Model
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
+from megatron_rl.megatron.joint_norm import JointNorm
 from megatron_rl.megatron.latent import LatentAttention
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models import core_settings
@@ -32,6 +33,7 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -115,12 +117,8 @@ def uses_transformer_engine(arch: Architecture) -> bool:
     return has_transformer_engine() and not core_settings.needs_own_layers(arch, arch.features)
 
 
-def check_fp8(arch: Architecture) -> None:
-    """Raises ConfigError where 8-bit matrix products are not available."""
-    if core_settings.needs_own_layers(arch, arch.features):
-        raise ConfigError(
-            "model.fp8 = true, and Transformer Engine's layers cannot compute this family: set it to false"
-        )
+def check_fp8() -> None:
+    """Raises ConfigError on a machine without 8-bit matrix products."""
     if not has_transformer_engine():
         raise ConfigError(
             "model.fp8 = true needs a GPU and Transformer Engine: install transformer-engine, or set it to false"
@@ -146,7 +144,7 @@ def transformer_config(
     settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
-        check_fp8(arch)
+        check_fp8()
     kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
     return kind(
         params_dtype=dtype,
@@ -325,8 +323,6 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
         multi_latent_attention=latent,
     )
     layer = cast(Any, spec)  # core declares its submodules as `object`
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
     names = dict(layer.submodules.sharded_state_dict_keys_map)
     # Checkpoints name this norm as with Transformer Engine, where it is a module of its own before experts alone.
     names.pop("pre_mlp_layernorm.", None)
@@ -342,12 +338,22 @@ def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool
         layer.submodules.self_attention = ModuleSpec(
             module=LatentAttention, params={"features": arch.features}, submodules=attention
         )
-    if arch.features.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if arch.features.norms_after:
-        addition = ModuleSpec(module=NormedAddition, params={"config": config})
-        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = addition
+    _set_norms(layer.submodules, arch, config)
     return layer
+
+
+def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:
+    """Puts the norms that a model has into the description of its layers. `parts`: the submodules of a layer."""
+    features, attention = arch.features, parts.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if features.norms_before else IdentityOp
+    if features.norms_after:
+        addition = ModuleSpec(module=NormedAddition, params={"config": config})
+        parts.self_attn_bda = parts.mlp_bda = addition
+    if features.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if features.qk_norm_joint:
+        attention.q_layernorm = ModuleSpec(module=JointNorm, params={"heads": arch.heads})
+        attention.k_layernorm = ModuleSpec(module=JointNorm, params={"heads": arch.kv_heads})
 
 
 def _submodules(spec: Any) -> Any:

@@ -26,6 +26,7 @@ from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.divisibility import Axes, trainer_problems
+from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.weights import copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.world import Replicas
@@ -54,7 +55,7 @@ class MegatronPolicy:
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
-        self._check_layout()
+        self._check_settings()
         self._rotary = RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
@@ -224,12 +225,12 @@ class MegatronPolicy:
             offload.wake(self.chunks, self.optimizer)
             self._asleep = False
 
-    def _check_layout(self) -> None:
-        path = self.role.model.path
-        if problems := trainer_problems(self.arch, Axes.of(self.role.layout), path):
+    def _check_settings(self) -> None:
+        role, path = self.role, self.role.model.path
+        problems = trainer_problems(self.arch, Axes.of(role.layout), path)
+        problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
+        if problems:
             raise ConfigError("\n  ".join(problems))
-        if self.role.router_replay and not self.arch.experts:
-            raise ConfigError(f"router_replay = true, and {path} has no experts: set it to false")
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers

@@ -27,10 +27,28 @@ def norm(name: str, tensor: str, width: int, *, fused: str | None = None) -> Row
     return Row(name=name, fused=fused, sources=(Source(tensor, width),), cut=Whole(), engine=tensor)
 
 
-def attention(sizes: Sizes, *, bias: bool = False, head_norms: bool = False) -> list[Row]:
+def joint_norm(part: str, width: int) -> Row:
+    """Returns the row of a norm over all heads of queries or keys at once, [width]. `part`: q or k.
+
+    A trainer's ranks share the weight out as they do the heads. An engine's ranks hold it whole: they gather the heads.
+    """
+    tensor = f"self_attn.{part}_norm.weight"
+    return Row(
+        name=f"self_attention.{part}_layernorm.weight",
+        sources=(Source(tensor, width),),
+        cut=ByRows(),
+        engine=tensor,
+        engine_cut=Whole(),
+    )
+
+
+def attention(
+    sizes: Sizes, *, bias: bool = False, head_norms: bool = False, joint_norms: bool = False, norm_before: bool = True
+) -> list[Row]:
     """Returns the rows of the norm before attention, of query, key and value as one parameter, and of the projection.
 
-    `bias`: query, key and value have one. `head_norms`: queries and keys are normalised head by head.
+    `bias`: query, key and value have one. `head_norms`: queries and keys are normalised head by head; `joint_norms`:
+    over all heads at once. Without `norm_before` there is no norm before attention.
     """
     h, d = sizes.hidden, sizes.head_dim
     heads = (sizes.heads, sizes.kv_heads, sizes.head_dim)
@@ -45,18 +63,14 @@ def attention(sizes: Sizes, *, bias: bool = False, head_norms: bool = False) -> 
             engine_cut=EngineHeads(*heads),
         )
 
-    rows = [
-        norm(
-            "input_layernorm.weight",
-            "input_layernorm.weight",
-            h,
-            fused="self_attention.linear_qkv.layer_norm_weight",
-        ),
-        joined("weight", h),
-    ]
+    first = "input_layernorm.weight"
+    before = norm(first, first, h, fused="self_attention.linear_qkv.layer_norm_weight")
+    rows = [*([before] if norm_before else []), joined("weight", h)]
     rows += [joined("bias", 1)] if bias else []
     if head_norms:
         rows += [norm(f"self_attention.{p}_layernorm.weight", f"self_attn.{p}_norm.weight", d) for p in ("q", "k")]
+    if joint_norms:
+        rows += [joint_norm("q", sizes.heads * d), joint_norm("k", sizes.kv_heads * d)]
     out = "self_attn.o_proj.weight"
     rows.append(
         Row(

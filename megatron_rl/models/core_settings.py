@@ -10,6 +10,8 @@ from typing import Any
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.sizes import Features, Sizes
 
+ROTARY = ("default", "llama3")  # kinds of rotary embedding that core computes
+
 
 def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
     """Returns the settings that decide the shapes and the arithmetic of the layers. The activation is a word."""
@@ -22,7 +24,7 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         ffn_hidden_size=sizes.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=features.norm_eps,
-        qk_layernorm=features.qk_norm,
+        qk_layernorm=features.qk_norm,  # not joint ones: core would sum their gradients over tensor ranks
         gated_linear_unit=True,
         activation_func=features.activation,
         add_bias_linear=False,
@@ -54,12 +56,15 @@ def _latent(sizes: Sizes) -> dict[str, Any]:
 
 
 def needs_own_layers(sizes: Sizes, features: Features) -> bool:
-    """Returns whether core has no layers of its own for a model: norms after, attention of several kinds.
+    """Returns whether core has no layers of its own for a model: other places of norms, norms of all heads at once,
+    attention of several kinds, or a rotary embedding of another kind than core has.
 
     Nor is its attention through a latent used with Transformer Engine: without sequence parallelism it leaves the
     gradient of the shared key unsummed over tensor ranks, and the latents' norms have an epsilon of their own.
     """
-    return features.norms_after or len(features.kinds) > 1 or bool(sizes.kv_rank)
+    moved = features.norms_after or not features.norms_before
+    other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
+    return moved or features.qk_norm_joint or len(features.kinds) > 1 or other or bool(sizes.kv_rank)
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
@@ -102,13 +107,8 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
 
 def rotary(features: Features) -> dict[str, Any]:
-    """Returns the settings of core's own rotary embedding.
-
-    Raises ValueError for a scaling that core does not have.
-    """
+    """Returns the settings of core's own rotary embedding, for a model that does not need layers of our own."""
     own = features.kinds[0].rotary
-    if own.kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {own.kind!r} is not supported with Transformer Engine: use default or llama3")
     return {
         "position_embedding_type": "rope",
         "rotary_base": int(own.theta),

@@ -1,26 +1,52 @@
-"""Finds the families, by listing the files of this folder, and reads config.json with the family that it names."""
+"""Finds the families, by listing the files of this folder, and reads config.json with the family that it names.
+
+Families of a user's own, in a package of their own, are added by name (`add`).
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from megatron_rl import models
+from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.base import Family
 from megatron_rl.models.rows import OuterRows, Row
 from megatron_rl.models.sizes import Features, Sizes
 
 
-@cache
 def families() -> Mapping[str, Family]:
-    """Returns {model_type: family} of every file of megatron_rl/models/ that has a FAMILY."""
-    names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
-    parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
-    return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
+    """Returns {model_type: family} of every file of megatron_rl/models/ that has a FAMILY, and of those added."""
+    return _table()
+
+
+def add(targets: Sequence[str], setting: str) -> None:
+    """Makes families known in this process that are named `package.module:NAME`, as plug-ins are.
+
+    Like an import this is for the life of the process, and doing it again changes nothing. `setting` is where the
+    names stand, for the message. Raises ConfigError for a name that is no family, and for a model_type that another
+    family has.
+    """
+    for target in targets:
+        try:
+            found = plugins.find(target)
+        except ConfigError as error:
+            raise ConfigError(f"{setting}: {error}") from error
+        if not isinstance(found, Family) or not hasattr(found, "model_type"):
+            raise ConfigError(
+                f"{setting}: {target} is a {type(found).__name__}: name an instance of a subclass of "
+                f"{Family.__module__}:{Family.__name__} that has a model_type"
+            )
+        there = _table().setdefault(found.model_type, found)
+        if there is not found:
+            raise ConfigError(
+                f"{setting}: {target} has the model_type {found.model_type!r}, which the family in "
+                f"{type(there).__module__} has already: give it another one"
+            )
 
 
 def family_of(sizes: Sizes) -> Family:
@@ -42,7 +68,6 @@ def features(config: Mapping[str, Any], where: str = "config.json") -> Features:
         raise ConfigError(f"{where}: {error} is missing, which a {family.model_type} model must have") from None
 
 
-@cache
 def known() -> Mapping[str, Mapping[str, Any]]:
     """Returns {name: contents of config.json} of public models, to plan with them without their files."""
     return {
@@ -74,9 +99,20 @@ def ends(sizes: Sizes) -> OuterRows:
     return family_of(sizes).ends(sizes)
 
 
+@cache
+def _table() -> dict[str, Family]:
+    """Returns the families that this process knows: one dict for its life, as sys.modules is of modules."""
+    names = sorted(found.name for found in pkgutil.iter_modules(models.__path__, f"{models.__name__}."))
+    parts = [vars(importlib.import_module(name)) for name in names if name != __name__]
+    return {part["FAMILY"].model_type: part["FAMILY"] for part in parts if "FAMILY" in part}
+
+
 def _named(config: Mapping[str, Any], where: str) -> Family:
     """Returns the family of a config.json. Raises ConfigError for another model."""
     kind: Any = config.get("model_type")
     if kind not in families():
-        raise ConfigError(f"{where}: model_type {kind!r} is not supported; supported are {', '.join(families())}")
+        raise ConfigError(
+            f"{where}: model_type {kind!r} is not supported; supported are {', '.join(families())}, and families of "
+            "your own that `families` names in a config, --family in a conversion"
+        )
     return families()[kind]

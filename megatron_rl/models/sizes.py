@@ -127,10 +127,12 @@ class Features:
 
     norm_eps: float = 1e-6
     norm_from_one: bool = False  # norms multiply by 1 + weight
-    norms_after: bool = False  # what attention and feed-forward add is normalised once more
+    norms_before: bool = True  # what attention and feed-forward read is normalised
+    norms_after: bool = False  # what attention and feed-forward add is normalised
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     qkv_bias: bool = False  # query, key and value have a bias
     qk_norm: bool = False  # queries and keys are normalised, head by head
+    qk_norm_joint: bool = False  # queries and keys are normalised, over all heads at once
     softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
     latent_eps: float = 1e-6  # of the norms of latents, whatever norm_eps is
     embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype

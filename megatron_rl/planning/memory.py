@@ -146,9 +146,11 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
     """
     sizes, w = shape.sizes, numbers.width
     stream = _stream(parallel, tokens)
-    # the norms keep their inputs, and the products after them keep the norms' outputs
+    # the products keep what they read, and the norms before them, and after, what they normalise
     kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # such norms take float32
-    norms = 2 * stream * (sizes.hidden * (kept + w) + 4)
+    norms = 2 * stream * sizes.hidden * w
+    if shape.features.norms_before:
+        norms += 2 * stream * (sizes.hidden * kept + 4)
     if shape.features.norms_after:  # what they give is added to the stream, and kept by nobody
         norms += 2 * stream * (sizes.hidden * kept + 4)
     attention = _latent if sizes.kv_rank else _attention
@@ -170,10 +172,14 @@ def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision
     sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
     q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
     attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)
-    if shape.features.qk_norm:
+    if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
+        attention += own * w * (q + 2 * kv + copied)
+    if shape.features.qk_norm:
         normed = (numbers.norm - w if numbers.norm > w else 0) * (q + kv)
-        attention += own * (w * (q + 2 * kv + copied) + normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
+        attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
+    if shape.features.qk_norm_joint:  # its inputs as they are, and one number a token for each
+        attention += own * 4 * 2
     return attention
 
 

@@ -37,7 +37,14 @@ class Agents(OverEpisodes, Recipe):
             raise ConfigError(f"recipe.args.trained names {', '.join(sorted(unknown))}, and recipe.args.seats does not")
         if self.ema_decay == 1.0:
             raise ConfigError("recipe.args.ema_decay = 1.0: the average would never move; give less than 1")
-        self.build_maker(self.seats, self._trained)
+        if short := [role for role, count in self.seats.items() if count < 1]:
+            raise ConfigError(f"recipe.args.seats.{short[0]} = {self.seats[short[0]]}: give at least 1")
+        if self.compared == "episode" and all(self.seats[role] == 1 for role in self._trained):
+            raise ConfigError(
+                "recipe.args.compared = 'episode' compares the seats of one role, and no role that learns has two in "
+                "recipe.args.seats: set it to task or ema"
+            )
+        self.build_maker(self.seats, self._trained, key="seats")
         self._baselines = RoleBaselines()
 
     def roles(self) -> Mapping[str, Part]:
@@ -64,7 +71,7 @@ class Agents(OverEpisodes, Recipe):
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Plays one episode of each problem at temperature 1, and one by the likeliest tokens; an episode that failed
         counts with rewards of 0."""
-        return self.measure_episodes(table, prompts, self.seats)[0]
+        return self.measure_episodes(table, prompts)[0]
 
     def state_dict(self) -> dict[str, Any]:
         return {"baselines": dict(self._baselines.values)}

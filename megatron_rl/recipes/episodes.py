@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,10 +11,10 @@ from megatron_rl.chat import problem_text
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
 from megatron_rl.engines.base import Sampling
-from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings, check_system, estimates
+from megatron_rl.environments.base import EpisodeMaker, EpisodeSettings, check_speakers, check_system, estimates
 from megatron_rl.environments.dialogue import TEXT, check_dialogue
 from megatron_rl.environments.moves import SEAT, Episode
-from megatron_rl.environments.refusals import with_rewards
+from megatron_rl.environments.refusals import check_seats, with_rewards
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.training.rollouts import greedy, plain
 from megatron_rl.training.turns import Table
@@ -43,18 +44,34 @@ class OverEpisodes(EpisodeSettings):
     environment: Use  # an Environment or another EpisodeMaker, by target and args
     rewards: Mapping[str, float] = field(default_factory=lambda: {OUTCOME: 1.0})  # by name: its weight in what counts
 
-    def build_maker(self, seats: Collection[str], rewarded: Collection[str]) -> None:
-        """Builds what plays the episodes. `seats`: the roles that speak; `rewarded`: those of them whose samples must
-        have the rewards that count. Raises ConfigError for arguments of the play that cannot be."""
+    def build_maker(self, seats: Mapping[str, int], rewarded: Collection[str], *, key: str) -> None:
+        """Builds what plays the episodes. `seats`: the roles that speak, and how many seats of an episode each has;
+        `rewarded`: those of them whose samples must have the rewards that count; `key`: of the setting that names the
+        roles. Raises ConfigError for arguments of the play that cannot be."""
         if not self.rewards:
             raise ConfigError("recipe.args.rewards is empty: name at least one")
+        for name, weight in self.rewards.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"recipe.args.rewards.{name} = {weight}: give a finite number")
+        for name in ("episode_timeout_s", "step_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"recipe.args.{name} = {getattr(self, name)}: give more than 0 seconds")
         check_dialogue(self.dialogue)
         self._maker: EpisodeMaker = build(self.environment)
         if not isinstance(self._maker, EpisodeMaker):
-            raise ConfigError(f"recipe.args.environment.target = {self.environment.target!r} is no EpisodeMaker")
+            raise ConfigError(
+                f"recipe.args.environment.target = {self.environment.target!r} is no environment: name a class that "
+                "inherits from megatron_rl.environments.base:Environment, with @dataclass above it"
+            )
         check_system(self, self._maker, seats)
+        check_speakers(self._maker, seats, key=key)
+        self._maker.check(self)
         self.estimates = estimates(self, self._maker, seats)
-        self._rewarded = tuple(rewarded)
+        self._rewarded, self._seats = tuple(rewarded), dict(seats)
+
+    def files(self) -> Mapping[str, str]:
+        """Returns {key of the config: path} of the files that the environment and its tools read."""
+        return {f"recipe.args.environment.args.{name}": path for name, path in self._maker.files().items()}
 
     def episode_prompt(self, payload: Mapping[str, Any]) -> str:
         """Returns a problem's text, which opens no conversation: the environment does. Raises ConfigError for problems
@@ -72,10 +89,13 @@ class OverEpisodes(EpisodeSettings):
     ) -> EpisodesGraded:  # fmt: skip
         """Plays `each` episodes of every problem, all with the problem's seed, and grades what the environment left to
         the run's reward function. The samples of one problem are a group. [P] prompts and seeds; `samplings` by role.
-        Raises RewardFailure when too many episodes, or gradings, fail."""
+        Raises RewardFailure when too many episodes, or gradings, fail; ConfigError when one had more seats of a role
+        than the recipe."""
         tasks = [prompt for prompt in prompts for _ in range(each)]
+        self._maker.load()
         with table.watch("rollout"):
             episodes = self._maker.play(table, tasks, [seed for seed in seeds for _ in range(each)], samplings, self)
+        check_seats(episodes, self._seats)
         episodes = [with_rewards(one, self.rewards, self._rewarded, OUTCOME) for one in episodes]
         ended = [Graded(one.outcome, detail=one.why) for one in episodes]
         check_failures(ended, table.max_failure_share, what="episodes", cure=CURE)
@@ -96,20 +116,18 @@ class OverEpisodes(EpisodeSettings):
         """Returns the weighted sum of a sample's rewards that counts."""
         return sum(weight * rollout.rewards[name] for name, weight in self.rewards.items())
 
-    def measure_episodes(
-        self, table: Table, prompts: Sequence[Prompt], seats: Mapping[str, int]
-    ) -> tuple[dict[str, float], EpisodesGraded]:
-        """Plays one episode of each problem at temperature 1, and one by the likeliest tokens. `seats`: how many each
-        role has in an episode. -> the mean of each reward, where an episode that failed counts with 0, and the turns of
-        an episode; and what was played at temperature 1."""
+    def measure_episodes(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], EpisodesGraded]:
+        """Plays one episode of each problem at temperature 1, and one by the likeliest tokens. -> the mean of each
+        reward over the seats of a role, where an episode that failed counts with 0, and the turns of an episode; and
+        what was played at temperature 1."""
         figures: dict[str, float] = {}
         seeds = [table.seed_for("evaluation", i) for i in range(len(prompts))]
         played = []
         for kind, alone in (("sampled", plain), ("greedy", greedy)):
-            own: dict[str, Sampling] = {role: alone(table.samplings[role], seed=table.seed) for role in seats}
+            own: dict[str, Sampling] = {role: alone(table.samplings[role], seed=table.seed) for role in self._seats}
             found = self.play_episodes(table, prompts, seeds, own)
             last = [samples[-1] for samples in by_seat(found.rollouts)]
-            for role, count in seats.items():
+            for role, count in self._seats.items():
                 for name in self.rewards:  # a frozen role may have none
                     gained = [r.rewards[name] for r in last if r.role == role and name in r.rewards]
                     if gained or role in self._rewarded:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.evaluation.judging import Judgement
-from megatron_rl.text import fill, read_template
+from megatron_rl.text import read_template
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
 from megatron_rl.types import Prompt, Rollout
@@ -17,8 +18,9 @@ JUDGE = "judge"
 def judge_prompt(table: Table, template: str, id: str, payload: Mapping[str, Any], /, **values: str) -> Prompt | None:
     """Fills a judge's template with the problem's question and further values. -> None for a prompt that is too long:
     it is never cut."""
-    text = fill(read_template(template), question=str(payload["question"]), **values)
-    tokens = tokenize(table.tokenizers[JUDGE], text)
+    tokenizer = table.tokenizers[JUDGE]
+    text = fill_quoting(tokenizer, read_template(template), question=str(payload["question"]), **values)
+    tokens = tokenize(tokenizer, text)
     return Prompt(id=id, tokens=tokens, payload=payload) if len(tokens) <= table.max_prompt_tokens[JUDGE] else None
 
 

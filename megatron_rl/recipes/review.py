@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.algorithms.advantages import Refinement, step_rewards
+from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
 from megatron_rl.evaluation.judging import Judgement, Judging, Question
 from megatron_rl.recipes.base import Solution, mark_steps
 from megatron_rl.rewards import verdicts
-from megatron_rl.text import fill
 from megatron_rl.training.rollouts import tokenize
 from megatron_rl.training.turns import Table
 from megatron_rl.types import STEP, Marks, Prompt, Rollout
@@ -37,8 +37,9 @@ class Reviewer:
         stand at its end)."""
         rollout, steps = solution.rollout, len(solution.rollout.marks_of(STEP))
         question = str(rollout.payload["question"])
-        text = fill(self.template, question=question, solution=solution.text, num_steps=str(steps))
-        tokens = tokenize(table.tokenizers[self.role], text)
+        tokenizer = table.tokenizers[self.role]
+        values = {"question": question, "solution": solution.text, "num_steps": str(steps)}
+        tokens = tokenize(tokenizer, fill_quoting(tokenizer, self.template, **values))
         if len(tokens) > table.max_prompt_tokens[self.role]:
             return None
         payload = {key: rollout.payload[key] for key in ("question", "answer") if key in rollout.payload}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, check_arguments, pass_over
 from megatron_rl.recipes.episodes import EpisodesGraded, OverEpisodes
@@ -37,7 +38,7 @@ class TangoAgents(OverEpisodes, TangoTurns):
         for name in ("turn_form", "told_form"):
             if "{text}" not in getattr(self, name):
                 raise ConfigError(f"recipe.args.{name} = {getattr(self, name)!r}: it needs {{text}}")
-        self.build_maker([self.role], [self.role])
+        self.build_maker({self.role: self.seats}, [self.role], key="role")
         self._form = TranscriptForm(turn=self.turn_form, told=self.told_form)
         super().__post_init__()
 
@@ -72,8 +73,9 @@ class TangoAgents(OverEpisodes, TangoTurns):
         return found, played.figures
 
     def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
-        figures, sampled = self.measure_episodes(table, prompts, {self.role: self.seats})
+        figures, sampled = self.measure_episodes(table, prompts)
         return figures, self._transcripts(table, sampled)
 
     def _transcripts(self, table: Table, played: EpisodesGraded) -> list[Transcript]:
-        return transcripts(played, self, table.tokenizers[self.role], self._form)
+        reader = ControlTokens(table.tokenizers[VERIFIER])
+        return transcripts(played, self, table.tokenizers[self.role], self._form, reader)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.algorithms.advantages import TRAINED
+from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.moves import SEAT
 from megatron_rl.recipes.base import RIGHT, Solution
 from megatron_rl.recipes.episodes import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_seat
@@ -55,9 +56,12 @@ class TranscriptForm:
         return "".join(parts).strip()
 
 
-def transcripts(played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm) -> list[Transcript]:
+def transcripts(
+    played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens
+) -> list[Transcript]:
     """Makes every seat of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
-    that counts in the recipe; above 0.5 it is right.
+    that counts in the recipe; above 0.5 it is right. `reader`: the verifier's control tokens, which no transcript has:
+    neither the generator nor a tool can end the verifier's prompt and speak in its place.
 
     What a seat was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
     it is decoded from the samples, and a sample behind a cut shows all that it opens with.
@@ -71,7 +75,7 @@ def transcripts(played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, fo
         told = played.episodes[int(payload[EPISODE])].told.get(payload[SEAT], ())
         if len(told) != len(turns):
             told = _heard(rollout, tokenizer)
-        text = form.write(str(payload["question"]), told, turns)
+        text = reader.spell(form.write(str(payload["question"]), told, turns))
         found.append(Transcript(rollout=rollout, text=text, correct=reward > RIGHT, turns=turns, samples=samples))
     return found
 

@@ -17,6 +17,7 @@ from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.launch import run_directory
@@ -79,7 +80,8 @@ class _Serving:
         self._imports = directory / ENGINES / "imports"
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
         self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
-        self._environment = {**environment, **_gpus(config, settings, role, replica)}
+        families = own_families.variables(config.families)
+        self._environment = {**environment, **_gpus(config, settings, role, replica), **families}
         self._job = job_from(environment)
 
     def serve(self, stop: threading.Event) -> None:

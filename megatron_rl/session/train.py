@@ -20,7 +20,7 @@ from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
-from megatron_rl.config.schema import JobConfig, Launch, Sinks, TrainConfig, Use
+from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
@@ -48,6 +48,8 @@ def run(config: TrainConfig, place: Place) -> int:
         Use(target=config.reward.target, args=config.reward.args)
     )  # workers build their own; this raises errors early
     config_checks.check_recipe(config, recipe)
+    if absent := config_checks.absent_recipe_files(recipe):
+        raise ConfigError("; ".join(map(str, absent)))
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe)
 

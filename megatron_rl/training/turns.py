@@ -139,6 +139,10 @@ class Recipe(ABC):
         with. The config has the recipe's roles."""
         return None
 
+    def files(self) -> Mapping[str, str]:
+        """Returns {key of the config: path} of the files beside data and models that must be there before a run."""
+        return {}
+
     def evaluate(self, prompts: Sequence[Prompt], table: Table) -> dict[str, float]:
         """Returns figures on held-out problems, named `role/figure`; none by default. What later evaluations of the run
         shall find, also after a resume, goes into `table.kept`."""

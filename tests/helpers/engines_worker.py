@@ -117,6 +117,7 @@ class Scenario:
             self.keep_weights(f"v{version}")
             self.ask(f"greedy_v{version}", lambda pool: complete(pool, prompts(self.vocab), GREEDY))
             self.world.from_driver(self.each_server, f"each_v{version}")
+            self.world.from_driver(self.score, f"scores_v{version}")
 
     def each_server(self, name: str) -> None:
         """Greedy answers of every replica by itself."""
@@ -126,6 +127,11 @@ class Scenario:
                 member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=60) for p in prompts(self.vocab)
             ]
             self.found[f"{name}_{member.listing.replica}"] = plain(answers)
+
+    def score(self, name: str) -> None:
+        """Log-probs of every token of the prompts."""
+        assert self.pool is not None
+        self.found[name] = [scores.tolist() for scores in self.pool.score(prompts(self.vocab))]
 
     def episodes(self) -> None:
         """Conversations with a tool, and what the servers found of them in their prefix caches. Only vLLM tells."""

@@ -82,6 +82,10 @@ class Plays:
         time.sleep(600)
         return []
 
+    def stray(self, asked: dict[str, Any]) -> list[Any]:
+        print(json.dumps({"number": 99, "why": None, "traces": []}), flush=True)
+        return self.hang(asked)
+
     def babble(self, asked: dict[str, Any]) -> list[Any]:
         print("hello", flush=True)
         return self.hang(asked)

@@ -16,6 +16,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -24,6 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 FAMILIES = {
@@ -37,6 +41,8 @@ FAMILIES = {
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),  # of a family in a package of its own (own_family.py)
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
 LATENT = EXPERTS | {  # a dense layer in front of one with experts; all widths of attention differ

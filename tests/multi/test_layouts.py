@@ -98,6 +98,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "packed": True, "dtype": "bfloat16"},
         {"name": "deepseek_v2-packed", "model": "deepseek_v2", "layout": {}, "packed": True},
         {"name": "deepseek_v3-padded", "model": "deepseek_v3", "layout": {}, "packed": False},
+        {"name": "olmo2-packed", "model": "olmo2", "layout": {}, "packed": True},
         {
             "name": "qwen2_moe-recompute-padded",
             "model": "qwen2_moe",
@@ -167,6 +168,8 @@ CASES: dict[int, list[dict]] = {
         },
         {"name": "deepseek_v3-pp2-packed", "model": "deepseek_v3", "layout": PP, "packed": True},
         {"name": "deepseek_v3-cp2-padded", "model": "deepseek_v3", "layout": CP, "packed": False},
+        {"name": "olmo2-tp2sp-packed", "model": "olmo2", "layout": SP, "packed": True},
+        {"name": "olmo2-tp2-padded", "model": "olmo2", "layout": TP, "packed": False},
     ],
     4: [
         {"name": "tp2pp2-packed", "layout": TP | PP, "packed": True},
@@ -280,7 +283,9 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
 }
 # Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
 # makes lr / eps = 100 times a gradient's error. V3 weighs experts by 2.5.
-BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}, "deepseek_v3": BOUNDS | {"weights": 4e-6}}
+# OLMo 2 norms what attention and feed-forward give, which is small in these models: dividing by it magnifies gradients
+# and their errors alike.
+BOUNDS_OF = dict.fromkeys(("gemma3", "olmo2", "deepseek_v3"), BOUNDS | {"weights": 4e-6})
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,
@@ -301,11 +306,30 @@ WIDE = {
 }  # one axis alone on four ranks; tp is bound by the 2 key/value heads
 ONE_OF = ({"tp", "sp"}, {"pp", "vpp"})  # two forms of one axis
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
+NORMS_MOVED: dict[int, list[dict]] = {  # whole-width norms under every axis; the cases above have the likeliest
+    2: [
+        {"name": "olmo2-tp2-packed", "layout": TP, "packed": True},
+        {"name": "olmo2-tp2sp-padded", "layout": SP, "packed": False},
+        {"name": "olmo2-tp2sp-bf16", "layout": SP, "packed": True, "dtype": "bfloat16"},
+        {"name": "olmo2-tp2-recompute", "layout": TP, "packed": True, "model_settings": RECOMPUTE},
+        {"name": "olmo2-tp2sp-decay-norms", "layout": SP, "packed": True, "optimizer": {"decay_norms": True}},
+        {"name": "olmo2-pp2-packed", "layout": PP, "packed": True},
+        {"name": "olmo2-pp2vpp2-padded", "layout": VPP, "packed": False},
+        {"name": "olmo2-cp2-packed", "layout": CP, "packed": True},
+        {"name": "olmo2-cp2-padded", "layout": CP, "packed": False},
+        {"name": "olmo2-dp2-policy-loss", "layout": {}, "packed": True, "loss": "policy"},
+    ],
+    4: [
+        {"name": "olmo2-tp2sp-cp2-packed", "layout": SP | CP, "packed": True},
+        {"name": "olmo2-tp2-pp2-padded", "layout": TP | PP, "packed": False},
+        {"name": "olmo2-tp2sp-dp2-packed", "layout": SP, "packed": True},
+    ],
+}
 
 
 def matrix(world: int) -> list[dict]:
     """Every axis alone on two ranks, and on four every pair of axes and what an axis can do alone; packed and padded,
-    dense and experts.
+    dense and experts; and the axes of a family whose norms stand elsewhere and are wider.
     """
     if world == 2:
         pairs = [(name,) for name in AXES]
@@ -334,7 +358,7 @@ def matrix(world: int) -> list[dict]:
                 "packed": packed,
                 "loss": "policy" if len(cases) % 2 else "weighted",
             })  # fmt: skip
-    return cases
+    return cases + [{"model": "olmo2", **case} for case in NORMS_MOVED[world]]
 
 
 @pytest.fixture(scope="module")
@@ -345,14 +369,8 @@ def results(tmp_path_factory):
     make_model(directory / "qwen2_tied", "qwen2", tie_word_embeddings=True, **sizes)
     make_model(directory / "qwen3", "qwen3", **sizes)
     for family in (
-        "llama",
-        "mistral",
-        "mixtral",
-        "qwen3_moe",
-        "qwen2_moe",
-        "gemma3_text",
-        "deepseek_v2",
-        "deepseek_v3",
+        *("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text", "olmo2"),
+        *("deepseek_v2", "deepseek_v3"),
     ):
         make_model(directory / family, family, **sizes)
     make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)

@@ -78,6 +78,10 @@ def planned(capsys, *arguments: str) -> tuple[int, dict]:
         ("Qwen/Qwen2.5-72B", 72_706_203_648),
         ("Qwen/Qwen3-8B", 8_190_735_360),
         ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("allenai/OLMo-2-0425-1B-Instruct", 1_484_916_736),
+        ("allenai/OLMo-2-1124-7B", 7_298_617_344),
+        ("allenai/OLMo-2-1124-13B", 13_716_198_400),
+        ("allenai/OLMo-2-0325-32B", 32_234_279_936),
         ("meta-llama/Llama-3.1-70B", 70_553_706_496),
         ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
@@ -446,9 +450,9 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
     benchmarks/plan_memory.py compares larger models.
     """
     sizes = {"hidden_size": 128, "vocab_size": 256}
-    dense, experts = (
-        make_model(tmp_path / "dense", "qwen2", **sizes),
-        make_model(tmp_path / "experts", "qwen3_moe", **sizes),
+    dense, experts, moved = (
+        make_model(tmp_path / name, family, **sizes)
+        for name, family in (("dense", "qwen2"), ("experts", "qwen3_moe"), ("moved", "olmo2"))
     )
     together = {"tp": 2, "sequence_parallel": True}
     latent = make_model(tmp_path / "latent", "deepseek_v3", **sizes)  # a dense layer, and one with experts
@@ -459,6 +463,7 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
         (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
+        (moved, together, {}), (moved, {}, {"dtype": "bfloat16"}),
     ]  # fmt: skip
     cases = [
         {"model": str(model), "layout": layout, "lengths": [64] * 8, "micro": 128, **kind}

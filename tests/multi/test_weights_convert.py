@@ -297,7 +297,7 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
     make_model(tmp_path / "other", "qwen3", vocab_size=59, seed=5)
     other, largest = parity.logits_gap(forms["to-hf"], tmp_path / "other")
     assert same < 1e-5 and other > 0.1 * largest
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "deepseek_v3"):
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "olmo2", "deepseek_v3"):
         model = tiny(tmp_path / family, family)
         convert.to_megatron(find(model), tmp_path / f"{family}_megatron")
         gap, largest = parity.logits_gap(tmp_path / f"{family}_megatron", model)
@@ -341,7 +341,7 @@ def loaded(tmp_path_factory):
     """Returns what two ranks of megatron-core make of checkpoints that the tools wrote, with 59 words each."""
     folder = tmp_path_factory.mktemp("loaded")
     imported = []
-    for name, tied in (("qwen2", False), ("qwen3", True), ("gemma3_text", True)):
+    for name, tied in (("qwen2", False), ("qwen3", True), ("gemma3_text", True), ("olmo2", False)):
         model, other = (
             make_model(folder / f"{name}{seed}", name, vocab_size=59, tie_word_embeddings=tied, seed=seed)
             for seed in (0, 1)
@@ -360,6 +360,7 @@ def loaded(tmp_path_factory):
         {"name": "pp2_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {"pp": 2}, "to": {"tp": 2}},
         {"name": "tied", "model": str(folder / "qwen30"), "vocab": 59, "from": {"tp": 2}, "to": {}},
         {"name": "layers_differ", "model": str(folder / "deepseek_v30"), "vocab": 59, "from": {"pp": 2}, "to": {}},
+        {"name": "norms", "model": str(folder / "olmo20"), "vocab": 59, "from": {"tp": 2}, "to": {"pp": 2}},
     ]
     cases = json.dumps({"imported": imported, "resharded": resharded})
     return run_ranks(Path(__file__).parents[1] / "helpers" / "convert_worker.py", 2, folder / "ranks", cases)
@@ -368,13 +369,13 @@ def loaded(tmp_path_factory):
 @pytest.mark.multi
 def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loaded):
     for answer in loaded:
-        assert len(answer["imported"]) == 11 and all(answer["imported"].values()), answer["imported"]
+        assert len(answer["imported"]) == 14 and all(answer["imported"].values()), answer["imported"]
 
 
 @pytest.mark.multi
 def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
     for answer in loaded:
-        assert len(answer["resharded"]) == 4
+        assert len(answer["resharded"]) == 5
         for name, gaps in answer["resharded"].items():
             assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
             assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)

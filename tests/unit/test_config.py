@@ -147,8 +147,8 @@ def test_all_problems_at_once_each_with_its_source(tmp_path, base):
         [
             f"{file}: run.sed: unknown key; did you mean 'seed'?",
             f"{file}: roles.b.layout.tp = 0: give a number of ranks, at least 1",
-            f"{file}: zzz: unknown key; known here: roles, recipe, data, evaluation, engine, reward, run, launch, "
-            "refit, rollouts, "
+            f"{file}: zzz: unknown key; known here: roles, families, recipe, data, evaluation, engine, reward, run, "
+            "launch, refit, rollouts, "
             "gate, debug, sinks, job",
             "override 'evaluation.every=x': evaluation.every = \"x\": "
             "give a whole number, without quotes, leading zeros or a decimal point",
@@ -320,6 +320,7 @@ def test_the_models_sizes_are_checked_without_loading_it(tmp_path, base, layout,
 def test_expert_layouts_are_checked_without_loading_the_model(tmp_path, base, layout, says):
     facts = DENSE | {"model_type": "qwen2_moe", "num_key_value_heads": 4, "intermediate_size": 33}
     facts |= {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 66}
+    facts |= {"num_experts_per_tok": 2}
     write(tmp_path / "config.json", json.dumps(facts))
     overrides = [f"roles.a.model.path={tmp_path}", f"roles.a.layout={layout}"]
     if says is None:
@@ -345,6 +346,51 @@ def test_router_replay_wants_an_engine_that_tells_its_experts(base, engine, tand
     words = [f"engine.kind={engine}", "roles.a.router_replay=true", *(["roles.a.tandem={}"] if tandem else [])]
     problems = [p for p in config_checks._train_problems(load(TrainConfig, [base], words), 2, True) if "replay" in p]
     assert [says in problem for problem in problems] == ([True] if says else [])
+
+
+EXPERTS = DENSE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+GEMMA = DENSE | {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 4}
+YARN = DENSE | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+LONGROPE = DENSE | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "says"),
+    [
+        (DENSE, ["roles.a.router_replay=true"], "router_replay = true, and .* has no experts: set it to false"),
+        (EXPERTS, ["roles.a.router_replay=true"], None),
+        (DENSE, ["roles.a.model.router_aux_loss=0.1"], "model.router_aux_loss = 0.1, and .* has no experts"),
+        (EXPERTS, ["roles.a.model.router_aux_loss=0.1"], None),
+        (EXPERTS | {"num_experts_per_tok": 1}, [], "num_experts_per_tok = 1 with renormalised probabilities"),
+        (GEMMA, ["roles.a.model.fp8=true"], "model.fp8 = true, and Transformer Engine's layers cannot compute"),
+        (YARN, ["roles.a.model.fp8=true"], "model.fp8 = true, and Transformer Engine's layers cannot compute"),
+        (YARN, [], None),
+        (DENSE, ["roles.a.model.fp8=true"], None),
+        (LONGROPE, [], "rope_type 'longrope' of .* is not supported: default, linear, dynamic, yarn, llama3 are"),
+        (GEMMA | {"layer_types": ["chunked_attention"] * 3}, [], "is not a model's config"),
+        ({k: v for k, v in EXPERTS.items() if k != "num_experts_per_tok"}, [], "'num_experts_per_tok' is missing"),
+        (DENSE, ["engine.kind=vllm", "engine.tp=3"], "engine of a: num_attention_heads = 4 of .* by tp = 3"),
+        (DENSE, ["engine.kind=vllm", "engine.expert_parallel=true"], "engine of a: .* has no experts"),
+        (DENSE, ["engine.kind=vllm", "engine.tp=2"], None),
+        (DENSE | {"model_type": "gpt2"}, ["roles.a.policy=none"], "model_type 'gpt2' is not supported"),
+    ],
+)  # fmt: skip
+def test_settings_that_a_model_does_not_allow_are_refused_before_it_is_built(tmp_path, base, facts, words, says):
+    """The trainer refuses them in the same words, when the run has started."""
+    write(tmp_path / "config.json", json.dumps(facts))
+    read = load(TrainConfig, [base], [f"roles.a.model.path={tmp_path}", *words])
+    if says is None:
+        config_checks.check(read, 12)
+        return
+    with pytest.raises(ConfigError, match=says):
+        config_checks.check(read, 12)
+
+
+def test_a_junior_of_an_unknown_family_is_refused(tmp_path, base):
+    write(tmp_path / "config.json", json.dumps({"model_type": "gpt2"}))
+    read = load(TrainConfig, [base], [f"roles.a.tandem={{junior: {tmp_path}}}"])
+    with pytest.raises(ConfigError, match="roles.a.tandem.junior: .* model_type 'gpt2' is not supported"):
+        config_checks.check(read, 12)
 
 
 def test_expert_parallelism_of_a_dense_model_is_refused(tmp_path, base):

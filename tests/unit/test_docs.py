@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
+import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from own_family import FAMILY
 
 from megatron_rl.algorithms.estimators import ESTIMATORS
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -14,6 +18,9 @@ from megatron_rl.config.files import load, read_keys
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import TrainConfig
 from megatron_rl.environments.moves import Said
+from megatron_rl.models import cuts
+from megatron_rl.models.base import Family
+from megatron_rl.models.sizes import Features
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/writing_a_recipe.md").read_text()
@@ -56,24 +63,87 @@ def test_every_objective_and_estimator_is_named(page):
     assert not [word for word in (*WORDS, *ESTIMATORS) if f"`{word}`" not in text], f"name them in {page}"
 
 
-def test_the_environment_that_a_page_shows_can_be_played(tmp_path, monkeypatch):
+@pytest.fixture
+def own_parts(tmp_path, monkeypatch):
+    """The games and the tool of docs/environments.md as modules, and the configs of their runs, by the run's name."""
     page = (ROOT / "docs/environments.md").read_text()
-    configs, [code] = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
-    (tmp_path / "guess.py").write_text(code)
+    configs, codes = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("yaml", "python"))
+    for name, code in zip(("guess", "sticks", "letters"), codes, strict=True):
+        (tmp_path / f"{name}.py").write_text(code)
+    [prompt] = re.findall(r"    Write a word.*?\{question\}\n", page, re.DOTALL)
+    (tmp_path / "ask.txt").write_text(textwrap.dedent(prompt))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    found = []
     for place, config in enumerate(configs):
         (tmp_path / f"{place}.yaml").write_text(config)
-    tools, own = (load(TrainConfig, [tmp_path / f"{place}.yaml"]) for place in range(2))
-    assert tools.recipe.target == "megatron_rl.recipes.agents:Agents"
-    recipe = build(own.recipe)
-    recipe.check(own)
-    assert recipe.rewards == {"won": 1.0} and not own.gate.reward
-    space = {}
-    exec(code, space)  # the page's own code
-    game = space["GuessTheNumber"](most=10, guesses=4).copy()
+        found.append(load(TrainConfig, [tmp_path / f"{place}.yaml"]))
+    yield {config.run.name: config for config in found}
+    for name in ("guess", "sticks", "letters"):
+        sys.modules.pop(name, None)
+
+
+def test_the_runs_that_a_page_shows_can_be_built(own_parts):
+    for name in ("guess", "sticks", "letters"):
+        recipe = build(own_parts[name].recipe)
+        recipe.check(own_parts[name])
+        assert set(recipe.roles()) == set(own_parts[name].roles)
+    assert not own_parts["guess"].gate.reward and own_parts["letters"].gate.reward
+
+
+def test_the_game_of_one_seat_that_a_page_shows_can_be_played(own_parts):
+    import guess
+
+    game = guess.GuessTheNumber(most=10, guesses=4).copy()
     [move] = game.begin({}, seed=6)
     assert (move.seat, move.role) == ("player", "agent")
     told = [game.step(Said(seat="player", text=text)) for text in ("3", "I say 9.", "none", "7")]
     said = [move.messages[0]["content"] for [move] in told[:3]]
     assert said == ["Too small.\n", "Too large.\n", "This was no number.\n"]
     assert told[3].rewards == {"player": {"won": 1.0}}
+    [move] = game.begin({}, seed=6) and game.step(Said(seat="player", text="9" * 5000))
+    assert move.messages[0]["content"] == "Too large.\n"
+
+
+def test_the_game_of_two_seats_that_a_page_shows_can_be_played(own_parts):
+    import sticks
+
+    game = sticks.Sticks(sticks=5).copy()
+    [move] = game.begin({}, seed=6)
+    assert (move.seat, move.role) == ("first", "alice") and "5 sticks are left" in move.messages[0]["content"]
+    [move] = game.step(Said(seat="first", text="I take 3"))
+    assert (move.seat, move.role) == ("second", "bob") and "2 sticks are left" in move.messages[0]["content"]
+    assert game.step(Said(seat="second", text="2")).rewards == {"first": {"won": 0.0}, "second": {"won": 1.0}}
+    for wrong in (Said(seat="first", text="4"), Said(seat="first", text="", stop=None)):
+        game.begin({}, seed=6)
+        assert game.step(wrong).rewards == {"first": {"won": 0.0}}, "the second seat has no sample"
+
+
+def test_the_tool_that_a_page_shows_can_be_called(own_parts):
+    import letters
+
+    tool = letters.CountLetters()
+    assert tool.run({"text": "Strawberry, r"}) == "3"
+    assert all(tool.run(given).startswith("error: write a word") for given in ({}, {"text": "a"}, {"text": "a, bc"}))
+
+
+def test_the_page_about_families_shows_one_as_it_is_and_names_all_that_one_can_say():
+    page = (ROOT / "docs/adding_a_model.md").read_text()
+    assert (ROOT / "megatron_rl/models/olmo2.py").read_text() in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    members = {name for name in (*vars(Family), "model_type") if not name.startswith("_")}
+    own = {name for name, cut in vars(cuts).items() if isinstance(cut, type) and cut.__module__ == cuts.__name__}
+    ways = {name for name in own if hasattr(vars(cuts)[name], "held")} - {"Cut"}
+    wanted = {*members, *ways, *(field.name for field in fields(Features))}
+    assert len(ways) == 7 and not {name for name in wanted if f"`{name}`" not in page}
+    linked = re.findall(r"\]\(([^)#]+)\)", page) + re.findall(r"`((?:tests|megatron)/[\w/]*\.?\w*)`", page)
+    rooms = [ROOT / room for room in ("docs", ".", "megatron_rl")]
+    assert not [name for name in linked if not any((room / name).exists() for room in rooms)]
+
+
+def test_the_family_that_a_page_shows_is_the_one_that_is_trained():
+    page = (ROOT / "docs/adding_a_model.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if FAMILY.model_type in block]
+    space = {}
+    exec(code, space)  # the page's own code
+    shown = space["FAMILY"]
+    assert (shown.model_type, shown.settled, shown.common) == (FAMILY.model_type, FAMILY.settled, FAMILY.common)

@@ -17,6 +17,7 @@ from megatron_rl.engines.base import EngineError, Sampling, complete
 from megatron_rl.engines.embedded import engine as embedded
 from megatron_rl.engines.embedded.engine import EmbeddedEngine
 from megatron_rl.engines.rounds import Row
+from megatron_rl.models.registry import families
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
@@ -38,6 +39,8 @@ MODELS = {
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2-greedy": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "greedy", "first_k_dense_replace": 0}),
     "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-every-head-its-key": ("olmo2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
 ONCE = Sampling(max_tokens=24)
@@ -95,6 +98,10 @@ def test_greedy_and_logprobs_equal_transformers(tmp_path, name):
     for prompt, (completion,) in zip(PROMPTS, complete(engine, PROMPTS, ONCE), strict=True):
         assert_model_logprobs(reference, engine, prompt, completion)
         assert np.array_equal(completion.logprobs, completion.model_logprobs)
+
+
+def test_every_family_is_compared_with_transformers():
+    assert families().keys() == {family for family, _ in MODELS.values()}
 
 
 def assert_model_logprobs(reference, engine, prompt, completion):

@@ -12,7 +12,9 @@ import pytest
 
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.checks import absent_recipe_files
 from megatron_rl.environments.moves import EnvironmentFailure
+from megatron_rl.recipes.agents import Agents
 
 TARGET = "megatron_rl.environments.search_tool:SearchTool"
 ROWS = [
@@ -30,7 +32,9 @@ def corpus(tmp_path, rows=ROWS, name="docs.jsonl"):
 
 def tool(path, **args):
     pytest.importorskip("bm25s")
-    return plugins.build(Use(target=TARGET, args={"corpus": path, **args}))
+    made = plugins.build(Use(target=TARGET, args={"corpus": path, **args}))
+    made.load()
+    return made
 
 
 def random_rows(count):
@@ -65,9 +69,9 @@ def test_scores_and_order_are_those_of_plain_loops(tmp_path, k1, b):
     texts = [f"{row['title']}\n{row['text']}" for row in rows]
     for query in ("word1 word5 word39", "Word7, unknown", "word3 word3 word30", "word0"):
         known = plain_bm25(texts, query, k1, b)
-        np.testing.assert_allclose(search._index.scores(query), known, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(search._loaded.scores(query), known, rtol=1e-5, atol=1e-6)
         order = sorted((i for i in range(60) if known[i] > 0), key=lambda i: (-np.float32(known[i]), i))
-        found = search._index.best(query, 10)
+        found = search._loaded.best(query, 10)
         np.testing.assert_allclose([known[i] for i in found], [known[i] for i in order[:10]], rtol=1e-5)
 
 
@@ -80,15 +84,15 @@ def test_scores_are_the_librarys_own(tmp_path):
     query = "word2 word17 the word38"
     documents, scores = library.retrieve(bm25s.tokenize(query, show_progress=False), k=5, show_progress=False)
     search = tool(corpus(tmp_path, rows))
-    found = search._index.best(query, 5)
-    np.testing.assert_allclose(search._index.scores(query)[found], scores[0], rtol=1e-6)
+    found = search._loaded.best(query, 5)
+    np.testing.assert_allclose(search._loaded.scores(query)[found], scores[0], rtol=1e-6)
     assert len(set(scores[0].tolist())) < 5 or found == documents[0].tolist()
 
 
 def test_equal_documents_come_in_the_files_order(tmp_path):
     rows = [{"title": "other", "text": "nothing"}] + [{"title": str(i), "text": "same words"} for i in range(9)]
     search = tool(corpus(tmp_path, rows))
-    assert search._index.best("same", 4) == [1, 2, 3, 4]
+    assert search._loaded.best("same", 4) == [1, 2, 3, 4]
 
 
 def test_the_answer_has_the_form_of_search_r1(tmp_path):
@@ -128,7 +132,7 @@ def test_queries_that_find_nothing_are_told_so(tmp_path, arguments, says):
 
 def test_a_document_without_a_word_is_no_obstacle(tmp_path):
     search = tool(corpus(tmp_path, [{"title": "", "text": "."}, *ROWS]))
-    assert search._index.best("Beijing", 3) == [1]
+    assert search._loaded.best("Beijing", 3) == [1]
 
 
 def test_threads_share_a_tool(tmp_path):
@@ -140,7 +144,7 @@ def test_threads_share_a_tool(tmp_path):
 
 def test_one_index_serves_all_tools_of_a_corpus(tmp_path):
     path = corpus(tmp_path)
-    assert tool(path)._index is tool(path, top_k=1)._index is not tool(path, k1=1.0)._index
+    assert tool(path)._loaded is tool(path, top_k=1)._loaded is not tool(path, k1=1.0)._loaded
 
 
 def test_a_kept_index_is_read_again_until_the_corpus_changes(tmp_path, monkeypatch):
@@ -188,9 +192,17 @@ def test_a_search_that_cannot_be_is_refused(tmp_path, rows, args, says):
     assert says in str(caught.value)
 
 
-def test_a_corpus_that_is_not_there_is_refused(tmp_path):
+def test_a_corpus_that_is_not_there_is_refused_by_a_run_and_not_by_a_plan(tmp_path):
+    missing = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"args\.corpus = .*none\.jsonl' is no file"):
-        plugins.build(Use(target=TARGET, args={"corpus": str(tmp_path / "none.jsonl")}))
+        tool(missing)
+    tools = [{"target": TARGET, "args": {"corpus": missing}}]
+    world = Use(target="megatron_rl.environments.tool_task:ToolTask", args={"tools": tools, "template": "search_r1"})
+    recipe = Agents(updates=1, environment=world)
+    assert recipe.roles()["agent"].episode.answers == 5
+    assert [str(one) for one in absent_recipe_files(recipe)] == [
+        f"recipe.args.environment.args.tools.search.corpus = {missing} is not there yet"
+    ]
 
 
 def test_without_the_library_the_cure_is_named(tmp_path, monkeypatch):

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config", "models"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "engines.base", "refit.base"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens"),
+        *("engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.metrics", "run.checkpoint"),
     ],
     ["training.turns", "world"],
@@ -212,3 +213,9 @@ def test_importing_the_package_loads_nothing():
     for path in FILES:
         if path.name == "__init__.py":
             assert not list(imports(path.read_text())), f"{path} imports: a package stays empty but for its docstring"
+
+
+def test_no_two_files_of_tests_have_the_same_name():
+    """pytest imports them by name alone: with two of one name `pytest tests` collects nothing."""
+    names = [path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

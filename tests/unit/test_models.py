@@ -7,9 +7,12 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_model
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron_rl.config.schema import ConfigError, Layout
 from megatron_rl.models import registry
@@ -46,6 +49,10 @@ PUBLISHED = {
     "deepseek-v2-lite": 15.7,
     "deepseek-v2": 236,
     "deepseek-v3": 671,
+    "olmo-2-1b": 1.485,
+    "olmo-2-7b": 7.299,
+    "olmo-2-13b": 13.72,
+    "olmo-2-32b": 32.23,
 }
 
 
@@ -54,6 +61,10 @@ def test_a_public_models_parameters_are_as_many_as_its_card_says(name):
     found = sum(map(math.prod, rectangles.hf_shapes(known_sizes(name)).values())) / 1e9
     assert found == pytest.approx(PUBLISHED[name], rel=0.02)
     assert total(read_shape(name)) / 1e9 == found
+
+
+def test_of_every_family_with_public_models_one_is_counted():
+    assert not [name for name, family in families().items() if family.known and not family.known.keys() & PUBLISHED]
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b", "deepseek-v2"])
@@ -103,6 +114,28 @@ def test_a_model_directory_has_the_features_that_its_config_says(tmp_path, famil
 )
 def test_rotary_embeddings_are_read_in_both_spellings(config, wanted):
     assert Rotary.read(config) == wanted
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)  # fmt: skip
+def test_scaled_rotary_embeddings_are_those_of_transformers_in_the_whole_context(tmp_path, scaling):
+    make_model(tmp_path, "llama", rope_parameters={"rope_theta": 5e4, **scaling})
+    arch, theirs = hf.read_architecture(tmp_path), LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    positions = torch.arange(512)  # of the model's context
+    assert arch.features.kinds[0].rotary.kind == scaling["rope_type"]
+    for own, wanted in zip(arch.rotary(positions), theirs(torch.zeros(1), positions[None]), strict=True):
+        assert torch.equal(own, wanted[0])
 
 
 SMALL = Sizes(family="qwen2", num_layers=6, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100, tied=False)

@@ -220,6 +220,9 @@ TOOLS = {
 }  # fmt: skip
 
 
+POKER = {"target": "megatron_rl.environments.kuhn_poker:KuhnPoker"}
+
+
 def agents(**args):
     use = Use(target="megatron_rl.recipes.agents:Agents", args={"updates": 1, "environment": TOOLS, **args})
     return plugins.build(use)
@@ -228,10 +231,8 @@ def agents(**args):
 def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know():
     part = agents(told=60, tool_s=0.5, workers=8).roles()["agent"]
     assert part.episode == EpisodeEstimate(answers=5, told=60, tool_s=0.5, calls_at_once=8, bounded=True)
-    both = agents(seats={"agent": 1, "other": 1}, told=60).roles()
-    assert both["other"].episode == EpisodeEstimate(calls_at_once=64, bounded=True), (
-        "it has no seat in this environment"
-    )
+    [one] = {part.episode for part in agents(environment=POKER, seats={"first": 1, "second": 1}).roles().values()}
+    assert one == EpisodeEstimate(calls_at_once=64, bounded=True), "it does not say how often a seat answers"
     pytest.importorskip("gymnasium")
     lake = {"target": "megatron_rl.environments.gymnasium_text:GymnasiumText", "args": {"id": "FrozenLake-v1"}}
     assert agents(environment=lake).roles()["agent"].episode.answers == 20
@@ -242,7 +243,7 @@ def test_agents_say_of_their_episodes_what_the_environment_and_the_settings_know
     [
         ({"tool_s": -1.0}, "recipe.args.tool_s = -1.0: give at least 0"),
         (
-            {"told": 9, "seats": {"other": 1}},
+            {"told": 9, "seats": {"first": 1, "second": 1}, "environment": POKER},
             "recipe.args.told = 9 is between two answers of a seat, and the environment",
         ),
     ],

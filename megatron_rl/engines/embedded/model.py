@@ -127,11 +127,11 @@ class Decoder:
         both = fused[:, :turned]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = both.split([arch.heads, arch.kv_heads], dim=1)
-            both = torch.cat([self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)], dim=1)
+            both = torch.cat([self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)], dim=1)
         fused[:, :turned] = _turned(both, turns)
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
-    def _project_latents(self, x: Tensor, norm: Tensor, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_latents(self, x: Tensor, norm: Tensor | None, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Makes queries and a latent. [N, h] -> rotated queries [N, H, d]; the normed latent and the key's rotated
         elements, [N, 1, 1, r + e]."""
         low, eps = self._norm(x, norm), self.arch.features.latent_eps
@@ -201,7 +201,17 @@ class Decoder:
         assert self._routing is not None, "a model whose layers have experts has routers"
         return [add_experts(x, y, layer.mlp, self._routing)]
 
-    def _norm(self, x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
+    def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Norms every head, or all heads at once where the weight is as wide as all of them. [N, H, d] -> [N, H, d]"""
+        return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Tensor:
+        """Norms the last dimension. Without a weight there is no norm, and x itself is returned.
+
+        `eps`: None is that of the model's layers.
+        """
+        if weight is None:
+            return x
         eps = self.arch.features.norm_eps if eps is None else eps
         if self.arch.features.norm_from_one:
             return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).type_as(x)

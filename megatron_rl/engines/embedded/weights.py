@@ -69,14 +69,14 @@ class Layer:
     attention is the same, and turning them is one complex product. In families with latents they are so in files too.
     """
 
-    norm: Tensor  # [h]
+    norm: Tensor | None  # [h], of what attention reads
     qkv: Tensor | Latents  # [(H + 2 KV) d, h]
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
-    q_norm: Tensor | None  # [d]
-    k_norm: Tensor | None  # [d]
+    q_norm: Tensor | None  # [d] of one head, or [H d] of all at once
+    k_norm: Tensor | None  # [d], or [KV d]
     out: Tensor  # [h, H d], or with latents [h, H v]
     out_after: Tensor | None  # [h], of what attention adds
-    mlp_norm: Tensor  # [h]
+    mlp_norm: Tensor | None  # [h], of what the feed-forward reads
     mlp: FeedForward | ExpertWeights
     mlp_after: Tensor | None  # [h], of what the feed-forward adds
 
@@ -206,14 +206,14 @@ class _Storage:
         prefix = HF_LAYER.format(number)
         made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
         return Layer(
-            norm=made["input_layernorm.weight"],
+            norm=made.get("input_layernorm.weight"),
             qkv=_latents(made) if self._arch.kv_rank else made["self_attention.linear_qkv.weight"],
             qkv_bias=made.get("self_attention.linear_qkv.bias"),
             q_norm=None if self._arch.kv_rank else made.get("self_attention.q_layernorm.weight"),
             k_norm=made.get("self_attention.k_layernorm.weight"),
             out=made["self_attention.linear_proj.weight"],
             out_after=made.get("self_attn_bda.weight"),
-            mlp_norm=made["pre_mlp_layernorm.weight"],
+            mlp_norm=made.get("pre_mlp_layernorm.weight"),
             mlp=_experts(made) if "mlp.router.weight" in made else _feed_forward(made, "mlp"),
             mlp_after=made.get("mlp_bda.weight"),
         )

@@ -1,0 +1,84 @@
+"""Norms of all heads of queries, or of keys, at once, which tensor-parallel ranks share out as they do the heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.megatron import platform
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+
+class JointNorm(torch.nn.Module):
+    """A root-mean-square norm over all heads, [..., heads of this rank, d] -> the same shape.
+
+    A rank holds the elements of the weight that belong to its heads. Its name in core is that of a norm of one head,
+    whose weight all ranks hold and whose gradient core sums over them: `qk_layernorm` of core's config must be False.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.group: Any = parallel_state.get_tensor_model_parallel_group()
+        self.eps, self.head_dim, self.width = eps, hidden_size, heads * hidden_size
+        own = self.width // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(own, dtype=config.params_dtype))
+        # Without it core counts the weight of the first rank alone into the gradients' norm.
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.view(-1, self.head_dim)
+        normed: Any = _NormOverRanks.apply(x, weight, self.eps, self.width, self.group)
+        return normed
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns core's description of the weight for checkpoints: ranks hold different parts, not copies."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
+
+
+class _NormOverRanks(torch.autograd.Function):
+    """Computes weight * x / sqrt(mean of x^2 + eps) in float32, where the mean is over the heads of all ranks.
+
+    Each pass sums one number for a token over the ranks. x is [..., H, d], the weight [H, d].
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, group: Any
+    ) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(_over_heads(wide.square(), group) / width + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.width, ctx.group = width, group
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        wide, normed = grad.float(), x.float() * scale
+        weighted = wide * weight.float()
+        along = _over_heads(weighted * normed, ctx.group) / ctx.width
+        for_x = (weighted - normed * along) * scale
+        for_weight = (wide * normed).flatten(0, -3).sum(0)
+        return for_x.to(x.dtype), for_weight.to(weight.dtype), None, None, None
+
+
+def _over_heads(x: Tensor, group: Any) -> Tensor:
+    """Returns the sum over the heads of all ranks. [..., H, d] -> [..., 1, 1]"""
+    total = x.sum((-2, -1), keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
