@@ -58,7 +58,7 @@ def fuzz(seed: int, count: int) -> Tally:
                 try:
                     refuse_code(directory)
                     checkpoint = DistCheckpoint(directory)
-                    assert [*checkpoint.objects()] != None
+                    assert [*checkpoint.objects()]
                 except ConfigError:
                     assert not mark.exists(), "something was run"
                     return "refused"
