@@ -480,8 +480,8 @@ def test_a_dialogue_that_the_tokenizer_cannot_have_stops_the_run_with_its_key():
     [
         ({"compared": "episode"}, "recipe.args.compared = 'episode' compares the seats of one role, and no role that"),
         ({"step_timeout_s": 0.0}, "recipe.args.step_timeout_s = 0.0: give more than 0 seconds"),
-        ({"episode_timeout_s": float("nan")}, "recipe.args.episode_timeout_s = nan: give more than 0 seconds"),
-        ({"rewards": {"won": float("nan")}}, "recipe.args.rewards.won = nan: give a finite number"),
+        ({"episode_timeout_s": float("nan")}, "args.episode_timeout_s = nan: give a finite number"),
+        ({"rewards": {"won": float("nan")}}, "args.rewards.won = nan: give a finite number"),
         ({"target": TASK, "env": {**CALCULATOR, "calls": "template"}, "dialogue": "chat"}, "reads no calls of tools"),
         ({"target": f"{__name__}:Bare"}, "is no environment: name a class that inherits from"),
         ({"target": TASK, "env": {**CALCULATOR, "tools": [{"target": f"{__name__}:Nameless"}]}},
