@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.schema import ConfigError, TrainConfig
-from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.recipes.base import accuracies, check_arguments, check_length, sampling_for
-from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put
+from megatron_rl.recipes.judged import JudgedAnswer, Speaker, judged_answers, marks, put, put_filled
 from megatron_rl.rewards.role_tags import last_inside, proposal_form, tag_form
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.text import decode_all, fill, read_template
@@ -127,9 +126,8 @@ class Evolve(Recipe):
         sampling = replace(own, logprobs=purpose in ("proposed", "pool" if self.practice == "pool" else "tried"))
 
         def ask(question: str, text: str = "") -> Prompt | None:
-            values = {"question": question, "answer": boxed(text) or text}
-            filled = fill_quoting(table.tokenizers[role], self._templates[f"{name}_template"], **values)
-            return put(table, role, filled, question=question)
+            template = self._templates[f"{name}_template"]
+            return put_filled(table, role, template, question=question, answer=boxed(text) or text)
 
         return Speaker(role=role, sampling=sampling, ask=ask)
 

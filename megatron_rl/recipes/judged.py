@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
+from megatron_rl.control_tokens import fill_quoting, spelled
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.judging import Judging, Question, judge_all
 from megatron_rl.rewards.role_tags import judged_score
@@ -41,6 +43,17 @@ def put(table: Table, role: str, text: str, **payload: str) -> Prompt | None:
     """Makes a text a prompt of a role, which is never cut; None where it is too long."""
     tokens = tokenize(table.tokenizers[role], text)
     return Prompt(id=role, tokens=tokens, payload=payload) if len(tokens) <= table.max_prompt_tokens[role] else None
+
+
+def put_filled(table: Table, role: str, template: str, *, question: str, **values: str) -> Prompt | None:
+    """Makes a template a prompt of a role, as `put` does, filled with texts that models wrote."""
+    text = fill_quoting(table.tokenizers[role], template, question=question, **values)
+    return put(table, role, text, question=question)
+
+
+def quoted(table: Table, role: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a problem whose question a model wrote, without control tokens of a role's tokenizer in it."""
+    return {**payload, "question": spelled(table.tokenizers[role], str(payload["question"]))}
 
 
 def marks(table: Table, judge: Speaker, items: Mapping[int, str]) -> dict[int, float]:

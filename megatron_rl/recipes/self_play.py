@@ -10,9 +10,8 @@ from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.estimators import find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
 from megatron_rl.config.schema import ConfigError
-from megatron_rl.control_tokens import spelled
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
-from megatron_rl.recipes.judged import put
+from megatron_rl.recipes.judged import put, quoted
 from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
 from megatron_rl.recipes.voting import solve_by_vote
 from megatron_rl.rewards.clusters import cluster_shares
@@ -145,8 +144,7 @@ class SelfPlay(Recipe):
 
     def _ask(self, table: Table, number: int, payload: Mapping[str, Any]) -> Prompt | None:
         """Puts a question to the solver, with the proposed answer for the grader; None where it is too long."""
-        asked = {**payload, "question": spelled(table.tokenizers[SOLVER], str(payload["question"]))}
-        prompt = put(table, SOLVER, question_text(self.solver_template, asked))
+        prompt = put(table, SOLVER, question_text(self.solver_template, quoted(table, SOLVER, payload)))
         return None if prompt is None else replace(prompt, id=str(number), payload=payload)
 
     def _alike(self, table: Table, questions: Sequence[str]) -> list[float]:
