@@ -31,7 +31,8 @@ def understood(url: str, whose: str, *, retry_after_s: float = 0.0) -> Iterator[
     try:
         yield
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        said = f"{url} sent an answer that is not {whose}: {type(error).__name__} {str(error)[:400]}"
+        kind = "" if isinstance(error, AnswerError) else f"{type(error).__name__} "
+        said = f"{url} sent an answer that is not {whose}: {kind}{str(error)[:400]}"
         raise ServerLost(said, retry_after_s=retry_after_s) from error
 
 
