@@ -332,7 +332,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - ref_loss)
     errors["entropy"] = abs(metrics["entropy"] - ref_entropy)
-    errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm)
+    errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm) / max(1.0, ref_norm)
     now = dict(policy.weights())
     errors["names"] = float(len(set(after) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
     errors["weights"] = max((now[n] - after[n]).abs().max().item() for n in now)
