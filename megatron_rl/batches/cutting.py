@@ -22,11 +22,13 @@ class Cost:
 
     @classmethod
     def of_model(cls, sizes: Sizes, experts_per_token: int) -> Self:
-        """The balance is the length at which a layer's causal attention (2 L^2 x heads x head size FLOPs) costs as much
-        as its products with the weights that a token meets (2 L x their number)."""
-        attention = 2 * sizes.hidden * (sizes.heads + sizes.kv_heads) * sizes.head_dim
-        wide = sizes.expert_ffn * experts_per_token + sizes.shared_ffn if sizes.experts else sizes.ffn
-        return cls(balance=(attention + 3 * sizes.hidden * wide) / (sizes.heads * sizes.head_dim))
+        """The balance is the length at which a layer's causal attention (L^2 x heads x (head size + value size) FLOPs)
+        costs as much as its products with the weights that a token meets (2 L x their number), in the mean of all
+        layers."""
+        sparse = sizes.expert_layers / sizes.num_layers
+        wide = sparse * (sizes.expert_ffn * experts_per_token + sizes.shared_ffn) + (1 - sparse) * sizes.ffn
+        weights = sizes.attention_weights + 3 * sizes.hidden * wide
+        return cls(balance=weights / (sizes.heads * (sizes.head_dim + sizes.value_width) / 2))
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """[S] -> [S] float64."""

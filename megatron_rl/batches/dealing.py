@@ -151,7 +151,7 @@ def _totals(
     shares: Shares, denominator: float, rollouts: Sequence[Rollout], found: Tally, own: slice, replays: bool
 ) -> StepTotals:
     tokens = int(found.lengths[own].sum())
-    chosen = [r.experts[:, 0, 0] for r in rollouts if replays and r.experts is not None]
+    chosen = [r.experts[:, -1, 0] for r in rollouts if replays and r.experts is not None]
     known = sum(int((first != FREE).sum()) for first in chosen)
     return StepTotals(
         denominator=denominator,

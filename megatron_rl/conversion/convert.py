@@ -22,7 +22,7 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint, whole_names
 from megatron_rl.weights.dist_names import counts, extra_states, spellings
 from megatron_rl.weights.dist_writer import FILE_BYTES, DistWriter
 from megatron_rl.weights.hf_writer import SHARD_BYTES, HfWriter, Planned
-from megatron_rl.weights.rectangles import WHOLE, hf_shapes, megatron
+from megatron_rl.weights.rectangles import WHOLE, hf_shapes, kept_float32, megatron
 
 OF_CHECKPOINTS = ("metadata.json", "COMPLETE.json", "state.json")  # JSON files of a checkpoint, not of a model
 EMPTY = [None]  # what megatron-core keeps as extra state of a module that has none
@@ -90,7 +90,7 @@ def to_megatron(
         _set_dtype(folder / "config.json", dtype)
         for name in _steps(iter(names), len(names), "parameters"):
             parameter = _parameter(source, sizes, tensors, name, dtype)
-            for place in spellings(name):
+            for place in spellings(sizes, name):
                 offsets = (*place.at, *(0,) * parameter.dim())
                 writer.add(
                     place.key, (*counts(sizes, place), *parameter.shape), offsets, parameter[(None,) * len(place.at)]
@@ -105,12 +105,13 @@ def to_megatron(
 
 def _planned(source: WeightSource, sizes: Sizes, dtype: torch.dtype | None) -> list[Planned]:
     """Returns the tensors of the result, in the order in which they will come."""
-    stored = source.dtypes()
+    stored, kept = source.dtypes(), kept_float32(sizes)
     if source.checkpoint is not None:
         one = dtype or source.checkpoint.dtype(whole_names(sizes)[0])
-        names = {rect.tensor: one for name in whole_names(sizes) for rect in megatron(sizes, name, WHOLE)[1]}
+        of = {name: source.checkpoint.dtype(name) if name in kept else one for name in whole_names(sizes)}
+        names = {rect.tensor: kind for name, kind in of.items() for rect in megatron(sizes, name, WHOLE)[1]}
     else:
-        names = {name: dtype or stored[name] for name in hf_shapes(sizes)}
+        names = {name: stored[name] if dtype is None or name in kept else dtype for name in hf_shapes(sizes)}
     shapes = hf_shapes(sizes)
     return [
         Planned(name, shapes[name][:1] if shapes[name][1] == 1 else shapes[name], kind) for name, kind in names.items()
@@ -125,13 +126,14 @@ def _parameter(
     for tensor in dict.fromkeys(rect.tensor for rect in rects):
         _check_finite(source, tensor, tensors.whole(tensor))
     first = tensors.whole(rects[0].tensor)
-    parameter = torch.empty((rows, columns) if first.dim() > 1 else (rows,), dtype=dtype or first.dtype)
+    kind = first.dtype if dtype is None or name in kept_float32(sizes) else dtype
+    parameter = torch.empty((rows, columns) if first.dim() > 1 else (rows,), dtype=kind)
     copies.fill(parameter, rects, tensors.read)
     return parameter
 
 
 def _cast(source: WeightSource, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    own = tensor if dtype is None else tensor.to(dtype)
+    own = tensor if dtype is None or name in kept_float32(source.sizes) else tensor.to(dtype)
     _check_finite(source, name, own)
     return own
 
@@ -166,12 +168,14 @@ def _verify(
 
     Raises ConfigError when one differs.
     """
-    wanted, names = hf_shapes(source.sizes).keys(), set()
+    wanted, names, kept = hf_shapes(source.sizes).keys(), set(), kept_float32(source.sizes)
     for name, tensor in _steps(source.tensors(), len(wanted), "verify"):
         if name not in wanted:
             continue
         a, b = tensor, other.whole(name)
-        if not copies.same_bits(a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)):
+        if name not in kept:
+            a, b = a if dtype is None else a.to(dtype), b if cast is None else b.to(cast)
+        if not copies.same_bits(a, b):
             raise ConfigError(f"{name} does not read back as it was written: is the disk failing?")
         names.add(name)
     if names != wanted:

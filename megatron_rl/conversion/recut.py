@@ -28,7 +28,7 @@ from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 from megatron_rl.weights.dist_names import OPTIMIZER, VOCABULARY, Piece, counts, pieces, spellings, stored_shape
 from megatron_rl.weights.dist_writer import DistWriter
 from megatron_rl.weights.layouts import TrainerLayout
-from megatron_rl.weights.rectangles import WHOLE, Shard, megatron
+from megatron_rl.weights.rectangles import WHOLE, Shard, kept_float32, megatron
 
 MASTER = OPTIMIZER + "param."  # the optimizer's own copy of a weight, in float32
 Cuts = dict[str, list[tuple[int, Piece]]]  # parameter -> (rank that writes the piece, piece)
@@ -84,13 +84,13 @@ def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | 
     axes = Axes(tp=layout.tp, runs=layout.pp, ep=layout.ep, etp=layout.etp if sizes.experts or layout.etp > 1 else None)
     if problems := trainer_problems(sizes, axes, str(source.model)):
         raise ConfigError("\n  ".join(f"no run reads such a checkpoint: {line}" for line in problems))
-    cuts, left = _cuts(sizes, layout), set(checkpoint.shapes)
+    cuts, left, constant = _cuts(sizes, layout), set(checkpoint.shapes), kept_float32(sizes)
     with DistWriter(folder) as writer:
         for name in track(cuts, description="parameters", transient=True):
             weight: Tensor | None = None
-            for prefix in ("", *checkpoint.optimizer_states):
+            for prefix in ("", *(() if name in constant else checkpoint.optimizer_states)):
                 whole = checkpoint.checked(sizes, name, prefix)
-                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(name))}
+                left -= {checkpoint.place(name, prefix).key, *(prefix + place.key for place in spellings(sizes, name))}
                 weight = whole if prefix == "" else weight
                 if prefix == MASTER and weight is not None:
                     _check_master(checkpoint, sizes, name, weight, whole)
@@ -135,7 +135,7 @@ def _write(
             own = torch.cat([own, own.new_zeros(piece.rows - len(own), piece.columns)])
         own = own if whole.dim() > 1 else own[:, 0]
         size, offsets = shape[: whole.dim()], (piece.row, piece.column)[: whole.dim()]
-        for place in spellings(name):
+        for place in spellings(sizes, name):
             stacked = own[(None,) * len(place.at)]
             writer.add(prefix + place.key, (*counts(sizes, place), *size), (*place.at, *offsets), stacked, rank=rank)
 

@@ -367,5 +367,5 @@ def _version(text: str) -> int:
 def _cache_tokens(settings: Sglang, model: Path, dtype: str) -> int:
     """Returns how many tokens' keys and values engine.kv_cache_gib holds."""
     sizes = hf.read_architecture(model)
-    bytes_of_one = 2 * sizes.num_layers * max(sizes.kv_heads, settings.tp) * sizes.head_dim * ITEM_BYTES[dtype]
+    bytes_of_one = sizes.num_layers * sizes.cached * sizes.cache_copies(settings.tp) * ITEM_BYTES[dtype]
     return int(settings.kv_cache_gib * 2**30) // bytes_of_one

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
@@ -61,10 +62,17 @@ class VllmLanding:
         self._layers = [*_layers(model)]  # now: in the middle of a reload shared parameters are not one object
         self._staged: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor] = {}
+        self._same: dict[str, str] = {}  # a parameter that two layers have, by the second's name -> the first's
+        first: dict[int, str] = {}
         for layer, prefix in self._layers:
+            if isinstance(layer, AttentionLayerBase):
+                continue  # vLLM makes its parameters out of others', when it loads and at the end of a reload
             loadable = layerwise.get_layerwise_info(layer).restore_metadata[0]
             live = dict(layer.named_parameters(recurse=False))
             for name in loadable.keys() | live.keys():
+                if name in live and first.setdefault(id(live[name]), prefix + name) != prefix + name:
+                    self._same[prefix + name] = first[id(live[name])]
+                    continue
                 shape = loadable.get(name, live.get(name))
                 assert shape is not None
                 if device.type != "cpu" and _plain(layer):
@@ -87,7 +95,7 @@ class VllmLanding:
         originals = []
         for layer, prefix in self._layers:
             for name in dict(layer.named_parameters(recurse=False)):
-                staged = self._staged.get(prefix + name)
+                staged = self._staged.get(self._same.get(prefix + name, prefix + name))
                 if staged is None:
                     continue
                 parameter = getattr(layer, name)

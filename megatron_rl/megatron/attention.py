@@ -389,14 +389,14 @@ class GeGLU(MegatronModule):
 class SDPAttention(MegatronModule):
     """Causal attention with rotary embedding, by torch's scaled_dot_product_attention.
 
-    Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is.
+    Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is. Queries and keys that are
+    made of latents come rotated.
     """
 
-    def __init__(
-        self, config: Any, layer_number: int, *, features: Features, softmax_scale: float | None = None, **unused: Any
-    ) -> None:
+    def __init__(self, config: Any, layer_number: int, *, features: Features, **unused: Any) -> None:
         super().__init__(config=config)
-        self.scale, self.kind = softmax_scale, features.kind_of(layer_number - 1)
+        self.scale, self.kind = features.softmax_scale, features.kind_of(layer_number - 1)
+        self.rotates = not config.multi_latent_attention
 
     def forward(
         self,
@@ -408,24 +408,25 @@ class SDPAttention(MegatronModule):
         packed_seq_params: SequenceLayout | None = None,
         **unused: Any,
     ) -> Tensor:
-        """Returns the attention's output, [N, H * d] or [L, S, H * d].
+        """Returns the attention's output, [N, H * v] or [L, S, H * v].
 
-        `query` is [N, H, d] or [L, S, H, d]; `key` and `value` have the key/value heads. Raises ValueError without a
-        layout.
+        `query` is [N, H, d] or [L, S, H, d]; `key` and `value` have the key/value heads, of d and v elements. Raises
+        ValueError without a layout.
         """
         layout = packed_seq_params
         if layout is None or not layout.turns:
             raise ValueError("the torch layer spec needs a SequenceLayout as packed_seq_params")
-        cos, sin = layout.turns[self.kind]
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        if self.rotates:
+            cos, sin = layout.turns[self.kind]
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         if not layout.buckets:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v, mask=layout.masks[self.kind])  # [S, H, L, d]
             return out.permute(2, 0, 1, 3).flatten(2)
         lead, rows = query.shape[:-2], [x.reshape(-1, *x.shape[-2:]) for x in (query, key, value)]
         if layout.context.size > 1:
-            both = gather_from_sequence_parallel_region(torch.stack(rows[1:], dim=1), group=layout.context.group)
-            rows[1:] = both.unbind(1)
+            both = gather_from_sequence_parallel_region(torch.cat(rows[1:], dim=-1), group=layout.context.group)
+            rows[1:] = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         grids = []
         for bucket in layout.buckets:
             out = self._attend(
@@ -435,8 +436,12 @@ class SDPAttention(MegatronModule):
         return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0])).view(*lead, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attends: query [S, H, L, d], key and value [S, H_kv, M, d] -> [S, H, L, d]. Causal without a mask."""
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
+        """Attends: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v]. Causal without a
+        mask."""
+        grouped, width = query.shape[1] != key.shape[1], value.shape[-1]
+        if width != key.shape[-1] and not value.is_cuda:  # else torch would keep all scores on a CPU
+            value = F.pad(value, (0, key.shape[-1] - width))
+        out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
         )
+        return out[..., :width]

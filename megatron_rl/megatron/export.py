@@ -52,12 +52,14 @@ def weights(
     Collective, and the same on every rank: consume it to the end. Layers come in order, stage by stage; within a layer
     expert-parallel ranks take turns with their experts. A collective carries up to `bucket_mib` MiB of whole tensors (a
     larger parameter of a kind goes alone), and no more than one bucket is held. If `dtype` is given, tensors are cast
-    to it before they travel.
+    to it before they travel, but for those that are always float32.
     """
+    kept = rectangles.kept_float32(sizes)
     own = [(name, p.detach()) for name, p in named if not (name == "output_layer.weight" and sizes.tied)]
     for number in range(groups.pp.size()):
         sends = groups.pp_rank == number
-        names: Any = [(name, p.dtype if dtype is None else dtype) for name, p in own] if sends else None
+        mine = [(name, p.dtype if dtype is None or name in kept else dtype) for name, p in own]
+        names: Any = mine if sends else None
         source = dist.get_global_rank(groups.pp, number)
         if groups.pp.size() > 1:
             names = broadcast(names, groups.pp, source=number)

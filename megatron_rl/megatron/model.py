@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Layout, Model
-from megatron_rl.megatron import platform
+from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.joint_norm import JointNorm
+from megatron_rl.megatron.latent import LatentAttention
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models import core_settings
 from megatron_rl.models.cuts import padded_vocab
-from megatron_rl.models.sizes import Features
+from megatron_rl.models.sizes import Routing
 from megatron_rl.weights import rectangles
 from megatron_rl.weights.hf import Architecture
 
@@ -33,12 +34,14 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 IGNORED = -100  # the label of a position whose log-probability is not wanted
 # By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
@@ -106,12 +109,12 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def uses_transformer_engine(features: Features) -> bool:
+def uses_transformer_engine(arch: Architecture) -> bool:
     """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
 
     It also is for models of which core has no layers with Transformer Engine.
     """
-    return has_transformer_engine() and not core_settings.needs_own_layers(features)
+    return has_transformer_engine() and not core_settings.needs_own_layers(arch, arch.features)
 
 
 def check_fp8() -> None:
@@ -136,13 +139,14 @@ def transformer_config(
 
     Raises ConfigError for fp8 where it is not available.
     """
-    dtype, fused = getattr(torch, model.dtype), uses_transformer_engine(arch.features)
+    dtype, fused = getattr(torch, model.dtype), uses_transformer_engine(arch)
     settings = core_settings.architecture(arch, arch.features)
     settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
     if model.fp8:
         check_fp8()
-    return TransformerConfig(
+    kind = MLATransformerConfig if "multi_latent_attention" in settings else TransformerConfig
+    return kind(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=model.dtype == "bfloat16",
@@ -209,11 +213,21 @@ def build(arch: Architecture, config: TransformerConfig, *, temperature: float =
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
         _mark_experts(chunk)
+        _prepare_routers(chunk, arch.features.routing)
         _scale_embedding(chunk, arch.features.embedding_scale)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(chunk)
     return chunks
+
+
+def in_half(config: TransformerConfig, chunk: PolicyModel) -> Float16Module:
+    """Returns the chunk with its parameters in bfloat16, but for those that are not trained: they stay as they are."""
+    kept = {parameter: parameter.detach().clone() for parameter in chunk.parameters() if not parameter.requires_grad}
+    wrapped = Float16Module(config, chunk)
+    for parameter, value in kept.items():
+        parameter.data = value
+    return wrapped
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -251,6 +265,20 @@ def _mark_experts(chunk: PolicyModel) -> None:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
+def _prepare_routers(chunk: PolicyModel, routing: Routing | None) -> None:
+    """Gives routers their experts' bias and their groups, as a family has them.
+
+    The bias is a parameter that is not trained, so that it travels like all others. Core would make a buffer of it.
+    """
+    for _, router in replay.routers(chunk):
+        assert routing is not None, "a model whose layers have experts has routers"
+        if routing.biased:
+            zeros = torch.zeros(router.num_experts, dtype=torch.float32)
+            router.expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
+    if routing is not None and routing.groups > 1:
+        replay.limit(chunk, routing)
+
+
 def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
     """Makes the first stage multiply embedded tokens by `scale`, rounded to the dtype of the model."""
     if scale == 1.0 or not chunk.pre_process:
@@ -265,39 +293,53 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
 
 def _position_embedding(arch: Architecture) -> dict[str, Any]:
     """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    if uses_transformer_engine(arch.features):
+    if uses_transformer_engine(arch):
         return core_settings.rotary(arch.features)
     return {"position_embedding_type": "none"}
 
 
 def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
     """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
-    if uses_transformer_engine(arch.features):
+    if uses_transformer_engine(arch):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=arch.experts or None, moe_grouped_gemm=bool(arch.experts), qk_layernorm=arch.features.qk_norm
         )
+    first, count = get_transformer_layer_offset(config, **virtual), get_num_layers_to_build(config, **virtual)
+    sparse = [arch.is_sparse(number) for number in range(first, first + count)]
+    made = {experts: _torch_layer(arch, config, experts=experts) for experts in {*sparse}}
+    norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
+    return TransformerBlockSubmodules(layer_specs=[made[experts] for experts in sparse], layer_norm=norm)
+
+
+def _torch_layer(arch: Architecture, config: TransformerConfig, *, experts: bool) -> Any:
+    """Returns the project's torch spec of a layer with experts, or of a dense one."""
+    latent = bool(arch.kv_rank)
     spec = get_gpt_layer_local_spec(
-        num_experts=arch.experts or None, normalization="RMSNorm", qk_layernorm=arch.features.qk_norm
+        num_experts=arch.experts if experts else None,
+        normalization="RMSNorm",
+        qk_layernorm=arch.features.qk_norm,
+        multi_latent_attention=latent,
     )
     layer = cast(Any, spec)  # core declares its submodules as `object`
-    _set_norms(layer.submodules, arch, config)
-    if arch.experts:
-        # Checkpoints name this norm as with Transformer Engine, where it is a module of its own in a model with
-        # experts.
-        names = layer.submodules.sharded_state_dict_keys_map
-        layer.submodules.sharded_state_dict_keys_map = {
-            ours: theirs for ours, theirs in names.items() if ours != "pre_mlp_layernorm."
-        }
+    names = dict(layer.submodules.sharded_state_dict_keys_map)
+    # Checkpoints name this norm as with Transformer Engine, where it is a module of its own before experts alone.
+    names.pop("pre_mlp_layernorm.", None)
+    layer.submodules.sharded_state_dict_keys_map = (
+        names if experts else names | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    )
     mlp = _submodules(layer.submodules.mlp)
-    for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if arch.experts else (mlp,):
+    for part in (_submodules(mlp.experts), _submodules(mlp.shared_experts)) if experts else (mlp,):
         part.activation_func = ACTIVATIONS[arch.features.activation][1]
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=SDPAttention, params={"features": arch.features})
-    count = get_num_layers_to_build(config, **virtual)
-    norm = cast(Any, RMSNorm)  # core declares a module or its spec, and builds a class too
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+    if latent:
+        layer.submodules.self_attention = ModuleSpec(
+            module=LatentAttention, params={"features": arch.features}, submodules=attention
+        )
+    _set_norms(layer.submodules, arch, config)
+    return layer
 
 
 def _set_norms(parts: Any, arch: Architecture, config: TransformerConfig) -> None:

@@ -130,11 +130,11 @@ def is_active() -> bool:
 def install() -> None:
     """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
 
-    With CUDA it only defines a name that core forgets.
+    With CUDA it only mends names that core forgets.
     """
     _silence_warnings()
     if not is_active():
-        _define_missing_name()
+        _mend_names()
         return
     if getattr(torch.cuda, "megatron_rl_cpu", False):
         return
@@ -144,7 +144,7 @@ def install() -> None:
     _patch_factories()
     _patch_tensor()
     _patch_megatron()
-    _define_missing_name()
+    _mend_names()
 
 
 def _silence_warnings() -> None:
@@ -327,15 +327,19 @@ def _uneven_reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., t
     return reduce_scatter
 
 
-def _define_missing_name() -> None:
-    """Defines `te_general_gemm`.
+def _mend_names() -> None:
+    """Defines `te_general_gemm`, and says in core's attention through a latent whether there is Transformer Engine.
 
-    The router of 0.16.1 asks whether it is None, and only has the name with Transformer Engine.
+    The router of 0.16.1 asks whether the first is None, and only has the name with Transformer Engine. That attention
+    takes it to be there where its import gave a stand-in, and cannot be built then.
     """
-    with _silent_imports():
+    with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext():
+        from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
 
     moe_utils.__dict__.setdefault("te_general_gemm", None)
+    if not isinstance(vars(multi_latent_attention).get("TELinear"), type):
+        multi_latent_attention.__dict__["HAVE_TE"] = False
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -35,7 +35,6 @@ platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
 
 # Core 0.19 writes in the background by another package unless it is told not to.
 _OWN_WRITER: dict[str, Any] = (
@@ -65,7 +64,7 @@ class MegatronPolicy:
             self._fill(cores, seed)
             for core in cores if role.router_replay else ():
                 replay.install(core)
-            chunks = [Float16Module(self.config, c) for c in cores] if self.config.bf16 else cores
+            chunks = [models.in_half(self.config, c) for c in cores] if self.config.bf16 else cores
             self.chunks: list[Any] = list(chunks)
             if trainable:
                 self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
@@ -164,7 +163,7 @@ class MegatronPolicy:
     def trainer_layout(self) -> TrainerLayout:
         """The rectangles that the ranks hold, for the plan of a refit."""
         layout = self.role.layout
-        fused = models.uses_transformer_engine(self.arch.features)
+        fused = models.uses_transformer_engine(self.arch)
         return TrainerLayout(
             tp=layout.tp,
             pp=layout.pp,

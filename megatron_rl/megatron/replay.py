@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl.models.sizes import Routing
 from megatron_rl.types import FREE
+
+Choose = Callable[..., tuple[Tensor, Tensor]]  # what core calls for a choice, and its own
+
+
+class GroupLimit:
+    """The choice within a token's best groups of experts, as core's `router_replay`.
+
+    Core's own takes a group for as good as the sum of its k / groups_chosen best scores, which is not what every family
+    does.
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        self._routing = routing
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Choose | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (scores of the chosen experts, their numbers), both [n, k], from scores [n, E]."""
+        own = self._routing
+        by_group = scores.unflatten(1, (own.groups, -1))  # [n, groups, E / groups]
+        best = by_group.topk(own.group_best, dim=-1).values.sum(-1).topk(own.groups_chosen, dim=-1).indices
+        out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+        return by_group.masked_fill(out[..., None], -torch.inf).flatten(1).topk(topk, dim=1)
 
 
 class RouterReplay:
@@ -19,8 +48,9 @@ class RouterReplay:
     went forward.
     """
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, layer: int, own: GroupLimit | None = None) -> None:
         self._layer = layer  # number of the layer in the whole model
+        self._own = own  # the router's own choice; None: core's
         self._now: Tensor | None = None
         self._again: list[Tensor | None] = []
         self._training = False
@@ -39,14 +69,15 @@ class RouterReplay:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        default_compute_topk: Choose | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns (scores of the chosen experts, their numbers), both [n, k], from scores [n, E].
 
         Gradients reach the scores of the chosen experts. Where no choice is known the router's own is taken.
         """
-        assert default_compute_topk is not None
-        free = default_compute_topk(scores, topk, num_groups, group_topk)
+        choose = default_compute_topk if self._own is None else self._own.get_replay_topk
+        assert choose is not None
+        free = choose(scores, topk, num_groups, group_topk)
         wanted = self._wanted()
         if wanted is None:
             return free
@@ -65,8 +96,14 @@ class RouterReplay:
 
 def install(chunk: Any) -> None:
     """Makes the routers of a model chunk ask for replayed choices. Without this core's routers are as they were."""
-    for layer in chunk.decoder.layers:
-        layer.mlp.router.router_replay = RouterReplay(layer.layer_number - 1)
+    for number, router in routers(chunk):
+        router.router_replay = RouterReplay(number, router.router_replay)
+
+
+def limit(chunk: Any, routing: Routing) -> None:
+    """Makes the routers of a model chunk choose within groups of experts. Comes before `install`."""
+    for _, router in routers(chunk):
+        router.router_replay = GroupLimit(routing)
 
 
 def show(chunk: Any, experts: Tensor | None, *, training: bool) -> None:
@@ -74,13 +111,13 @@ def show(chunk: Any, experts: Tensor | None, *, training: bool) -> None:
 
     None: nothing is replayed.
     """
-    for router in _routers(chunk):
+    for router in _replays(chunk):
         router.show(experts, training=training)
 
 
 def forget(chunk: Any) -> None:
     """Drops the choices of all micro-batches, also of those that an error left without their backward pass."""
-    for router in _routers(chunk):
+    for router in _replays(chunk):
         router.forget()
 
 
@@ -94,7 +131,14 @@ def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tens
     return experts[own.clamp(min=0)].masked_fill((own < 0)[:, None, None], FREE)
 
 
-def _routers(chunk: Any) -> list[RouterReplay]:
+def routers(chunk: Any) -> Iterator[tuple[int, Any]]:
+    """Yields (number of the layer in the whole model, router) of the layers that have experts."""
+    for layer in chunk.decoder.layers:
+        if hasattr(layer.mlp, "router"):
+            yield layer.layer_number - 1, layer.mlp.router
+
+
+def _replays(chunk: Any) -> list[RouterReplay]:
     """Returns the replays that `install` put in place."""
-    found = (getattr(getattr(layer.mlp, "router", None), "router_replay", None) for layer in chunk.decoder.layers)
-    return [router for router in found if isinstance(router, RouterReplay)]
+    found = (router.router_replay for _, router in routers(chunk))
+    return [replay for replay in found if isinstance(replay, RouterReplay)]

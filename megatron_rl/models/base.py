@@ -107,6 +107,10 @@ class Family:
             chosen=int(config["num_experts_per_tok"]), renormalised=bool(config.get("norm_topk_prob", False))
         )
 
+    def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
+        """Says whether a tensor that public files hold has no part in the model."""
+        return tensor.endswith("rotary_emb.inv_freq")
+
     def layer(self, sizes: Sizes, number: int) -> Sequence[Row]:
         """Returns the parameters of layer `number`, in their order in the layer."""
         rows = blocks.attention(sizes, bias=self.common.qkv_bias, head_norms=self.common.qk_norm)

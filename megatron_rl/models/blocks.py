@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megatron_rl.models.cuts import (
     ByColumns,
     ByRows,
+    Cut,
     EngineHeads,
     EngineVocabulary,
     QueryGroups,
@@ -82,6 +83,42 @@ def attention(
     return rows
 
 
+def latent_attention(sizes: Sizes) -> list[Row]:
+    """Returns the rows of the norm before attention through a latent, of its projections, and of the latents' norms.
+
+    The projections down to the latents are whole on every rank, those up from them are cut by heads. Engines join both
+    projections down where there are two.
+    """
+    h, heads, down = sizes.hidden, sizes.heads, "kv_a_proj_with_mqa"
+
+    def projection(part: str, tensor: str, shape: tuple[int, int], cut: Cut, engine: str | None = None) -> Row:
+        source = Source(f"self_attn.{tensor}.weight", *shape)
+        name = f"self_attention.linear_{part}.weight"
+        return Row(name=name, sources=(source,), cut=cut, engine=f"self_attn.{engine or tensor}.weight")
+
+    def latent_norm(part: str, width: int) -> Row:
+        return norm(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_a_layernorm.weight", width)
+
+    rows = [norm("input_layernorm.weight", "input_layernorm.weight", h)]
+    if sizes.q_rank:
+        down = "fused_qkv_a_proj"
+        rows += [
+            projection("q_down_proj", "q_a_proj", (sizes.q_rank, h), Whole(), down),
+            latent_norm("q", sizes.q_rank),
+            projection("q_up_proj", "q_b_proj", (heads * sizes.head_dim, sizes.q_rank), ByRows()),
+        ]
+    else:
+        rows.append(projection("q_proj", "q_proj", (heads * sizes.head_dim, h), ByRows()))
+    made = heads * (sizes.head_dim - sizes.rope_dim + sizes.value_dim)
+    return [
+        *rows,
+        projection("kv_down_proj", "kv_a_proj_with_mqa", (sizes.kv_rank + sizes.rope_dim, h), Whole(), down),
+        latent_norm("kv", sizes.kv_rank),
+        projection("kv_up_proj", "kv_b_proj", (made, sizes.kv_rank), ByRows()),
+        projection("proj", "o_proj", (h, heads * sizes.value_dim), ByColumns()),
+    ]
+
+
 def feed_forward(sizes: Sizes, *, before: str = "post_attention_layernorm.weight") -> list[Row]:
     """Returns the rows of a dense feed-forward layer and of the norm before it, whose tensor is called `before`."""
     fused = "mlp.linear_fc1.layer_norm_weight"
@@ -149,11 +186,29 @@ def experts(sizes: Sizes, *, module: str = "mlp", parts: Sequence[str] = PARTS) 
     ]
 
 
-def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert") -> list[Row]:
-    """Returns the rows of an expert that sees every token, and of the gate [1, hidden] that weighs what it adds."""
+def expert_bias(sizes: Sizes, *, module: str = "mlp.gate") -> Row:
+    """Returns the row of the bias [experts] that takes part in a router's choice."""
+    tensor = f"{module}.e_score_correction_bias"
+    return Row(
+        name="mlp.router.expert_bias",
+        sources=(Source(tensor, sizes.experts),),
+        cut=Whole(),
+        engine=tensor,
+        float32=True,
+    )
+
+
+def shared_expert(sizes: Sizes, *, module: str = "mlp.shared_expert", gate: bool = True) -> list[Row]:
+    """Returns the rows of an expert that sees every token, and of the gate [1, hidden] that weighs what it adds.
+
+    `gate`: False where there is none.
+    """
+    rows = gated("mlp.shared_experts", module, sizes.shared_ffn, sizes.hidden)
+    if not gate:
+        return rows
     tensor = f"{module}_gate.weight"
     return [
-        *gated("mlp.shared_experts", module, sizes.shared_ffn, sizes.hidden),
+        *rows,
         Row(
             name="mlp.shared_experts.gate_weight",
             sources=(Source(tensor, 1, sizes.hidden),),

@@ -33,15 +33,38 @@ def architecture(sizes: Sizes, features: Features) -> dict[str, Any]:
         attention_dropout=0.0,
         layernorm_zero_centered_gamma=features.norm_from_one,
         softmax_scale=features.softmax_scale,
+        **_latent(sizes),
     )
 
 
-def needs_own_layers(features: Features) -> bool:
+def _latent(sizes: Sizes) -> dict[str, Any]:
+    """Returns the settings of attention through a latent; nothing for other attention.
+
+    Core's rotary embedding is not used: the project's layers turn queries and keys, and scale their scores.
+    """
+    if not sizes.kv_rank:
+        return {}
+    return dict(
+        multi_latent_attention=True,
+        kv_lora_rank=sizes.kv_rank,
+        q_lora_rank=sizes.q_rank or None,
+        qk_head_dim=sizes.head_dim - sizes.rope_dim,
+        qk_pos_emb_head_dim=sizes.rope_dim,
+        v_head_dim=sizes.value_dim,
+        rope_type="rope",
+    )
+
+
+def needs_own_layers(sizes: Sizes, features: Features) -> bool:
     """Returns whether core has no layers of its own for a model: other places of norms, norms of all heads at once,
-    attention of several kinds, or a rotary embedding of another kind than core has."""
+    attention of several kinds, or a rotary embedding of another kind than core has.
+
+    Nor is its attention through a latent used with Transformer Engine: without sequence parallelism it leaves the
+    gradient of the shared key unsummed over tensor ranks, and the latents' norms have an epsilon of their own.
+    """
     moved = features.norms_after or not features.norms_before
     other = any(kind.rotary.kind not in ROTARY for kind in features.kinds)
-    return moved or features.qk_norm_joint or len(features.kinds) > 1 or other
+    return moved or features.qk_norm_joint or len(features.kinds) > 1 or other or bool(sizes.kv_rank)
 
 
 def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
@@ -49,8 +72,10 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
 
     No token is dropped. Besides the caller's loss only `aux_loss` trains the router. Choosing the k largest scores
     gives the same experts before and after the softmax. A softmax over the chosen experts equals the softmax over all,
-    divided by the chosen ones' sum: this is what families that renormalise do. Raises ConfigError for a router that
-    could not learn.
+    divided by the chosen ones' sum: this is what families that renormalise do. Groups of experts and their bias are not
+    among core's settings: megatron/replay.py limits a choice to groups, because core takes a group for as good as the
+    sum of its k / groups_chosen best, and a bias of core's own would be moved by its load balancing. Raises ConfigError
+    for a router that could not learn.
     """
     routing = features.routing
     if routing is None:
@@ -61,7 +86,7 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
             "is always 1 and it gets no gradient; Megatron-core refuses it"
         )
     shared = (
-        dict(moe_shared_expert_intermediate_size=sizes.shared_ffn, moe_shared_expert_gate=True)
+        dict(moe_shared_expert_intermediate_size=sizes.shared_ffn, moe_shared_expert_gate=routing.shared_gate)
         if sizes.shared_ffn
         else {}
     )
@@ -69,7 +94,11 @@ def routed(sizes: Sizes, features: Features, aux_loss: float) -> dict[str, Any]:
         num_moe_experts=sizes.experts,
         moe_ffn_hidden_size=sizes.expert_ffn,
         moe_router_topk=routing.chosen,
-        moe_router_pre_softmax=not routing.renormalised,
+        moe_router_pre_softmax=routing.scores == "softmax" and not routing.renormalised,
+        moe_router_score_function=routing.scores,
+        moe_router_topk_scaling_factor=None if routing.scale == 1.0 else routing.scale,
+        # A list has core write checkpoints layer by layer, as it must where layers differ.
+        moe_layer_freq=[int(sizes.is_sparse(n)) for n in range(sizes.num_layers)] if sizes.dense_layers else 1,
         moe_router_dtype="fp32",  # the dtype of its logits and probabilities, also in a bfloat16 model
         moe_router_load_balancing_type="aux_loss" if aux_loss else "none",
         moe_aux_loss_coeff=aux_loss,

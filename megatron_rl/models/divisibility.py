@@ -64,20 +64,28 @@ class _Rule(NamedTuple):
 def _trainer_rules(sizes: Sizes) -> list[_Rule]:
     """Returns what the axes of a trainer cut.
 
-    Where every layer has experts, the dense width in config.json belongs to no layer.
+    Where every layer has experts, the dense width in config.json belongs to no layer. Attention through a latent has no
+    key/value heads.
     """
-    rules = [_Rule("heads", "tp"), _Rule("kv_heads", "tp"), _Rule("num_layers", "pp x vpp")]
+    rules = [_Rule("heads", "tp"), *([] if sizes.kv_rank else [_Rule("kv_heads", "tp")])]
+    rules += [_Rule("num_layers", "pp x vpp"), *_dense_rules(sizes)]
     if not sizes.experts:
-        return [*rules, _Rule("ffn", "tp")]
+        return rules
     return [*rules, _Rule("experts", "ep"), _Rule("expert_ffn", "etp"), _Rule("shared_ffn", "tp")]
 
 
 def _engine_rules(sizes: Sizes, expert_parallel: bool) -> list[_Rule]:
     """Returns what the ranks of an engine cut; with `expert_parallel` they share out whole experts."""
-    rules = [_Rule("heads", "tp"), _Rule("kv_heads", "tp", either=True)]
+    rules = [_Rule("heads", "tp"), *([] if sizes.kv_rank else [_Rule("kv_heads", "tp", either=True)])]
+    rules += _dense_rules(sizes)
     if not sizes.experts:
-        return [*rules, _Rule("ffn", "tp")]
+        return rules
     return [*rules, _Rule("experts" if expert_parallel else "expert_ffn", "tp"), _Rule("shared_ffn", "tp")]
+
+
+def _dense_rules(sizes: Sizes) -> list[_Rule]:
+    """Returns what tensor ranks cut in layers without experts; nothing where there are none."""
+    return [_Rule("ffn", "tp")] if sizes.dense_layers or not sizes.experts else []
 
 
 def trainer_violations(sizes: Sizes, axes: Axes) -> list[Violation]:

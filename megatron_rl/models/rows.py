@@ -27,12 +27,15 @@ class Row:
     name: str  # Megatron's, as core's local layer spec spells it
     sources: tuple[Source, ...]  # Hugging Face tensors that the parameter is made of
     cut: Cut  # how tensor-parallel ranks of the trainer cut it; of an expert, expert-tensor-parallel ones
-    engine: str | None  # vLLM's and SGLang's parameter, which stacks all experts; None: they hold none for this row
+    # vLLM's and SGLang's parameter, which stacks all experts; None: they hold none for this row. Rows of one name stand
+    # end to end in it.
+    engine: str | None
     engine_cut: Cut | None = None  # how an engine's ranks cut it; None: as the trainer's do
     fused: str | None = None  # Megatron's name in Transformer Engine's layer spec; None: `name`
     in_memory: str | None = None  # the parameter of a transformers model that holds the sources; None: their own names
     experts: int = 0  # experts of the layer; 0: the parameter belongs to none
     copy: bool = False  # another row's tensor, kept again: the output layer of a tied model
+    float32: bool = False  # it is float32 whatever the model's dtype, in files and engines too, and is not trained
 
     def spelled(self, fused: bool) -> str:
         """Returns Megatron's name in the spelling of Transformer Engine (`fused`) or of the local layer spec."""

@@ -30,7 +30,7 @@ def setting_problems(
         found.append(f"router_replay = true, and {name} has no experts: set it to false")
     if settings.router_aux_loss and not sizes.experts:
         found.append(f"model.router_aux_loss = {settings.router_aux_loss}, and {name} has no experts: set it to 0")
-    if settings.fp8 and core_settings.needs_own_layers(features):
+    if settings.fp8 and core_settings.needs_own_layers(sizes, features):
         found.append(f"model.fp8 = true, and Transformer Engine's layers cannot compute {name}: set it to false")
     try:
         core_settings.routed(sizes, features, settings.router_aux_loss)

@@ -23,6 +23,52 @@ class Sizes:
     experts: int = 0  # experts per layer; 0 for a dense model
     expert_ffn: int = 0  # width of an expert
     shared_ffn: int = 0  # width of the shared expert; 0 where there is none
+    dense_layers: int = 0  # layers in front that have no experts, in a model whose others do
+    # Attention through a latent: keys and values of all heads are made of one vector of kv_rank elements. A head's
+    # query and key have head_dim elements, of which the last rope_dim are rotated; all heads share the key's rotated
+    # ones.
+    kv_rank: int = 0  # 0: no latent
+    q_rank: int = 0  # width of the vector that queries are made of; 0: they are made of the hidden state
+    rope_dim: int = 0  # 0: all of head_dim
+    value_dim: int = 0  # elements of a head's value; 0: head_dim
+
+    @property
+    def rotated(self) -> int:
+        """Returns how many elements of a head's query and key a rotary embedding turns."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Returns the elements of a head's value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def expert_layers(self) -> int:
+        """Returns how many layers have experts."""
+        return self.num_layers - self.dense_layers if self.experts else 0
+
+    @property
+    def attention_weights(self) -> int:
+        """Returns the number of weights of one layer's attention, norms and biases aside."""
+        if not self.kv_rank:
+            return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        queries = (self.q_rank or self.hidden) * self.heads * self.head_dim + self.hidden * self.q_rank
+        both = self.heads * (self.head_dim - self.rope_dim + self.value_dim)
+        keys = self.hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * both
+        return queries + keys + self.heads * self.value_dim * self.hidden
+
+    @property
+    def cached(self) -> int:
+        """Returns how many numbers an engine keeps of one token in a layer: keys and values, or their latent."""
+        return self.kv_rank + self.rope_dim if self.kv_rank else 2 * self.kv_heads * self.head_dim
+
+    def cache_copies(self, tp: int) -> int:
+        """Returns how often the ranks of an engine keep these numbers: a latent belongs to all heads."""
+        return tp if self.kv_rank else max(1, tp // self.kv_heads)
+
+    def is_sparse(self, layer: int) -> bool:
+        """Says whether a layer has experts."""
+        return bool(self.experts) and layer >= self.dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +93,19 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The way a router chooses experts: those of the largest softmax probabilities, whose outputs it weighs by them."""
+    """The way a router chooses experts: those of the largest scores, whose outputs it weighs by these."""
 
     chosen: int  # experts of a token
-    renormalised: bool  # whether the chosen ones' probabilities are made to sum to 1
+    renormalised: bool  # whether the chosen ones' scores are made to sum to 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the router's logits
+    biased: bool = False  # every expert has a bias, which is not trained: added to the scores for the choice alone
+    scale: float = 1.0  # of the weights
+    shared_gate: bool = True  # whether a gate weighs what a shared expert adds
+    # Experts stand in so many groups. A token sees those of its groups_chosen best groups alone; a group is as good as
+    # the sum of its group_best largest scores. One group: no limit.
+    groups: int = 1
+    groups_chosen: int = 1
+    group_best: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +134,7 @@ class Features:
     qk_norm: bool = False  # queries and keys are normalised, head by head
     qk_norm_joint: bool = False  # queries and keys are normalised, over all heads at once
     softmax_scale: float | None = None  # of attention's scores; None: 1 / sqrt(head_dim)
+    latent_eps: float = 1e-6  # of the norms of latents, whatever norm_eps is
     embedding_scale: float = 1.0  # by which embedded tokens are multiplied, rounded to the model's dtype
     kinds: tuple[AttentionKind, ...] = (AttentionKind(),)
     pattern: tuple[int, ...] = ()  # the kind of every layer, as a place in `kinds`; empty: all are of the first

@@ -65,11 +65,15 @@ def forward_flops(shape: Shape, length: float) -> tuple[float, float, float]:
     """
     sizes = shape.sizes
     head = 2.0 * sizes.vocab * sizes.hidden
-    experts = 2.0 * sizes.num_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
+    experts = 2.0 * sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
     dense = 2.0 * shapes.active(shape) - head - experts
-    # causal attention costs half of 4 * heads * head_dim * length
-    attention = 2.0 * sizes.num_layers * sizes.heads * sizes.head_dim * length
+    attention = sizes.num_layers * _attention_flops(shape, length)
     return dense + attention, experts, head
+
+
+def _attention_flops(shape: Shape, length: float) -> float:
+    """Returns one token's operations in a layer's causal attention: half of those with all tokens of the sequence."""
+    return shape.sizes.heads * (shape.sizes.head_dim + shape.sizes.value_width) * length
 
 
 def train_flops(shape: Shape, batch: SequenceBatch) -> float:
@@ -106,7 +110,7 @@ def pass_seconds(
 
 
 def layer_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, tokens: float) -> float:
-    """Returns the seconds of one layer's forward pass over a micro-batch of `tokens` tokens."""
+    """Returns the seconds of one layer's forward pass over a micro-batch of `tokens` tokens, in the mean of layers."""
     dense, _, _ = forward_flops(shape, batch.length)
     own = tokens / parallel.cp
     seconds = own * dense / shape.sizes.num_layers / parallel.tp / _dense_rate(cluster, batch, own)
@@ -125,10 +129,11 @@ def recomputed_seconds(
     if WHOLE in modules:
         return layer_seconds(shape, parallel, cluster, batch, tokens)
     sizes, own = shape.sizes, tokens / parallel.cp
+    sparse = sizes.expert_layers / sizes.num_layers
     flops = {
-        "core_attn": 2.0 * sizes.heads * sizes.head_dim * batch.length,
-        "mlp": 0.0 if sizes.experts else 2.0 * 3 * sizes.hidden * sizes.ffn,
-        "shared_experts": 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
+        "core_attn": _attention_flops(shape, batch.length),
+        "mlp": (1 - sparse) * 2.0 * 3 * sizes.hidden * sizes.ffn,
+        "shared_experts": sparse * 2.0 * 3 * sizes.hidden * sizes.shared_ffn,
     }
     dense = sum(flops.get(name, 0.0) for name in modules)
     routed = _routed_seconds(shape, parallel, cluster, batch, own) if "moe" in modules else 0.0
@@ -136,15 +141,19 @@ def recomputed_seconds(
 
 
 def _routed_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, batch: SequenceBatch, own: float) -> float:
-    """Returns the seconds of one layer's experts and of the tokens' way to them and back; 0 without experts."""
+    """Returns the seconds of one layer's experts and of the tokens' way to them and back; 0 without experts.
+
+    Layers without experts are in the mean.
+    """
     _, experts, _ = forward_flops(shape, batch.length)
     if not experts:
         return _expert_seconds(shape, parallel, cluster, own)
     rate = cluster.device.flops * cluster.device.expert_share * _share(batch, own)
     return (
         own * experts / shape.sizes.num_layers / parallel.tp / rate
-        + EXPERTS_S
-        + _expert_seconds(shape, parallel, cluster, own)
+        + (EXPERTS_S + _expert_seconds(shape, parallel, cluster, own))
+        * shape.sizes.expert_layers
+        / shape.sizes.num_layers
     )
 
 
@@ -194,11 +203,11 @@ def decode_step_seconds(
     Few sequences are bound by memory, many by operations. `width`: bytes of a weight.
     """
     sizes, device = shape.sizes, cluster.device
-    outside = shapes.active(shape) - sizes.num_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
+    outside = shapes.active(shape) - sizes.expert_layers * shape.active * 3 * sizes.hidden * sizes.expert_ffn
     weights = float(outside)
     if sizes.experts:
         touched = 1 - (1 - shape.active / sizes.experts) ** rows
-        experts = touched * sizes.num_layers * sizes.experts * 3 * sizes.hidden * sizes.expert_ffn
+        experts = touched * sizes.expert_layers * sizes.experts * 3 * sizes.hidden * sizes.expert_ffn
         weights += experts * HBM_SHARE / EXPERT_HBM_SHARE
     memory = (width * weights + rows * context * kv_bytes(shape, width)) / engine.tp / (device.hbm * HBM_SHARE)
     flops = rows * sum(forward_flops(shape, 0)) / engine.tp / (device.flops * device.dense_share)
@@ -217,8 +226,8 @@ def decode_step_seconds(
 
 
 def kv_bytes(shape: Shape, width: int) -> int:
-    """Returns the bytes of one token's keys and values in all layers."""
-    return 2 * width * shape.sizes.num_layers * shape.sizes.kv_heads * shape.sizes.head_dim
+    """Returns the bytes of one token's keys and values in all layers, or of the latents that they are made of."""
+    return width * shape.sizes.num_layers * shape.sizes.cached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +250,8 @@ def rollout_cost(shape: Shape, engine: EngineSetup, cluster: Cluster, draw: Draw
     """
     answers, response = draw.episode.answers, draw.response
     own = draw.samples / engine.replicas
-    heads = max(1, engine.tp // shape.sizes.kv_heads)  # key/value heads are repeated when there are fewer than ranks
-    room = engine.kv_bytes * engine.tp / heads / kv_bytes(shape, width) / draw.length
+    copies = shape.sizes.cache_copies(engine.tp)  # key/value heads are repeated when there are fewer than ranks
+    room = engine.kv_bytes * engine.tp / copies / kv_bytes(shape, width) / draw.length
     rows = max(1.0, min(own, engine.max_batch, room))
     waves = own / rows
     context = draw.context(0) / 2 + draw.context(answers - 1) / 2 + response / 2  # in the mean of all answers
@@ -338,7 +347,14 @@ def _tensor_seconds(shape: Shape, parallel: Parallel, cluster: Cluster, own: flo
         wire = 2 * own * sizes.hidden * 2 * (parallel.tp - 1) / parallel.tp
         seconds += 2 * (wire / cluster.link(parallel.tp) + REDUCE_S)
     if parallel.cp > 1:
-        ring = own * 2 * sizes.kv_heads * sizes.head_dim / min(parallel.tp, sizes.kv_heads) * 2 * (parallel.cp - 1)
+        ring = (
+            own
+            * sizes.kv_heads
+            * (sizes.head_dim + sizes.value_width)
+            / min(parallel.tp, sizes.kv_heads)
+            * 2
+            * (parallel.cp - 1)
+        )
         seconds += ring / cluster.link(parallel.cp, parallel.tp) * 0.3  # most of it hides behind attention
     return seconds
 

@@ -5,6 +5,7 @@ They are weights, gradients, optimizer state, activations and the output layer's
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import Model
@@ -28,6 +29,7 @@ class Precision:
 
     width: int  # bytes of a weight and of an activation
     norm: int  # bytes that a norm keeps of each element for its backward pass
+    pads_values: bool = False  # whether attention fills values up to the size of keys, as torch's on a CPU needs them
 
     @classmethod
     def gpu(cls, dtype: str) -> Precision:
@@ -38,7 +40,7 @@ class Precision:
     @classmethod
     def cpu(cls, dtype: str) -> Precision:
         """Returns the bytes on a CPU, where torch's norm keeps its input and the normalised one, both as float32."""
-        return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8)
+        return cls(width={"bfloat16": 2, "float32": 4}[dtype], norm=8, pads_values=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def training(
         optimizer=optimizer_bytes(shape, parallel, numbers, stage=stage),
         activations=activations(shape, parallel, load, numbers, stage=stage),
         workspace=workspace(shape, parallel, load, numbers) if stage == parallel.pp - 1 else 0.0,
-        swapped=weights + layer_bytes(shape, parallel, load.tokens, numbers) if reference else 0.0,
+        swapped=weights + _widest_layer(shape, parallel, load.tokens, numbers) if reference else 0.0,
     )
 
 
@@ -116,23 +118,34 @@ def optimizer_bytes(shape: Shape, parallel: Parallel, numbers: Precision, *, sta
 
 def activations(shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, stage: int) -> float:
     """Returns the peak of the bytes that forward passes under way keep for their backward passes."""
-    layers, h = len(stage_layers(shape.sizes, parallel)[stage]), shape.sizes.hidden
-    whole = layer_bytes(shape, parallel, load.tokens, numbers)
-    if WHOLE in load.recompute:
-        kept, again = numbers.width * h * _stream(parallel, load.tokens), whole
-    else:
-        again = sum(module_bytes(shape, parallel, load.tokens, numbers).get(name, 0.0) for name in load.recompute)
-        kept = whole - again
-    under_way = _under_way(parallel, load.count, stage) * layers * kept
+    layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
+    for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
+        whole = layer_bytes(shape, parallel, load.tokens, numbers, sparse=like)
+        if WHOLE in load.recompute:
+            kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
+        else:
+            parts = module_bytes(shape, parallel, load.tokens, numbers, sparse=like)
+            own = sum(parts.get(name, 0.0) for name in load.recompute)
+            kept = whole - own
+        held, again = held + number * kept, max(again, own)
+    under_way = _under_way(parallel, load.count, stage) * held
     outside = _ends(shape, parallel, load.tokens, numbers) if stage == parallel.pp - 1 else 0.0
     return under_way + max(outside, again)  # the two never coincide: the model's end is freed before recomputation
 
 
-def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
-    """Returns the bytes that one layer keeps of `tokens` tokens. docs/plan.md has the terms in a table."""
+def _widest_layer(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+    """Returns the bytes of the layer that keeps the most."""
+    kinds = {shape.sizes.is_sparse(number) for number in (0, shape.sizes.num_layers - 1)}
+    return max(layer_bytes(shape, parallel, tokens, numbers, sparse=kind) for kind in kinds)
+
+
+def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision, *, sparse: bool) -> float:
+    """Returns the bytes that one layer keeps of `tokens` tokens. docs/plan.md has the terms in a table.
+
+    `sparse`: whether it is a layer with experts.
+    """
     sizes, w = shape.sizes, numbers.width
-    own, stream = tokens / parallel.cp, _stream(parallel, tokens)
-    q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
+    stream = _stream(parallel, tokens)
     # the products keep what they read, and the norms before them, and after, what they normalise
     kept = max(numbers.norm, 4) if shape.features.norm_from_one else numbers.norm  # such norms take float32
     norms = 2 * stream * sizes.hidden * w
@@ -140,7 +153,24 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
         norms += 2 * stream * (sizes.hidden * kept + 4)
     if shape.features.norms_after:  # what they give is added to the stream, and kept by nobody
         norms += 2 * stream * (sizes.hidden * kept + 4)
-    # attention keeps q, k, v and its output, and the next product keeps the output again
+    attention = _latent if sizes.kv_rank else _attention
+    modules = module_bytes(shape, parallel, tokens, numbers, sparse=sparse)
+    return norms + attention(shape, parallel, tokens, numbers) + sum(modules.values())
+
+
+def _latent(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+    """Returns the bytes that attention through a latent keeps: as others do, and what norms of latents keep."""
+    sizes, w, own, stream = shape.sizes, numbers.width, tokens / parallel.cp, _stream(parallel, tokens)
+    heads, value = sizes.heads / parallel.tp, max(sizes.value_dim, sizes.head_dim if numbers.pads_values else 0)
+    ranks = sizes.kv_rank + sizes.q_rank
+    low = stream * (ranks * (numbers.norm + w) + 4 * (2 if sizes.q_rank else 1) + w * sizes.rope_dim)
+    return low + own * heads * (w * (2 * sizes.head_dim + 2 * value + sizes.value_dim) + 4)
+
+
+def _attention(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:
+    """Returns the bytes that attention keeps: q, k, v and its output, which the next product keeps again."""
+    sizes, w, own = shape.sizes, numbers.width, tokens / parallel.cp
+    q, kv = sizes.heads * sizes.head_dim / parallel.tp, sizes.kv_heads * sizes.head_dim / parallel.tp
     attention = own * (w * (3 * q + 2 * kv) + 4 * sizes.heads / parallel.tp)
     if shape.features.qk_norm or shape.features.qk_norm_joint:
         copied = q if sizes.kv_heads > parallel.tp else 0  # one group of heads is a view of the joined projection
@@ -150,16 +180,18 @@ def layer_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precisio
         attention += own * (normed + 4 * (sizes.heads + sizes.kv_heads) / parallel.tp)
     if shape.features.qk_norm_joint:  # its inputs as they are, and one number a token for each
         attention += own * 4 * 2
-    return norms + attention + sum(module_bytes(shape, parallel, tokens, numbers).values())
+    return attention
 
 
-def module_bytes(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> dict[str, float]:
+def module_bytes(
+    shape: Shape, parallel: Parallel, tokens: int, numbers: Precision, *, sparse: bool
+) -> dict[str, float]:
     """Returns, by module, the part of `layer_bytes` that is not kept when the module is computed again.
 
     There is none for core_attn: its kernels keep no scores, and its inputs are kept in place of what it keeps.
     """
     sizes, own, w = shape.sizes, tokens / parallel.cp, numbers.width
-    if not sizes.experts:
+    if not sparse:
         widths = GATE_KEEPS[shape.features.activation]
         return {"mlp": own * w * widths * sizes.ffn / parallel.tp}
     shared = own * w * 3 * sizes.shared_ffn / parallel.tp + (

@@ -320,7 +320,7 @@ def _server(
     weights = _writers(role) * width * shapes.total(shape) / settings.tp
     cache = settings.memory_share * cluster.device.memory - weights - ENGINE_WORKSPACE
     longest = _longest(config, name, draw)
-    copies = max(1, settings.tp // shape.sizes.kv_heads)
+    copies = shape.sizes.cache_copies(settings.tp)
     sequences = max(0.0, cache) * settings.tp / copies / compute.kv_bytes(shape, width) / longest / _writers(role)
     return ServerPlan(role=name, weights=weights, cache=cache, sequences=sequences)
 

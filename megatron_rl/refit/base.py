@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ class Parameters(Readable, Protocol):
         """Writes [rows, columns] `values` to the part, cast to the parameter's dtype."""
         ...
 
+    def carried(self, names: Collection[str], dtype: torch.dtype) -> Self:
+        """Returns the same parameters, in which those called `names`, of n float32 each, are seen as their bits.
+
+        These are [n, 4 / width] numbers of a `dtype` of that width, so that they travel with others of it and lose
+        nothing.
+        """
+        ...
+
 
 @runtime_checkable
 class Reachable(Protocol):
@@ -82,6 +90,7 @@ class Tensors:
     """Parameters that lie in plain tensors, found by name. Implements Parameters and Reachable."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._given = tensors
         self._tensors = {
             name: t.detach().view(-1, t.shape[-1]) if t.dim() > 1 else t.detach()[:, None]
             for name, t in tensors.items()
@@ -102,6 +111,11 @@ class Tensors:
             target[...] = source
         else:
             self.read(name, part).copy_(values)
+
+    def carried(self, names: Collection[str], dtype: torch.dtype) -> Tensors:
+        return Tensors({
+            name: float32_bits(name, t.detach(), dtype) if name in names else t for name, t in self._given.items()
+        })  # fmt: skip
 
     def memory(self, name: str, part: ParameterPart, dtype: torch.dtype) -> Tensor | None:
         key = name, part, dtype
@@ -126,6 +140,16 @@ class Tensors:
                 found[part.row : part.row + part.rows, first // WORD_BYTES : last // WORD_BYTES] if whole else None
             )
         return self._cut[key]
+
+
+def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the memory of a float32 tensor [n] as numbers of another dtype, [n, 4 / width].
+
+    Raises ValueError for a tensor of another dtype.
+    """
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"{name} is {tensor.dtype}: it must be float32, whatever the model's dtype is")
+    return tensor.view(-1, 1).view(dtype)
 
 
 def as_words(tensor: Tensor) -> np.ndarray | None:

@@ -120,7 +120,9 @@ class EngineSide:
         seats = {int(rank): RankSeat(*seat) for rank, seat in go["engines"].items()}
         seating = Seating([RankSeat(*seat) for seat in go["trainer"]], seats)
         self._wiring = Wiring(self._board.under(f"epoch{go['epoch']}"), seating, self._seat, self._settings)
-        side = LocalSide(destination=self._rank, targets=self._endpoint.targets, device=self._device)
+        side = LocalSide(
+            destination=self._rank, targets=self.topology.carried(self._endpoint.targets), device=self._device
+        )
         plan = self.topology.plan(seating, self._settings.bucket_mib)
         self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype)
         self._epoch = go["epoch"]

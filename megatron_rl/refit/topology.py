@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 import torch
 
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.refit.base import Parameters
 from megatron_rl.refit.wiring import Seating
 from megatron_rl.weights import layouts, reshard
-from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
+from megatron_rl.weights.layouts import EngineLayout, Holding, TrainerLayout
+from megatron_rl.weights.rectangles import kept_float32
 from megatron_rl.weights.reshard import RefitPlan
+
+P = TypeVar("P", bound=Parameters)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +55,32 @@ class Topology:
         """Returns the plan for the engine ranks that are in `seating`, in messages of up to `bucket_mib` MiB."""
         trainer, engine = seating.placements(self.engines.world)
         return reshard.plan(
-            layouts.trainer(self.sizes, self.trainer),
-            layouts.engines(self.sizes, self.engines, ranks=seating.engines),
+            self._carried(layouts.trainer(self.sizes, self.trainer)),
+            self._carried(layouts.engines(self.sizes, self.engines, ranks=seating.engines)),
             trainer=trainer,
             engine=engine,
             bucket_elements=max(1, int(bucket_mib * 2**20) // self.torch_dtype.itemsize),
         )
+
+    def carried(self, parameters: P) -> P:
+        """Returns a rank's parameters as the plan counts them: those that are always float32 travel bit for bit."""
+        kept = kept_float32(self.sizes)
+        return parameters.carried(kept, self.torch_dtype) if kept and self._words > 1 else parameters
+
+    def _carried(self, holdings: Iterable[Holding]) -> Iterator[Holding]:
+        """Yields what ranks hold, in which a number that is always float32 counts as several of the wire's dtype."""
+        kept = kept_float32(self.sizes)
+        for holding in holdings:
+            wide = [
+                (name, rect._replace(columns=self._words) if rect.tensor in kept else rect)
+                for name, rect in (holding.parameters if kept else ())
+            ]
+            yield Holding(holding.ranks, wide) if kept else holding
+
+    @property
+    def _words(self) -> int:
+        """Returns how many numbers of the wire's dtype take as much room as one float32."""
+        return torch.float32.itemsize // self.torch_dtype.itemsize
 
     def check_trainer(self, rank: int, names: Collection[str]) -> None:
         """Raises ValueError unless trainer rank `rank` has exactly the parameters `names` in this layout."""

@@ -84,7 +84,7 @@ class TrainerSide:
                 f"{topology.trainer} has {topology.trainer.world} ranks, but the group has {dist.get_world_size(group)}"
             )
         topology.check_trainer(self._rank, parameters)
-        self._sources = Tensors(parameters)
+        self._sources = topology.carried(Tensors(parameters))
         self._device = next(iter(parameters.values())).device
         self._seats: list[RankSeat] = self._gather(RankSeat.new(self._device))
         self._board, self.address = self._open_board(host)
@@ -226,7 +226,7 @@ class TrainerSide:
             source=self._rank,
             sources=self._sources,
             destination=None if self._endpoint is None else self._rank,
-            targets=None if self._endpoint is None else self._endpoint.targets,
+            targets=None if self._endpoint is None else self.topology.carried(self._endpoint.targets),
             device=self._device,
         )
         self._exchange = Exchange(plan, side, self._wiring.route, dtype=self.topology.torch_dtype, pulse=self._pulse)

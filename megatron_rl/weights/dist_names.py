@@ -50,6 +50,7 @@ def places(name: str) -> Iterator[StackedKey]:
     if expert := _EXPERT.fullmatch(part):
         linear, number = (expert[1], expert[2]) if expert[1] else (expert[4], expert[3])
         yield StackedKey(f"decoder.layers.mlp.experts.experts.{linear}.weight", (*index, int(number)))
+        yield StackedKey(f"decoder.layers.{layer[1]}.mlp.experts.experts.{linear}.weight", (int(number),))
         return
     yield StackedKey(f"decoder.layers.{part}", index)
     yield StackedKey(name, ())  # core writes one tensor per layer for models whose layers differ
@@ -57,19 +58,29 @@ def places(name: str) -> Iterator[StackedKey]:
         yield StackedKey(f"decoder.layers.{_ALIASES[part]}", index)
 
 
-def spellings(name: str) -> list[StackedKey]:
+def is_layered(sizes: Sizes) -> bool:
+    """Says whether core writes tensors layer by layer: it does where layers differ."""
+    return bool(sizes.experts and sizes.dense_layers)
+
+
+def spellings(sizes: Sizes, name: str) -> list[StackedKey]:
     """Returns every place where a parameter is written.
 
-    The norm before experts is written in two places, because core's layer specs disagree on its name.
+    The norm before experts is written in two places where layers are stacked, because core's layer specs disagree on
+    its name.
     """
     layer = _LAYER.fullmatch(name)
+    if is_layered(sizes):
+        of_layer = f"decoder.layers.{layer[1]}." if layer else ""
+        return [next(place for place in places(name) if place.key.startswith(of_layer))]
     alias = _ALIASES.get(layer[2]) if layer else None
     return [next(places(name)), *([StackedKey(f"decoder.layers.{alias}", (int(layer[1]),))] if layer and alias else [])]
 
 
 def counts(sizes: Sizes, place: StackedKey) -> tuple[int, ...]:
     """Returns how many layers (and experts) are stacked where `place` is."""
-    return (sizes.num_layers, sizes.experts)[: len(place.at)]
+    stacked = (sizes.experts,) if is_layered(sizes) else (sizes.num_layers, sizes.experts)
+    return stacked[: len(place.at)]
 
 
 def stored_shape(sizes: Sizes, name: str, tp: int) -> Shape:
@@ -100,15 +111,17 @@ def extra_states(sizes: Sizes) -> Iterator[str]:
 
     Every module has one, but the router and the module that weighs a shared expert, which are core's own.
     """
-    total = sizes.num_layers
-    for layer in range(total):
-        rows = layer_rows(sizes, layer)
+    for layer in range(sizes.num_layers):
+        rows, layered = layer_rows(sizes, layer), is_layered(sizes)
+        prefix = f"decoder.layers.{layer}" if layered else "decoder.layers"
+        at, of = ("", "") if layered else (f"{layer}.", f"{sizes.num_layers}.")
         dense = dict.fromkeys(row.spelled(True).rpartition(".")[0] for row in rows if not row.experts)
         parts = [part for part in dense if part not in _WITHOUT_STATE]
-        yield from (f"decoder.layers.{part}._extra_state/shard_{layer}_{total}" for part in [*parts, _ATTENTION])
+        shard = "shard_0_1" if layered else f"shard_{layer}_{sizes.num_layers}"
+        yield from (f"{prefix}.{part}._extra_state/{shard}" for part in [*parts, _ATTENTION])
         for row in rows:
             linear = row.name.split(".")[-2]
             for expert in range(row.experts):
-                place = f"shard_{layer}.{expert}_{total}.{row.experts}"
-                yield f"decoder.layers.mlp.experts.experts.{linear}._extra_state/{place}"
+                place = f"shard_{at}{expert}_{of}{row.experts}"
+                yield f"{prefix}.mlp.experts.experts.{linear}._extra_state/{place}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"

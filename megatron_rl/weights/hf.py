@@ -22,7 +22,7 @@ from megatron_rl.models.blocks import EMBEDDING, HEAD
 from megatron_rl.models.sizes import AttentionKind, Features, Sizes
 from megatron_rl.weights import headers
 from megatron_rl.weights.copies import from_tensor
-from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes
+from megatron_rl.weights.rectangles import Rect, check_complete, hf_shapes, kept_float32
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 BLOCK = 1 << 24  # the most elements that are compared at a time
@@ -36,7 +36,7 @@ class Architecture(Sizes):
     config: PretrainedConfig
 
     def rotary(self, positions: Tensor, kind: int = 0) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin [N, head_dim] (float32) of integer positions [N], scaled as the config says, for layers
+        """Returns cos and sin [N, rotated] (float32) of integer positions [N], scaled as the config says, for layers
         of one of the features' kinds."""
         frequencies, scale = self._frequencies(self.features.kinds[kind])
         angles = positions.float()[:, None] * frequencies.to(positions.device)[None, :]
@@ -44,13 +44,13 @@ class Architecture(Sizes):
         return angles.cos() * scale, angles.sin() * scale
 
     def _frequencies(self, kind: AttentionKind) -> tuple[Tensor, float]:
-        """Returns radians per position [head_dim / 2] (float32), and the factor of cos and sin, as transformers' rotary
+        """Returns radians per position [rotated / 2] (float32), and the factor of cos and sin, as transformers' rotary
         embeddings have them. Theirs would import all of its modelling code: seconds of every start."""
         own = kind.rotary
         if own.kind != "default":
             layer_type = {} if kind.layer_type is None else {"layer_type": kind.layer_type}
             return ROPE_INIT_FUNCTIONS[own.kind](cast(Any, self.config), **layer_type)
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float) / self.head_dim
+        exponents = torch.arange(0, self.rotated, 2, dtype=torch.float) / self.rotated
         return 1.0 / own.theta**exponents, 1.0
 
 
@@ -96,8 +96,8 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
     """Raises ConfigError, with file and tensor, unless the directory holds the model that its config.json describes.
 
     Only headers are read. Checked are: complete files, all tensors and no others, their shapes, and one dtype for all
-    (or any, where the reader is going to `cast`). The one exception is a tied model whose files hold an output layer
-    too: that is compared with the embedding.
+    but those that are always float32 (or any, where the reader is going to `cast`). The one exception is a tied model
+    whose files hold an output layer too: that is compared with the embedding.
     """
     directory = local_directory(directory)
     found, wanted = headers.read_directory(directory), hf_shapes(sizes)
@@ -111,7 +111,8 @@ def check(directory: str | Path, sizes: Sizes, *, cast: bool = False) -> None:
             raise ConfigError(
                 f"{stored.file}: {name} is {list(stored.shape)}, config.json says {list(shape)}: is it another model's?"
             )
-    _check_dtypes({name: found[name] for name in wanted}, cast)
+    kept = {name for name in kept_float32(sizes) & wanted.keys() if found[name].dtype == "F32"}
+    _check_dtypes({name: found[name] for name in wanted if name not in kept}, cast)
     if (
         sizes.tied
         and HEAD in found

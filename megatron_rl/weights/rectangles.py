@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models.cuts import Held, Rect, Shape
-from megatron_rl.models.registry import ends, layer_rows
+from megatron_rl.models.registry import ends, family_of, layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, MEGATRON_LAYER, Row
 from megatron_rl.models.sizes import Sizes
 
@@ -56,6 +56,21 @@ def hf_shapes(sizes: Sizes) -> dict[str, Shape]:
             for expert in range(row.experts or 1):
                 shapes |= {prefix + s.name.replace(EXPERT, str(expert)): (s.rows, s.columns) for s in row.sources}
     return shapes
+
+
+@lru_cache(maxsize=64)
+def kept_float32(sizes: Sizes) -> frozenset[str]:
+    """Returns the names of the parameters that are float32 whatever the model's dtype, and are not trained.
+
+    They are those of Hugging Face tensors, of Megatron's parameters in both spellings, and of engines' parameters.
+    """
+    found: set[str] = set()
+    for layer in range(sizes.num_layers):
+        megatron_prefix, prefix = MEGATRON_LAYER.format(layer), HF_LAYER.format(layer)
+        for row in (row for row in layer_rows(sizes, layer) if row.float32):
+            found |= {megatron_prefix + row.spelled(fused) for fused in (False, True)}
+            found |= {prefix + name for name in (*(s.name for s in row.sources), row.engine) if name is not None}
+    return frozenset(found)
 
 
 def is_sharded(sizes: Sizes, name: str) -> bool:
@@ -212,7 +227,9 @@ def engine(sizes: Sizes, tp: int, rank: int, *, expert_parallel: bool = False) -
             continue
         (rows, columns), rects = held(row)
         if not row.experts:
-            out[prefix + row.engine] = (rows, columns), _named(rects, prefix, "")
+            (before, _), others = out.get(prefix + row.engine, ((0, columns), []))
+            behind = [rect._replace(at_row=before + rect.at_row) for rect in _named(rects, prefix, "")]
+            out[prefix + row.engine] = (before + rows, columns), others + behind
             continue
         here = (
             range(rank * row.experts // tp, (rank + 1) * row.experts // tp) if expert_parallel else range(row.experts)
@@ -241,7 +258,8 @@ def _holder(cut: Callable[[Row], Held]) -> Callable[[Row], Held]:
 def check_complete(names: Iterable[str], sizes: Sizes) -> None:
     """Raises ConfigError for tensors that have no place in the model: without them it would be another model."""
     known = {*hf_shapes(sizes), "lm_head.weight"}  # a tied model's file may hold the head too
-    left = sorted(n for n in names if n not in known and not n.endswith("rotary_emb.inv_freq"))
+    family = family_of(sizes)
+    left = sorted(n for n in names if n not in known and not family.leaves_out(sizes, n))
     if left:
         raise ConfigError(
             f"{len(left)} tensors have no place in a {sizes.family} model, e.g. {', '.join(left[:5])}: "

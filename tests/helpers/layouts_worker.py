@@ -122,23 +122,27 @@ def choose(rollouts: Sequence[Rollout], arch: hf.Architecture) -> list[Rollout]:
     for i, r in enumerate(rollouts):
         ranks = torch.rand(len(r.tokens) - 1, arch.num_layers, arch.experts, generator=g)
         experts = ranks.argsort(-1)[..., : arch.features.experts_per_token].to(torch.int16).numpy()
+        experts[:, : arch.dense_layers] = FREE
         out.append(replace(r, experts=None if i == 2 else experts))
     return out
 
 
 def force(model, arch: hf.Architecture, shown: list[torch.Tensor]) -> None:
     """Has transformers' routers choose what `shown` [T, layers, k] holds, in its own order of layers."""
-    renormalised = arch.features.routing.renormalised
+    routing = arch.features.routing
 
     def hook(layer, _module, _inputs, out):
         logits, _, own = out
         wanted = shown[0][:, layer].long()
         chosen = torch.where(wanted == FREE, own, wanted)
-        scores = logits.float().softmax(-1).gather(1, chosen)
-        return logits, (scores / scores.sum(-1, keepdim=True) if renormalised else scores).to(logits.dtype), chosen
+        scores = logits.float().softmax(-1) if routing.scores == "softmax" else logits.float().sigmoid()
+        scores = scores.gather(1, chosen)
+        weights = routing.scale * (scores / scores.sum(-1, keepdim=True) if routing.renormalised else scores)
+        return logits, weights.to(logits.dtype), chosen
 
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.gate.register_forward_hook(partial(hook, number))
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(partial(hook, number))
 
 
 def reference(
@@ -192,7 +196,10 @@ def reference(
     grads = {n: (torch.zeros_like(p) if p.grad is None else p.grad.float()) / clip for n, p in named.items()}
     torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-4).step()
     grads = copies.by_expert(grads, arch)
-    after = copies.by_expert({n: p.detach().float() for n, p in named.items()}, arch)
+    kept = {
+        n: b for n, b in model.named_buffers() if n in model.state_dict()
+    }  # parameters of ours that are not trained
+    after = copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
     return logprobs, float(loss), ent / float(batch.mask.sum()), grads, after, float(norm), torch.cat(logits)
 
 
@@ -257,6 +264,8 @@ def gradient_error(policy: MegatronPolicy, work: Work, loss, grads: dict[str, to
         policy._run(work, 0, step.Pass(names=statistics_needed(loss.needs), loss=loss, scale=scale, backward=True))
         whole_gradients(policy)
     for name, p in models.named_parameters(policy.chunks):
+        if not p.requires_grad:
+            continue
         _, rects = rectangles.megatron(policy.arch, name, groups.shard)
         want = torch.zeros_like(p, dtype=torch.float32)
         copies.fill(want, rects, lambda rect: copies.from_tensor(grads[rect.tensor], rect))
@@ -339,10 +348,10 @@ def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[
     """Compares what the stream of weights gives after the reference's were in use, in small buckets, and cast."""
     again = dict(policy.weights())
     small = [*policy.weights(bucket_mib=0.01)]
-    half = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16))
+    half, kept = dict(policy.weights(bucket_mib=0.05, dtype=torch.bfloat16)), rectangles.kept_float32(policy.arch)
     return {
         "buckets": float([n for n, _ in small] != [*now] or any(not torch.equal(now[n], t) for n, t in small)),
-        "cast": float(any(not torch.equal(now[n].bfloat16(), t) for n, t in half.items())),
+        "cast": float(any(not torch.equal(now[n] if n in kept else now[n].bfloat16(), t) for n, t in half.items())),
         "swap": float(any(not torch.equal(again[n], now[n]) for n in now)),
     }
 

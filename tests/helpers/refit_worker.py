@@ -32,7 +32,7 @@ from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.wiring import RankSeat, Seating
 from megatron_rl.weights import copies, layouts
 from megatron_rl.weights.layouts import EngineLayout
-from megatron_rl.weights.rectangles import Rect, hf_shapes
+from megatron_rl.weights.rectangles import Rect, hf_shapes, kept_float32
 
 Model = dict[str, torch.Tensor]
 
@@ -73,8 +73,10 @@ class Engine:
     def __init__(self, topology: Topology, rank: int, spoiled: str | None = None) -> None:
         self.topology, self.rank, self.version, self.refits = topology, rank, None, 0
         self.own = layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        kept = kept_float32(topology.sizes)
         self.tensors = {
-            name: torch.full(shape, -1.0, dtype=topology.torch_dtype) for name, (shape, _) in self.own.items()
+            name: torch.full(shape, -1.0, dtype=torch.float32 if name in kept else topology.torch_dtype)
+            for name, (shape, _) in self.own.items()
         }
         self.targets = Tensors(self.tensors)
         if spoiled is not None:

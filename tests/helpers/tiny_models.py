@@ -4,6 +4,10 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -35,10 +39,35 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "deepseek_v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),  # of a family in a package of its own (own_family.py)
 }
 EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 2}
+LATENT = EXPERTS | {  # a dense layer in front of one with experts; all widths of attention differ
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN = {  # its two factors differ, so that cos and sin are scaled as well as the scores
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.1,
+}
 OWN_SIZES = {  # of a family, over SIZES
     "qwen3": {"head_dim": 16},
     "mistral": {"head_dim": 8, "num_hidden_layers": 2},
@@ -57,6 +86,14 @@ OWN_SIZES = {  # of a family, over SIZES
         },
         "tie_word_embeddings": True,
     },
+    "deepseek_v2": LATENT
+    | {
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "routed_scaling_factor": 2.5, "rope_parameters": YARN},
 }
 SIZES = {
     "vocab_size": 96,
@@ -104,6 +141,9 @@ def make_model(directory, family="qwen2", *, seed=0, **overrides):
                     parameter.normal_(std=0.3)
                 else:
                     parameter.normal_(std=0.7 * parameter.shape[-1] ** -0.5)
+            for name, buffer in model.named_buffers():
+                if name.endswith("bias"):
+                    buffer.normal_(std=0.2)
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)

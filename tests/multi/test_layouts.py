@@ -96,6 +96,8 @@ CASES: dict[int, list[dict]] = {
             "model_settings": RECOMPUTE,
         },
         {"name": "gemma3-bf16", "model": "gemma3_text", "layout": {}, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-packed", "model": "deepseek_v2", "layout": {}, "packed": True},
+        {"name": "deepseek_v3-padded", "model": "deepseek_v3", "layout": {}, "packed": False},
         {"name": "olmo2-packed", "model": "olmo2", "layout": {}, "packed": True},
         {
             "name": "qwen2_moe-recompute-padded",
@@ -157,6 +159,15 @@ CASES: dict[int, list[dict]] = {
         {"name": "gemma3-pp2vpp2-padded", "model": "gemma3_text", "layout": VPP, "packed": False},
         {"name": "gemma3-cp2-packed", "model": "gemma3_text", "layout": CP, "packed": True},
         {"name": "gemma3-cp2-padded", "model": "gemma3_text", "layout": CP, "packed": False},
+        {"name": "deepseek_v2-ep2-padded", "model": "deepseek_v2", "layout": EP, "packed": False},
+        {
+            "name": "deepseek_v3-tp2sp-ep2-packed",
+            "model": "deepseek_v3",
+            "layout": SP | EP | {"etp": 1},
+            "packed": True,
+        },
+        {"name": "deepseek_v3-pp2-packed", "model": "deepseek_v3", "layout": PP, "packed": True},
+        {"name": "deepseek_v3-cp2-padded", "model": "deepseek_v3", "layout": CP, "packed": False},
         {"name": "olmo2-tp2sp-packed", "model": "olmo2", "layout": SP, "packed": True},
         {"name": "olmo2-tp2-padded", "model": "olmo2", "layout": TP, "packed": False},
     ],
@@ -208,6 +219,53 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen3_moe-ep2-dp4-packed", "model": "qwen3_moe", "layout": EP, "packed": True},
     ],
 }
+FURTHER: dict[int, list[dict]] = {  # cases that `make test` has no time for
+    1: [
+        {"name": "deepseek_v3-packed", "model": "deepseek_v3", "layout": {}, "packed": True},
+        {"name": "deepseek_v2_greedy-padded", "model": "deepseek_v2_greedy", "layout": {}, "packed": False},
+        {"name": "deepseek_v3-bf16", "model": "deepseek_v3", "layout": {}, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-bf16", "model": "deepseek_v2", "layout": {}, "packed": False, "dtype": "bfloat16"},
+        {
+            "name": "deepseek_v3-recompute",
+            "model": "deepseek_v3_deep",
+            "layout": {},
+            "packed": True,
+            "model_settings": RECOMPUTE,
+        },
+        {
+            "name": "deepseek_v3-selective",
+            "model": "deepseek_v3",
+            "layout": {},
+            "packed": False,
+            "model_settings": selective("core_attn", "mlp", "moe"),
+        },
+        {"name": "deepseek_v3-replay", "model": "deepseek_v3", "layout": {}, "packed": True, "replay": True},
+    ],
+    2: [
+        {"name": "deepseek_v2-tp2sp-packed", "model": "deepseek_v2", "layout": SP, "packed": True},
+        {"name": "deepseek_v3-tp2sp-padded", "model": "deepseek_v3", "layout": SP, "packed": False},
+        {"name": "deepseek_v2_greedy-tp2sp-packed", "model": "deepseek_v2_greedy", "layout": SP, "packed": True},
+        {"name": "deepseek_v3-pp2-padded", "model": "deepseek_v3", "layout": PP, "packed": False},
+        {"name": "deepseek_v3-pp2vpp2-packed", "model": "deepseek_v3_deep", "layout": VPP, "packed": True},
+        {"name": "deepseek_v3-ep2-packed", "model": "deepseek_v3", "layout": EP, "packed": True},
+        {"name": "deepseek_v3-etp2-padded", "model": "deepseek_v3", "layout": ETP, "packed": False},
+        {"name": "deepseek_v2-cp2-packed", "model": "deepseek_v2", "layout": CP, "packed": True},
+        {
+            "name": "deepseek_v3-dp2-overlap",
+            "model": "deepseek_v3",
+            "layout": {},
+            "packed": True,
+            "optimizer": {"overlap": True},
+        },
+        {"name": "deepseek_v3-tp2sp-bf16", "model": "deepseek_v3", "layout": SP, "packed": True, "dtype": "bfloat16"},
+        {"name": "deepseek_v2-replay-pp2", "model": "deepseek_v2", "layout": PP, "packed": True, "replay": True},
+    ],
+    4: [
+        {"name": "deepseek_v3-tp2sp-pp2-packed", "model": "deepseek_v3", "layout": SP | PP, "packed": True},
+        {"name": "deepseek_v2-pp2-ep2-padded", "model": "deepseek_v2", "layout": PP | EP, "packed": False},
+        {"name": "deepseek_v3-tp2sp-cp2-ep2-packed", "model": "deepseek_v3", "layout": SP | CP | EP, "packed": True},
+    ],
+}
 GRADIENTS = 2e-6  # largest error over largest gradient
 BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "logits": 4e-6,
@@ -224,10 +282,10 @@ BOUNDS = {  # absolute, fp32, one Adam step of lr 1e-2
     "cast": 0.0,
 }
 # Gemma multiplies embedded tokens by the root of the hidden size, and so the gradients of the embedding: one Adam step
-# makes lr / eps = 100 times a gradient's error.
+# makes lr / eps = 100 times a gradient's error. V3 weighs experts by 2.5.
 # OLMo 2 norms what attention and feed-forward give, which is small in these models: dividing by it magnifies gradients
 # and their errors alike.
-BOUNDS_OF = {"gemma3": BOUNDS | {"weights": 4e-6}, "olmo2": BOUNDS | {"weights": 4e-6}}
+BOUNDS_OF = dict.fromkeys(("gemma3", "olmo2", "deepseek_v3"), BOUNDS | {"weights": 4e-6})
 BF16 = {
     # The root mean square, as a multiple of what transformers in bfloat16 is off from float32 on the same weights.
     "logprobs": 1.5,
@@ -235,6 +293,8 @@ BF16 = {
     "loss": 0.01,
     "weights": 2e-3,  # mean, after one Adam step of lr 1e-2
 }
+# A rounded state sends a token near a tie to other experts than the exact one does, and groups make more ties.
+BF16_OF = {"deepseek_v3": BF16 | {"loss": 0.03}}
 
 
 AXES = {"tp": TP, "sp": SP, "pp": PP, "vpp": VPP, "cp": CP, "dp": {}, "ep": EP, "etp": ETP}
@@ -308,16 +368,21 @@ def results(tmp_path_factory):
     make_model(directory / "qwen2", "qwen2", **sizes)
     make_model(directory / "qwen2_tied", "qwen2", tie_word_embeddings=True, **sizes)
     make_model(directory / "qwen3", "qwen3", **sizes)
-    for family in ("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text", "olmo2"):
+    for family in (
+        *("llama", "mistral", "mixtral", "qwen3_moe", "qwen2_moe", "gemma3_text", "olmo2"),
+        *("deepseek_v2", "deepseek_v3"),
+    ):
         make_model(directory / family, family, **sizes)
     make_model(directory / "gemma3_untied", "gemma3_text", tie_word_embeddings=False, **sizes)
     for family in MOE:
         make_model(directory / f"{family}_deep", family, **sizes, num_hidden_layers=4)
+    make_model(directory / "deepseek_v3_deep", "deepseek_v3", **sizes, num_hidden_layers=4)
+    make_model(directory / "deepseek_v2_greedy", "deepseek_v2", **sizes, q_lora_rank=24, topk_method="greedy")
     make_model(directory / "qwen3_moe_renormalised", "qwen3_moe", norm_topk_prob=True, num_hidden_layers=4, **sizes)
 
     @cache
     def of(world: int, which: str = "cases") -> list[dict]:
-        cases = CASES[world] if which == "cases" else matrix(world)
+        cases = {"cases": CASES, "further": FURTHER}[which][world] if which != "matrix" else matrix(world)
         answers: list[dict] = [{} for _ in range(world)]
         for part in range(0, len(cases), AT_ONCE):
             out, some = directory / f"{which}{world}.{part}", cases[part : part + AT_ONCE]
@@ -346,6 +411,14 @@ def test_every_family_has_a_case():
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, case["name"]) for world, cases in FURTHER.items() for case in cases]
+)
+def test_parity_with_transformers_in_further_layouts(results, world, name):
+    check(results(world, "further"), name)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "name"), [(world, case["name"]) for world in (2, 4) for case in matrix(world)])
 def test_every_axis_and_every_pair_of_axes(results, world, name):
     check(results(world, "matrix"), name)
@@ -355,7 +428,7 @@ def check(answers, name):
     for rank, answer in enumerate(answers):
         errors = answer[name]
         if "bf16" in name:
-            for what, bound in BF16.items():
+            for what, bound in BF16_OF.get(name.partition("-")[0], BF16).items():
                 assert errors[what] <= bound, f"rank {rank}: {what}: {errors[what]:.2e}, bound {bound}"
             continue
         assert errors["moved"] > 5e-3, "the optimizer step changed nothing"

@@ -86,6 +86,9 @@ def planned(capsys, *arguments: str) -> tuple[int, dict]:
         ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704),
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
         ("Qwen/Qwen3-235B-A22B", 235_093_634_560),
+        ("deepseek-ai/DeepSeek-V2-Lite", 15_706_484_224),
+        ("deepseek-ai/DeepSeek-V2", 235_741_434_880),
+        ("deepseek-ai/DeepSeek-V3", 671_026_419_200),
     ],
 )
 def test_public_models_have_their_published_number_of_parameters(name, parameters):
@@ -104,6 +107,7 @@ def test_a_path_with_a_public_models_words_is_a_guess_that_is_said():
         ("qwen3-4b", {"tp": 2, "pp": 3}),
         ("qwen3-30b-a3b", {"tp": 2, "pp": 2, "ep": 4, "etp": 1}),
         ("mixtral-8x7b", {"tp": 2, "ep": 2, "etp": 2}),
+        ("deepseek-v2-lite", {"tp": 2, "ep": 4, "etp": 1}),
     ],
 )
 def test_a_ranks_parameters_are_those_of_the_table_of_rectangles(name, cut):
@@ -242,6 +246,10 @@ LARGE = {
     "235b": (
         "32x8xH100", "Qwen/Qwen3-235B-A22B", "{tp: 4, ep: 128, etp: 1, sequence_parallel: true}",
         "{kind: vllm, replicas: 4, tp: 16}",
+    ),
+    "671b": (
+        "128x8xH100", "deepseek-ai/DeepSeek-V3", "{tp: 8, ep: 256, etp: 1, sequence_parallel: true}",
+        "{kind: vllm, replicas: 8, tp: 32}",
     ),
     "1t": (
         "512x8xH100", "moe-1t", "{tp: 4, ep: 384, etp: 1, sequence_parallel: true}",
@@ -447,7 +455,9 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
         for name, family in (("dense", "qwen2"), ("experts", "qwen3_moe"), ("moved", "olmo2"))
     )
     together = {"tp": 2, "sequence_parallel": True}
+    latent = make_model(tmp_path / "latent", "deepseek_v3", **sizes)  # a dense layer, and one with experts
     kinds = [
+        (latent, {"pp": 2}, {}), (latent, together, {"recompute": "selective", "modules": ["mlp"]}),
         (dense, {}, {}), (dense, together, {}), (dense, {"tp": 2}, {"recompute": "full"}), (dense, {"pp": 2}, {}),
         (dense, {}, {"recompute": "selective"}),
         (dense, {"tp": 2}, {"recompute": "selective", "modules": ["mlp", "core_attn"]}),

@@ -40,6 +40,18 @@ MOE = Sizes(
     experts=4,
     expert_ffn=16,
 )
+LATENT = replace(
+    MOE,
+    family="deepseek_v3",
+    kv_heads=4,
+    head_dim=6,
+    rope_dim=2,
+    value_dim=4,
+    kv_rank=5,
+    q_rank=7,
+    shared_ffn=8,
+    dense_layers=1,
+)
 
 
 def case(sizes, trainer, engines, dtype="float32", **more):
@@ -111,9 +123,10 @@ def test_weights_reach_engines_in_the_ranks_themselves(tmp_path, transport):
             (DENSE, TrainerLayout(tp=2, pp=2, fused=False), EngineLayout(tp=4, replicas=1), "float32"),
             (MOE, TrainerLayout(tp=2, pp=2, ep=2), EngineLayout(tp=4, expert_parallel=True), "bfloat16"),
             (DENSE, TrainerLayout(tp=2, dp=2), EngineLayout(tp=1, replicas=4, whole=True), "float32"),
-        ][: 3 if transport == "shared_memory" else 2]
+            (LATENT, TrainerLayout(tp=2, dp=2, ep=2, fused=False), EngineLayout(tp=2, replicas=2), "bfloat16"),
+        ][: 4 if transport == "shared_memory" else 2]
     ):
-        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256][i])
+        one = case(sizes, trainer, engines, dtype, long=[None, 256, 256, 256][i])
         one["settings"] |= {
             "transport": transport,
             "directory": str(tmp_path / "disk"),

@@ -20,7 +20,7 @@ import torch
 from conftest import ROOT, environment, program
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import make_model
+from tiny_models import LATENT, make_model
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,7 +56,8 @@ STATES = ("optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state
 def tiny(folder, family, *, tied=False, dtype=torch.float32):
     """Makes a tiny model directory of a family."""
     full_attention = {"sliding_window": None} if family in ("mistral", "mixtral") else {}
-    config = AutoConfig.for_model(family, **TINY, **full_attention, tie_word_embeddings=tied)
+    latent = LATENT | {"num_hidden_layers": 3, "num_experts": 8, "num_local_experts": 8} if "deepseek" in family else {}
+    config = AutoConfig.for_model(family, **(TINY | full_attention | latent), tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     return folder
 
@@ -296,7 +297,7 @@ def test_weights_are_verified_by_their_logits_too(forms, tmp_path, monkeypatch):
     make_model(tmp_path / "other", "qwen3", vocab_size=59, seed=5)
     other, largest = parity.logits_gap(forms["to-hf"], tmp_path / "other")
     assert same < 1e-5 and other > 0.1 * largest
-    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "olmo2"):
+    for family in ("mixtral", "qwen2_moe", "qwen3_moe", "mistral", "gemma3_text", "olmo2", "deepseek_v3"):
         model = tiny(tmp_path / family, family)
         convert.to_megatron(find(model), tmp_path / f"{family}_megatron")
         gap, largest = parity.logits_gap(tmp_path / f"{family}_megatron", model)
@@ -348,10 +349,17 @@ def loaded(tmp_path_factory):
         convert.to_megatron(find(model), folder / f"{name}_ck")
         case = {"name": name, "model": str(model), "other": str(other), "checkpoint": str(folder / f"{name}_ck")}
         imported.append(case | {"layouts": [{}, {"tp": 2}, {"pp": 2}]})
+    layouts = [{"pp": 2}, {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}]
+    case = {"name": "deepseek_v3", "checkpoint": str(folder / "deepseek_v3_ck"), "layouts": layouts}
+    for what, seed in (("model", 0), ("other", 1)):
+        case[what] = str(make_model(folder / f"deepseek_v3{seed}", "deepseek_v3", vocab_size=59, seed=seed))
+    convert.to_megatron(find(Path(case["model"])), folder / "deepseek_v3_ck")
+    imported.append(case)
     resharded = [
         {"name": "tp1_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {}, "to": {"tp": 2}},
         {"name": "pp2_to_tp2", "model": str(folder / "qwen20"), "vocab": 59, "from": {"pp": 2}, "to": {"tp": 2}},
         {"name": "tied", "model": str(folder / "qwen30"), "vocab": 59, "from": {"tp": 2}, "to": {}},
+        {"name": "layers_differ", "model": str(folder / "deepseek_v30"), "vocab": 59, "from": {"pp": 2}, "to": {}},
         {"name": "norms", "model": str(folder / "olmo20"), "vocab": 59, "from": {"tp": 2}, "to": {"pp": 2}},
     ]
     cases = json.dumps({"imported": imported, "resharded": resharded})
@@ -361,13 +369,13 @@ def loaded(tmp_path_factory):
 @pytest.mark.multi
 def test_weights_converted_are_loaded_by_core_under_every_layout_bit_for_bit(loaded):
     for answer in loaded:
-        assert len(answer["imported"]) == 12 and all(answer["imported"].values()), answer["imported"]
+        assert len(answer["imported"]) == 14 and all(answer["imported"].values()), answer["imported"]
 
 
 @pytest.mark.multi
 def test_weights_resharded_train_on_as_if_nothing_had_happened(loaded):
     for answer in loaded:
-        assert len(answer["resharded"]) == 4
+        assert len(answer["resharded"]) == 5
         for name, gaps in answer["resharded"].items():
             assert gaps["loaded"] == 0.0 and gaps["lr"] == 0.0, name
             assert gaps["loss"] < 1e-6 and gaps["grad_norm"] < 1e-5 and gaps["after"] < 1e-5, (name, gaps)

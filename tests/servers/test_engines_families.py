@@ -25,7 +25,7 @@ def test_gemma_3_answers_with_the_weights_of_a_tensor_parallel_actor(tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "olmo2"])
 def test_dense_families_answer_with_the_weights_of_a_tensor_parallel_actor(tmp_path, family):
     check_before_and_after_an_update(tmp_path, family, "{tp: 2}", **HEADS)
 

@@ -36,6 +36,9 @@ MODELS = {
     "mixtral": ("mixtral", {}),
     "gemma3": ("gemma3_text", {"num_key_value_heads": 1}),
     "gemma3-untied": ("gemma3_text", {"tie_word_embeddings": False}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2-greedy": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "greedy", "first_k_dense_replace": 0}),
+    "deepseek_v3": ("deepseek_v3", {"num_hidden_layers": 3}),
     "olmo2": ("olmo2", {}),
     "olmo2-every-head-its-key": ("olmo2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
@@ -427,5 +430,5 @@ def test_bfloat16_attention_scores_are_not_rounded(directory):
     weights = torch.einsum("bhd,bhld->bhl", q.double(), keys) * decoder.arch.head_dim**-0.5 + bias.double()[:, None]
     exact = torch.einsum("bhl,bhld->bhd", weights.softmax(-1), values).flatten(1)
     rounded = torch.einsum("bhl,bhld->bhd", weights.bfloat16().double().softmax(-1), values).flatten(1)
-    error = (decoder._attend(q, cache, bias).double() - exact).abs().mean()
+    error = (decoder._attend(q, *cache, bias).double() - exact).abs().mean()
     assert error < 0.5 * (rounded - exact).abs().mean(), "a rounded score costs more than a rounded result"

@@ -169,7 +169,7 @@ def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(fleet: 
         assert scores.top_logprobs[1:].tolist() == [[logprob_of(t) for t in ids] for ids in scores.ids[1:]]
     for fake in fakes:
         fake.fail(SCORE, *["nan"] * 9)
-    with pytest.raises(EngineError, match="failed 3 times: vLLM sent log-probs that are not numbers"):
+    with pytest.raises(EngineError, match="failed 3 times: .*log-probs that are not numbers"):
         pool.score(some)
 
 

@@ -46,6 +46,9 @@ PUBLISHED = {
     "smollm2-1.7b": 1.71,
     "gemma-3-270m": 0.268,
     "gemma-3-1b": 1.0,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v2": 236,
+    "deepseek-v3": 671,
     "olmo-2-1b": 1.485,
     "olmo-2-7b": 7.299,
     "olmo-2-13b": 13.72,
@@ -64,10 +67,13 @@ def test_of_every_family_with_public_models_one_is_counted():
     assert not [name for name, family in families().items() if family.known and not family.known.keys() & PUBLISHED]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama3-8b", "qwen3-30b-a3b", "deepseek-v2"])
 def test_the_ranks_of_a_layout_are_counted_as_the_rectangles_have_them(name):
     """Planning counts equal layers together; the maps of weights go parameter by parameter."""
-    shape, parallel = read_shape(name), Parallel(world=16, tp=2, pp=2, ep=4 if "30b" in name else 1)
+    shape, parallel = (
+        read_shape(name),
+        Parallel(world=16, tp=2, pp=2, ep=4 if "30b" in name or "deepseek" in name else 1),
+    )
     sizes = shape.sizes
     for stage, layers in enumerate((range(sizes.num_layers // 2), range(sizes.num_layers // 2, sizes.num_layers))):
         ends = {"first": stage == 0, "last": stage == 1}
@@ -134,6 +140,7 @@ def test_scaled_rotary_embeddings_are_those_of_transformers_in_the_whole_context
 
 SMALL = Sizes(family="qwen2", num_layers=6, hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=96, vocab=100, tied=False)
 SPARSE = replace(SMALL, family="qwen2_moe", experts=12, expert_ffn=20, shared_ffn=24)
+LATENT = replace(SPARSE, family="deepseek_v2", heads=16, ffn=100, dense_layers=1, kv_rank=8, rope_dim=4, value_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +155,7 @@ SPARSE = replace(SMALL, family="qwen2_moe", experts=12, expert_ffn=20, shared_ff
         (SMALL, {"ep": 2}, "it has no experts: set layout.ep = 2 to 1"),
         (SPARSE, {"ep": 8}, "num_experts = 12 of it is not divisible by ep = 8: the nearest that work are ep = 6"),
         (SPARSE, {"etp": 8}, "moe_intermediate_size = 20 of it is not divisible by etp = 8: the nearest that work are"),
+        (LATENT, {"tp": 8}, "intermediate_size = 100 of it is not divisible by tp = 8: the nearest that works is"),
         (SPARSE, {"tp": 2}, "trains that only with sequence parallelism; set layout.sequence_parallel to true"),
     ],
 )  # fmt: skip
@@ -185,6 +193,16 @@ def test_the_nearest_that_work_are_allowed_and_none_is_nearer(sizes, tp, pp, ep)
         assert not any(map(works, between))
     for violation in engine_violations(sizes, tp):
         assert all(not engine_violations(sizes, near) for near in violation.nearest)
+
+
+def test_attention_through_a_latent_keeps_one_vector_of_a_token_on_every_rank_of_an_engine():
+    """DeepSeek-V3 keeps 512 + 64 numbers of a token in a layer (section 2.1.2 of DeepSeek-V2's report)."""
+    sizes = known_sizes("deepseek-v3")
+    assert (sizes.cached, sizes.cache_copies(8), sizes.expert_layers) == (576, 8, 58)
+    assert (SMALL.cached, SMALL.cache_copies(8), SMALL.expert_layers) == (64, 2, 0)
+    layer = {row.name: row for row in registry.layer_rows(sizes, 0)}
+    matrices = [row for row in layer.values() if row.name.startswith("self_attention.linear")]
+    assert sizes.attention_weights == sum(source.rows * source.columns for row in matrices for source in row.sources)
 
 
 def test_a_config_that_lacks_a_key_is_told_of_it():

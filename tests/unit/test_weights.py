@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numbered import numbered
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model
+from tiny_models import LATENT, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl.config.schema import ConfigError
@@ -39,6 +39,11 @@ from megatron_rl.weights.rectangles import Rect, Shard, megatron, megatron_names
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported, only True is"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
         ("qwen2", {"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported, greedy and group"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported, only False is"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "Megatron-core makes the chosen sigmoids sum to 1"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported, only True is"),
+        ("deepseek_v3", {"n_group": 8}, "n_group = 8 with topk_group = 2 does not hold num_experts_per_tok = 2 of 8"),
     ],
 )
 def test_weights_of_an_unsupported_architecture_are_refused(tmp_path, family, change, says):
@@ -68,6 +73,16 @@ def test_weights_that_no_parameter_takes_are_refused(tmp_path, family):
     )
     with pytest.raises(ValueError, match=r"1 tensors have no place .* model.layers.0.self_attn.o_proj.bias"):
         rectangles.check_complete(hf.tensor_files(tmp_path), arch)
+
+
+def test_layers_that_predict_ahead_are_left_out(tmp_path):
+    arch = hf.read_architecture(make_model(tmp_path, "deepseek_v3"))
+    names = {*hf.tensor_files(tmp_path), "model.layers.2.eh_proj.weight", "model.layers.2.mlp.gate.weight"}
+    rectangles.check_complete(names, arch)
+    with pytest.raises(
+        ConfigError, match="1 tensors have no place in a deepseek_v3 model, e.g. model.layers.0.eh_proj"
+    ):
+        rectangles.check_complete({*names, "model.layers.0.eh_proj.weight"}, arch)
 
 
 def test_weights_are_read_in_parts_and_a_missing_one_is_named(tmp_path):
@@ -144,6 +159,18 @@ def cases(draw):
         expert_ffn=4 * draw(st.integers(1, 2)) * moe,
         shared_ffn=8 if families()[family].has_shared_expert else 0,
     )
+    if "kv_rank" in families()[family].keys:
+        sizes = replace(
+            sizes,
+            kv_heads=heads,
+            head_dim=6,
+            rope_dim=2,
+            value_dim=draw(st.sampled_from([3, 4])),
+            kv_rank=5,
+            q_rank=draw(st.sampled_from([0, 7])),
+            shared_ffn=draw(st.sampled_from([0, 8])),
+            dense_layers=draw(st.integers(0, sum(stages))),
+        )
     return sizes, Layout(tp, stages, ep, etp, draw(st.booleans()), draw(st.sampled_from([1, 8])))
 
 
@@ -232,6 +259,11 @@ def test_weights_of_unknown_names_raise():
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
         ({"model_type": "mixtral"}, "'num_experts' is missing"),
+        (
+            {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}},
+            "quantization_config = .* is not",
+        ),
+        ({"model_type": "deepseek_v2", "n_routed_experts": 4}, "is missing, which a deepseek_v2 model must have"),
         ({}, "model_type None is not supported"),
     ],
 )
@@ -258,7 +290,8 @@ TINY = {
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_have_the_names_and_shapes_that_transformers_writes(tmp_path, family, tied):
     """Compares the table with model directories that transformers made from every family's config.json."""
-    config = AutoConfig.for_model(family, **TINY, tie_word_embeddings=tied)
+    own = LATENT | {"num_experts": 8, "num_local_experts": 8}
+    config = AutoConfig.for_model(family, **(TINY | (own if "deepseek" in family else {})), tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
     sizes = registry.read(json.loads((tmp_path / "config.json").read_text()))

@@ -16,7 +16,7 @@ class Cache:
 
     def __init__(self, decoder: Decoder, slots: int) -> None:
         self._decoder, self._width = decoder, 0
-        self.layers = decoder.new_cache(slots, 0)  # one [2, slots, KV, columns, d] per layer
+        self.layers = decoder.new_cache(slots, 0)  # one [2, slots, KV, columns, d] per layer, or the decoder's latents
 
     def reserve(self, width: int, *, used: int, slots: int) -> None:
         """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots`

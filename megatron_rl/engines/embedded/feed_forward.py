@@ -16,7 +16,7 @@ from megatron_rl.models.sizes import Routing
 
 def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) -> Tensor:
     """Adds the layer's output for normed states `y` [N, h] to `x` [N, h]. Returns the chosen experts [N, k]."""
-    weights, chosen = route(y, layer.router, routing)
+    weights, chosen = route(y, layer, routing)
     experts, order = chosen.flatten().sort(stable=True)  # [N k] each: (token, expert) pairs stand expert by expert
     numbers = torch.arange(len(layer.router), device=y.device)
     ends = torch.searchsorted(experts, numbers, right=True).int()  # [E], where the pairs of each expert end
@@ -28,20 +28,39 @@ def add_experts(x: Tensor, y: Tensor, layer: ExpertWeights, routing: Routing) ->
     if layer.shared is not None:
         own = layer.shared.layer
         shared = F.linear(gated(F.linear(y, own.gate_up)), own.down)
-        x.addcmul_(shared, F.linear(y, layer.shared.gate).sigmoid_())
+        gate = layer.shared.gate
+        x.add_(shared) if gate is None else x.addcmul_(shared, F.linear(y, gate).sigmoid_())
     return chosen
 
 
-def route(y: Tensor, router: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of every token. [N, h], [E, h] -> their weights [N, k] float32, their numbers [N, k] int64,
+def route(y: Tensor, layer: ExpertWeights, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of every token. [N, h] -> their weights [N, k] float32, their numbers [N, k] int64,
     likeliest first.
 
-    The weights are probabilities of a softmax over all experts, as in transformers' routers. Logits are float32 in a
-    bfloat16 model too, as the trainer's are: rounded ones would send tokens near a tie to other experts.
+    The weights are scores of a softmax over all experts, or sigmoids, as in transformers' routers. Logits are float32
+    in a bfloat16 model too, as the trainer's are: rounded ones would send tokens near a tie to other experts.
     """
-    probabilities = F.linear(y.float(), router.float()).softmax(dim=-1)
-    weights, chosen = probabilities.topk(routing.chosen, dim=-1)
-    return weights / weights.sum(dim=-1, keepdim=True) if routing.renormalised else weights, chosen
+    logits = F.linear(y.float(), layer.router.float())
+    scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+    liked = scores if layer.bias is None else scores + layer.bias
+    if routing.groups > 1:
+        liked = _within_groups(liked, routing)
+    chosen = liked.topk(routing.chosen, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if routing.renormalised:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights * routing.scale, chosen
+
+
+def _within_groups(liked: Tensor, routing: Routing) -> Tensor:
+    """Makes the scores [N, E] of experts outside of a token's best groups -inf.
+
+    A group is as good as the sum of its `group_best` largest scores.
+    """
+    by_group = liked.unflatten(-1, (routing.groups, -1))  # [N, groups, E / groups]
+    best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1).topk(routing.groups_chosen, dim=-1).indices
+    out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=liked.device).scatter_(1, best, False)
+    return by_group.masked_fill(out[..., None], -torch.inf).flatten(1)
 
 
 def gated(fused: Tensor, activation: str = "silu") -> Tensor:

@@ -2,6 +2,11 @@
 
 B rows   P prompt width   L cache columns   k experts of one token   H query heads   KV key/value heads
 d head size   h hidden size   V vocabulary
+
+With attention through a latent the cache holds, in place of keys and values, one vector of a token: its latent of r
+elements, and the e rotated elements of the key, which all heads share. A prompt's keys and values are made of it. A
+step does not make those of all columns anew: it takes the projection up into the query, and out of what is attended
+to, so that all heads attend to the same vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.engines.embedded.feed_forward import add_experts, gated
-from megatron_rl.engines.embedded.weights import FeedForward, Layer, Weights
+from megatron_rl.engines.embedded.weights import FeedForward, Latents, Layer, Weights
+from megatron_rl.types import FREE
 from megatron_rl.weights.hf import Architecture
 
 
@@ -28,25 +34,31 @@ class Decoder:
         scale = torch.tensor(arch.features.embedding_scale, dtype=self.dtype)  # rounded, as the trainer rounds it
         self._embedding_scale = float(scale)
         self._scale = arch.features.softmax_scale or arch.head_dim**-0.5
-        self._eps = torch.tensor(arch.features.norm_eps)
+        self._plain = arch.head_dim - arch.rotated  # features of a head that are not rotated
+        # what the cache holds of a token: of keys and values, or of neither, so many heads of so many elements
+        self._cached = (1, 1, arch.kv_rank + arch.rope_dim) if arch.kv_rank else (2, arch.kv_heads, arch.head_dim)
+        self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
         self._routing = arch.features.routing
 
     def new_cache(self, rows: int, width: int) -> list[Tensor]:
-        """Makes one [2, B, KV, L, d] per layer, keys then values. Zeros: what is masked out is still multiplied, so
-        it must be finite."""
-        shape = (2, rows, self.arch.kv_heads, width, self.arch.head_dim)
+        """Makes one [2, B, KV, L, d] per layer, keys then values, or with latents [1, B, 1, L, r + e]. Zeros: what is
+        masked out is still multiplied, so it must be finite."""
+        kinds, heads, size = self._cached
+        shape = (kinds, rows, heads, width, size)
         return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache [2, B,
-        KV, P, d], and per layer the experts that were chosen [B P, k]; none in a dense model."""
+        """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache as
+        `new_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a dense
+        model."""
         rows, width = tokens.shape
         turns = [one[:width].repeat(rows, 1)[:, None] for one in self._turns_up_to(width)]  # [B P, 1, d / 2] by kind
         masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]
         x, cache, chosen = self._embed(tokens.flatten()), [], []
         for layer, kind in zip(self.weights.layers, self._kinds, strict=True):
             q, kv = self._project(x, layer, turns[kind])
-            keys, values = kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
+            kv = kv.unflatten(0, (rows, width)).permute(2, 0, 3, 1, 4)  # [2, B, KV, P, d]
+            keys, values = kv if isinstance(layer.qkv, Tensor) else self._expand(kv[0, :, 0], layer.qkv)
             q = q.unflatten(0, (rows, width)).transpose(1, 2)  # [B, H, P, d]
             mask = masks[kind]
             y = F.scaled_dot_product_attention(
@@ -60,7 +72,7 @@ class Decoder:
         self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor], window: int
     ) -> tuple[Tensor, list[Tensor]]:
         """Reads one token per row. Tokens and positions [B] -> hidden states [B, h] before the last norm, and per layer
-        the experts that were chosen [B, k]; none in a dense model.
+        the experts that were chosen [B, k], FREE in a dense layer; none in a dense model.
 
         The first B rows and `window` columns of the cache are looked at; the token's keys and values are written to it
         in place.
@@ -72,7 +84,7 @@ class Decoder:
         for layer, kind, held in zip(self.weights.layers, self._kinds, cache, strict=True):
             q, kv = self._project(x, layer, turns[kind])
             held[:, index, :, positions] = kv
-            chosen += self._finish(x, self._attend(q, held[:, : len(tokens)], biases[kind]), layer)
+            chosen += self._finish(x, self._attend_cached(q, held[:, : len(tokens)], biases[kind], layer), layer)
         return x, chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -101,11 +113,13 @@ class Decoder:
         bias = torch.where(hidden, -torch.inf, 0.0).to(self.dtype)  # [B, window]
         if self.dtype != torch.float32:
             return bias
-        return bias[:, None].expand(-1, self.arch.kv_heads, -1).reshape(-1, 1, window)
+        return bias[:, None].expand(-1, self._cached[1], -1).reshape(-1, 1, window)
 
     def _project(self, x: Tensor, layer: Layer, turns: Tensor) -> tuple[Tensor, Tensor]:
         """Makes queries, keys and values. [N, h] -> rotated queries [N, H, d]; rotated keys, and values, [N, 2, KV,
-        d]."""
+        d], or with latents what the cache holds of them, [N, 1, 1, r + e]."""
+        if isinstance(layer.qkv, Latents):
+            return self._project_latents(x, layer.norm, layer.qkv, turns)
         arch, turned = self.arch, self.arch.heads + self.arch.kv_heads
         fused = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias).unflatten(
             -1, (-1, arch.head_dim)
@@ -114,33 +128,63 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = both.split([arch.heads, arch.kv_heads], dim=1)
             both = torch.cat([self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)], dim=1)
-        pairs = torch.view_as_complex(both.float().unflatten(-1, (-1, 2)))  # [N, H + KV, d / 2]
-        fused[:, :turned] = torch.view_as_real(pairs * turns).flatten(-2)
+        fused[:, :turned] = _turned(both, turns)
         return fused[:, : arch.heads], fused[:, arch.heads :].unflatten(1, (2, arch.kv_heads))
 
-    def _attend(self, q: Tensor, cache: Tensor, bias: Tensor) -> Tensor:
-        """Attends from one query per row and head to the window. Queries [B, H, d], cache [2, B, KV, L, d] -> [B, H
-        d].
+    def _project_latents(self, x: Tensor, norm: Tensor | None, own: Latents, turns: Tensor) -> tuple[Tensor, Tensor]:
+        """Makes queries and a latent. [N, h] -> rotated queries [N, H, d]; the normed latent and the key's rotated
+        elements, [N, 1, 1, r + e]."""
+        low, eps = self._norm(x, norm), self.arch.features.latent_eps
+        latent, shared = F.linear(low, own.down).split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
+        if own.query_down is not None and own.query_norm is not None:
+            low = self._norm(F.linear(low, own.query_down), own.query_norm, eps)
+        q = F.linear(low, own.query).unflatten(-1, (self.arch.heads, -1))
+        both = _turned(torch.cat([q[..., self._plain :], shared[:, None]], dim=1), turns)  # [N, H + 1, e]
+        q[..., self._plain :] = both[:, :-1]
+        held = torch.cat([self._norm(latent, own.norm, eps), both[:, -1].to(latent.dtype)], dim=-1)
+        return q, held[:, None, None]
+
+    def _expand(self, held: Tensor, own: Latents) -> tuple[Tensor, Tensor]:
+        """Makes keys [B, H, P, d] and values [B, H, P, v] of what the cache holds, [B, P, r + e]."""
+        latent, shared = held.split([self.arch.kv_rank, self.arch.rope_dim], dim=-1)
+        both = F.linear(latent, own.up).unflatten(-1, (self.arch.heads, -1)).transpose(1, 2)  # [B, H, P, n + v]
+        keys, values = both.split([self._plain, self.arch.value_dim], dim=-1)
+        return torch.cat([keys, shared[:, None].expand(-1, self.arch.heads, -1, -1)], dim=-1), values
+
+    def _attend_cached(self, q: Tensor, cache: Tensor, bias: Tensor, layer: Layer) -> Tensor:
+        """Attends from one query per row and head to the cache. Queries [B, H, d] -> [B, H v]."""
+        if isinstance(layer.qkv, Tensor):
+            return self._attend(q, cache[0], cache[1], bias)
+        up = layer.qkv.up.unflatten(0, (self.arch.heads, -1))  # [H, n + v, r]
+        query = torch.einsum("bhn,hnr->bhr", q[..., : self._plain], up[:, : self._plain])
+        query = torch.cat([query, q[..., self._plain :]], dim=-1)
+        latents = cache[0, ..., : self.arch.kv_rank]
+        y = self._attend(query, cache[0], latents, bias).unflatten(-1, (self.arch.heads, -1))
+        return torch.einsum("bhr,hvr->bhv", y, up[:, self._plain :]).flatten(1)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Attends from one query per row and head to the window. Queries [B, H, d], keys [B, KV, L, d] and values
+        [B, KV, L, v] -> [B, H v].
 
         In float32 two products with a softmax between them are the fastest on CPU. In fewer bits they would round
         every score, so that the log-probs would miss the trainer's by more than they must: the fused kernel keeps
         scores in float32.
         """
-        rows, kv_heads, window = len(q), self.arch.kv_heads, bias.shape[-1]
+        rows, kv_heads, window = len(q), keys.shape[1], bias.shape[-1]
         if self.dtype == torch.float32:
-            keys, values = cache.flatten(1, 2)[:, :, :window]  # [B KV, window, d] each
-            q = q.reshape(rows * kv_heads, -1, self.arch.head_dim)  # [B KV, H / KV, d]
+            keys, values = (held.flatten(0, 1)[:, :window] for held in (keys, values))  # [B KV, window, d or v]
+            q = q.reshape(rows * kv_heads, -1, q.shape[-1])  # [B KV, H / KV, d]
             scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=self._scale)
             return torch.bmm(scores.softmax(dim=-1), values).view(rows, -1)
-        keys, values = cache[:, :, :, :window]  # [B, KV, window, d] each
+        keys, values = keys[:, :, :window], values[:, :, :window]
         # The H / KV queries that share a key head stand as so many places of one sequence: their mask is the same.
         q, mask = q.unflatten(1, (kv_heads, -1)), bias[:, None, None]
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self._scale)
         return y.reshape(rows, -1)
 
     def _finish(self, x: Tensor, attended: Tensor, layer: Layer) -> list[Tensor]:
-        """Adds the attention's output [N, H d], then the feed-forward's, to x [N, h]. Returns the experts that were
-        chosen, one [N, k]; none in a dense layer."""
+        """Adds the attention's output [N, H v], then the feed-forward's, to x [N, h]. Returns the experts that were
+        chosen, one [N, k], FREE in a dense layer; none in a dense model."""
         if layer.out_after is None:
             x.addmm_(attended, layer.out.T)
         else:
@@ -152,7 +196,8 @@ class Decoder:
                 x.addmm_(inner, layer.mlp.down.T)
             else:
                 x.add_(self._norm(F.linear(inner, layer.mlp.down), layer.mlp_after))
-            return []
+            shape = (len(x), self.arch.features.experts_per_token)
+            return [] if self._routing is None else [torch.full(shape, FREE, device=x.device)]
         assert self._routing is not None, "a model whose layers have experts has routers"
         return [add_experts(x, y, layer.mlp, self._routing)]
 
@@ -160,22 +205,27 @@ class Decoder:
         """Norms every head, or all heads at once where the weight is as wide as all of them. [N, H, d] -> [N, H, d]"""
         return self._norm(x.flatten(1).unflatten(1, (-1, len(weight))), weight).view(x.shape)
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Norms the last dimension. Without a weight there is no norm, and x itself is returned."""
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float | None = None) -> Tensor:
+        """Norms the last dimension. Without a weight there is no norm, and x itself is returned.
+
+        `eps`: None is that of the model's layers.
+        """
         if weight is None:
             return x
+        eps = self.arch.features.norm_eps if eps is None else eps
         if self.arch.features.norm_from_one:
-            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), self.arch.features.norm_eps).type_as(x)
+            return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).type_as(x)
         if x.is_cuda:
-            return F.rms_norm(x, weight.shape, weight, self.arch.features.norm_eps)
+            return F.rms_norm(x, weight.shape, weight, eps)
         # On CPU torch runs rms_norm as nine small operations; these are five.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        scale = torch.addcmul(self._eps[eps], length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype).mul_(weight)
 
     def _rotary(self, length: int) -> list[Tensor]:
-        """Computes e^(i angle) of every position: complex64 [length, d / 2] for each kind of attention."""
-        half, out = self.arch.head_dim // 2, []
+        """Computes e^(i angle) of every position: complex64 [length, d / 2], d of the rotated part, for each kind of
+        attention."""
+        half, out = self.arch.rotated // 2, []
         for kind in range(len(self.arch.features.kinds)):
             cos, sin = self.arch.rotary(torch.arange(length), kind)
             out.append(torch.complex(cos[:, :half].contiguous(), sin[:, :half].contiguous()).to(self.device))
@@ -185,3 +235,10 @@ class Decoder:
         if length > len(self._turns[0]):
             self._turns = self._rotary(2 * length)
         return self._turns
+
+
+def _turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Turns pairs of neighbours by a rotary embedding's angles. [N, heads, d], [N, 1, d / 2] -> [N, heads, d]
+    float32"""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2)

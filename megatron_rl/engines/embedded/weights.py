@@ -6,16 +6,18 @@ V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.models.registry import ends, layer_rows
+from megatron_rl.models.registry import ends, family_of, layer_rows
 from megatron_rl.models.rows import EXPERT, HF_LAYER, Row
+from megatron_rl.refit.base import float32_bits
 from megatron_rl.weights.hf import Architecture
 
+_QKV = "self_attention.linear_qkv."
 _PAIRED = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
 
 
@@ -29,9 +31,9 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that every token goes through; a gate of its own weighs what it gives."""
+    """An expert that every token goes through; a gate of its own weighs what it gives, in families that have one."""
 
-    gate: Tensor  # [1, h]
+    gate: Tensor | None  # [1, h]
     layer: FeedForward
 
 
@@ -43,6 +45,20 @@ class ExpertWeights:
     gate_up: Tensor  # [E, 2 f, h]
     down: Tensor  # [E, h, f]
     shared: SharedExpert | None
+    bias: Tensor | None = None  # [E] float32, of the choice of experts
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The projections of attention through a latent of r elements. A head has n features that are not rotated, and e
+    that are; those of the key are shared by all heads."""
+
+    down: Tensor  # [r + e, h]
+    norm: Tensor  # [r]
+    up: Tensor  # [H (n + v), r]
+    query_down: Tensor | None  # [q, h]; None: queries are made of the hidden state
+    query_norm: Tensor | None  # [q]
+    query: Tensor  # [H (n + e), q or h]
 
 
 @dataclass(frozen=True)
@@ -50,15 +66,15 @@ class Layer:
     """One block's weights; q, k and v are fused by rows.
 
     The rows of q and k (and q_norm, k_norm) stand so that the two features which a rotary angle turns are neighbours:
-    attention is the same, and turning them is one complex product.
+    attention is the same, and turning them is one complex product. In families with latents they are so in files too.
     """
 
     norm: Tensor | None  # [h], of what attention reads
-    qkv: Tensor  # [(H + 2 KV) d, h]
+    qkv: Tensor | Latents  # [(H + 2 KV) d, h]
     qkv_bias: Tensor | None  # [(H + 2 KV) d]
     q_norm: Tensor | None  # [d] of one head, or [H d] of all at once
     k_norm: Tensor | None  # [d], or [KV d]
-    out: Tensor  # [h, H d]
+    out: Tensor  # [h, H d], or with latents [h, H v]
     out_after: Tensor | None  # [h], of what attention adds
     mlp_norm: Tensor | None  # [h], of what the feed-forward reads
     mlp: FeedForward | ExpertWeights
@@ -119,6 +135,12 @@ class WeightSlots:
         found = slot.rows[slot.order(row, rows)]
         return found[:, None] if found.dim() == 1 else found[:, column : column + columns]
 
+    def carried(self, names: Collection[str], dtype: torch.dtype) -> WeightSlots:
+        return WeightSlots({
+            name: WeightSlot(float32_bits(name, slot.rows, dtype)) if name in names else slot
+            for name, slot in self._slots.items()
+        })  # fmt: skip
+
     def write(self, name: str, part: tuple[int, int, int, int], values: Tensor) -> None:
         row, column, rows, columns = part
         slot = self._slots[name]
@@ -137,7 +159,7 @@ def gather_weights(
     weights, slots = storage(arch, dtype, device)
     seen: set[str] = set()
     for name, tensor in stream:
-        if name == "lm_head.weight" and arch.tied:
+        if (name == "lm_head.weight" and arch.tied) or family_of(arch).leaves_out(arch, name):
             continue
         if name not in slots:
             raise ValueError(
@@ -185,9 +207,9 @@ class _Storage:
         made = {row.name: self.row(row, prefix) for row in layer_rows(self._arch, number)}
         return Layer(
             norm=made.get("input_layernorm.weight"),
-            qkv=made["self_attention.linear_qkv.weight"],
+            qkv=_latents(made) if self._arch.kv_rank else made["self_attention.linear_qkv.weight"],
             qkv_bias=made.get("self_attention.linear_qkv.bias"),
-            q_norm=made.get("self_attention.q_layernorm.weight"),
+            q_norm=None if self._arch.kv_rank else made.get("self_attention.q_layernorm.weight"),
             k_norm=made.get("self_attention.k_layernorm.weight"),
             out=made["self_attention.linear_proj.weight"],
             out_after=made.get("self_attn_bda.weight"),
@@ -203,11 +225,12 @@ class _Storage:
         """
         rows, columns = [source.rows for source in row.sources], row.sources[0].columns
         shape = [*([row.experts] if row.experts else []), sum(rows), *([columns] if columns > 1 else [])]
-        whole = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dtype = torch.float32 if row.float32 else self._dtype
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
         for number, one in enumerate(whole if row.experts else [whole]):
             for place, (source, part) in enumerate(zip(row.sources, one.split(rows), strict=True)):
-                paired = row.name in _PAIRED or (row.name.startswith("self_attention.linear_qkv.") and place < 2)
-                slot = WeightSlot(part, self._arch.head_dim if paired else None)
+                paired = row.name in _PAIRED or (row.name.startswith(_QKV) and place < 2)
+                slot = WeightSlot(part, self._arch.head_dim if paired and not self._arch.kv_rank else None)
                 self.slots[prefix + source.name.replace(EXPERT, str(number))] = slot
         return whole
 
@@ -220,6 +243,21 @@ def _feed_forward(made: Mapping[str, Tensor], module: str) -> FeedForward:
 def _experts(made: Mapping[str, Tensor]) -> ExpertWeights:
     """Returns router and experts among a layer's parameters, and the shared expert where there is one."""
     fc1, fc2 = (made[f"mlp.experts.local_experts.{EXPERT}.linear_{fc}.weight"] for fc in ("fc1", "fc2"))
-    gate = made.get("mlp.shared_experts.gate_weight")
-    shared = None if gate is None else SharedExpert(gate, _feed_forward(made, "mlp.shared_experts"))
-    return ExpertWeights(made["mlp.router.weight"], fc1, fc2, shared)
+    shared = None
+    if "mlp.shared_experts.linear_fc1.weight" in made:
+        gate = made.get("mlp.shared_experts.gate_weight")
+        shared = SharedExpert(gate, _feed_forward(made, "mlp.shared_experts"))
+    return ExpertWeights(made["mlp.router.weight"], fc1, fc2, shared, made.get("mlp.router.expert_bias"))
+
+
+def _latents(made: Mapping[str, Tensor]) -> Latents:
+    """Returns the projections to and from latents among a layer's parameters."""
+    whole = made.get("self_attention.linear_q_proj.weight")
+    return Latents(
+        down=made["self_attention.linear_kv_down_proj.weight"],
+        norm=made["self_attention.kv_layernorm.weight"],
+        up=made["self_attention.linear_kv_up_proj.weight"],
+        query_down=made.get("self_attention.linear_q_down_proj.weight"),
+        query_norm=made.get("self_attention.q_layernorm.weight"),
+        query=made["self_attention.linear_q_up_proj.weight"] if whole is None else whole,
+    )

@@ -1,0 +1,88 @@
+"""DeepSeek-V3 and R1: V2 with routers that choose by a sigmoid and a bias, without the layer that predicts ahead.
+
+Public files are quantised to 8 bits (quantization_config), which is refused: convert them to bfloat16 first. Their
+model.layers.61 predicts a second token ahead; it is left out here, as transformers leaves it out. Templates of R1 begin
+an answer with <think>. Ends of texts are those of V2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.models import blocks
+from megatron_rl.models.base import Family, dims
+from megatron_rl.models.deepseek_v2 import EVERYWHERE, HEADS, SCALED, DeepseekV2, groups_of
+from megatron_rl.models.rows import Row
+from megatron_rl.models.sizes import Routing, Sizes
+
+DEFAULTS: Mapping[str, Any] = {"n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+
+
+class DeepseekV3(DeepseekV2):
+    """The bias of every expert is kept as it is: it is no parameter of a loss."""
+
+    model_type = "deepseek_v3"
+    settled = {
+        **EVERYWHERE,
+        "rope_interleave": True,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+    known = {
+        "deepseek-v3": dims(
+            (61, 7168, 128, 128, 18432),
+            vocab=129_280,
+            **HEADS,
+            q_lora_rank=1536,
+            moe_intermediate_size=2048,
+            n_routed_experts=256,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            first_k_dense_replace=3,
+            routed_scaling_factor=2.5,
+            n_group=8,
+            topk_group=4,
+            norm_topk_prob=True,
+            max_position_embeddings=163_840,
+            rope_scaling={**SCALED, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+    }
+
+    def read(self, config: Mapping[str, Any], where: str = "config.json") -> Sizes:
+        """Returns the sizes. Raises ConfigError as the base does, and for weights that core always makes sum to 1."""
+        found = Family.read(self, config, where)
+        told = {**DEFAULTS, **config}
+        self.check_groups(told, found, where, best=2)
+        if not told["norm_topk_prob"] and int(told.get("num_experts_per_tok") or 1) > 1:
+            raise ConfigError(
+                f"{where}: norm_topk_prob = False with several experts per token is not supported: Megatron-core "
+                "makes the chosen sigmoids sum to 1"
+            )
+        return found
+
+    def routing(self, config: Mapping[str, Any]) -> Routing:
+        """Returns how its routers choose. A group is as good as its two best experts."""
+        told = {**DEFAULTS, **config}
+        return Routing(
+            chosen=int(told["num_experts_per_tok"]),
+            renormalised=bool(told["norm_topk_prob"]),
+            scores="sigmoid",
+            biased=True,
+            shared_gate=False,
+            scale=float(told["routed_scaling_factor"]),
+            **groups_of(told, best=2),
+        )
+
+    def leaves_out(self, sizes: Sizes, tensor: str) -> bool:
+        """Says whether a tensor has no part in the model: the layers that predict ahead stand behind the others."""
+        ahead = tensor.startswith("model.layers.") and int(tensor.split(".")[2]) >= sizes.num_layers
+        return ahead or super().leaves_out(sizes, tensor)
+
+    def beside(self, sizes: Sizes) -> Sequence[Row]:
+        """Returns the bias of the router."""
+        return (blocks.expert_bias(sizes),)
+
+
+FAMILY: Family = DeepseekV3()
