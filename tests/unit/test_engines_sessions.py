@@ -183,7 +183,7 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
             return super().score(sequences, k, timeout_s=timeout_s)
 
     pool = fleet.serving(
-        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)
+        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)
     )
     found: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: found.extend(pool.score([[1, 2]])))
