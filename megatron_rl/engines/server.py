@@ -214,7 +214,8 @@ class Http:
             return HttpAnswer(answer.status, answer.headers, self._whole(answer, path, max_bytes))
         except urllib3.exceptions.TimeoutError as error:
             raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
+        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
+            # ValueError: Python's client reads a chunk of -5 bytes
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
 
     def _whole(self, answer: urllib3.BaseHTTPResponse, path: str, max_bytes: int) -> bytes:

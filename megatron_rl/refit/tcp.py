@@ -34,6 +34,8 @@ JOIN_S = 1.0  # the longest wait for a thread that has no connection yet, and so
 PAUSE_S = 0.1  # the pause after a connection could not be accepted
 IDLE_S = 60  # after so long without traffic the kernel asks whether the other side is alive
 HELLO_S = 5.0  # a caller that has not said hello after so long is refused
+MAX_CALLERS = 256  # callers that have not said hello yet, each with a thread and a descriptor
+MERCY_S = 1.0  # one that is older makes room for another when all places are taken
 BLOCKS_PER_CALL = 256
 START_BYTES = 1 << 20  # the sending thread begins as soon as so many bytes are collected
 
@@ -52,6 +54,7 @@ class Tcp:
         self._board, self._rank, self._timeout_s = board, rank, settings.message_timeout_s
         self._buffers, self._lanes, self._closed = Buffers(), dict[tuple[str, int], _Lane](), False
         self._change = threading.Lock()
+        self._callers: dict[socket.socket, float] = {}  # those that have not said hello, oldest first, and since when
         self._challenge = secrets.token_bytes(16)
         try:
             host, family = board.way()
@@ -132,6 +135,9 @@ class Tcp:
     def _accept(self) -> None:
         """Takes callers until the transport is closed."""
         while True:
+            if not self._has_place():
+                time.sleep(PAUSE_S)
+                continue
             try:
                 made, _ = self._listener.accept()
             except OSError:
@@ -139,10 +145,27 @@ class Tcp:
                     return
                 time.sleep(PAUSE_S)  # perhaps the process has no descriptor left
                 continue
+            with self._change:
+                self._callers[made] = time.monotonic()
             try:
                 threading.Thread(target=self._greet, args=(made,), daemon=True).start()
             except RuntimeError:  # no thread can be started
+                self._forget(made)
                 made.close()
+
+    def _has_place(self) -> bool:
+        """Says whether another caller may come. When there is no place, the oldest one is cut, if it is late."""
+        with self._change:
+            full = len(self._callers) >= MAX_CALLERS and not self._closed
+            oldest, since = next(iter(self._callers.items())) if full else (None, 0.0)
+        if oldest is not None and time.monotonic() - since > MERCY_S:
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        return not full
+
+    def _forget(self, made: socket.socket) -> None:
+        with self._change:
+            self._callers.pop(made, None)
 
     def _greet(self, made: socket.socket) -> None:
         """Reads a caller's hello, and gives the connection to the lane of the peer that it is."""
@@ -158,8 +181,10 @@ class Tcp:
             if not hmac.compare_digest(said, hello(self._board, self._challenge.hex(), peer)):
                 raise TransportError("a stranger")
             _configure(made)
+            self._forget(made)
             self._lane("from", peer).give(made)
         except (OSError, TransportError):
+            self._forget(made)
             made.close()
 
 

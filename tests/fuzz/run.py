@@ -14,8 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "helpers"))
+HERE = Path(__file__).resolve().parent
+# without this folder, whose files may be called as modules of the library are
+sys.path[:] = [str(HERE.parent / "helpers"), *(path for path in sys.path if Path(path).resolve() != HERE)]
 
 from fuzzing import Tally  # noqa: E402 (the helpers are found by the line above)
 

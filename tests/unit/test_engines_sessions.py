@@ -169,7 +169,7 @@ def test_scores_are_spread_over_the_servers_and_failures_asked_elsewhere(fleet: 
         assert scores.top_logprobs[1:].tolist() == [[logprob_of(t) for t in ids] for ids in scores.ids[1:]]
     for fake in fakes:
         fake.fail(SCORE, *["nan"] * 9)
-    with pytest.raises(EngineError, match="failed 3 times: vLLM sent log-probs that are not numbers"):
+    with pytest.raises(EngineError, match="failed 3 times: .*log-probs that are not numbers"):
         pool.score(some)
 
 
@@ -183,7 +183,7 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
             return super().score(sequences, k, timeout_s=timeout_s)
 
     pool = fleet.serving(
-        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), refit_timeout_s=5)
+        replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)
     )
     found: list[np.ndarray] = []
     thread = threading.Thread(target=lambda: found.extend(pool.score([[1, 2]])))

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from fake_vllm import FakeVllm
 
@@ -24,7 +25,7 @@ from megatron_rl.board.client import BoardClient, BoardError, BoardLate, BoardSt
 from megatron_rl.board.server import BoardServer
 from megatron_rl.cluster.address import address_of_first_rank
 from megatron_rl.cluster.meeting import MeetingError, meet, read_private, write_private
-from megatron_rl.config.schema import ConfigError, Vllm
+from megatron_rl.config.schema import ConfigError, RefitConfig, Vllm
 from megatron_rl.engines import answers
 from megatron_rl.engines.base import Sampling, complete
 from megatron_rl.engines.pool.membership import Limits
@@ -32,6 +33,9 @@ from megatron_rl.engines.pool.pool import given
 from megatron_rl.engines.server import Http, ServerLost
 from megatron_rl.engines.vllm import VllmServer
 from megatron_rl.packing import PackingError, pack, unpack
+from megatron_rl.refit import tcp
+from megatron_rl.refit.base import Deadline
+from megatron_rl.refit.board import Board
 
 SECRET = b"s" * 32
 SHORT = timedelta(seconds=2)
@@ -432,3 +436,35 @@ def test_hostile_answers_of_one_replica_are_asked_of_another():
     assert all((completion.tokens < 97).all() for group in found for completion in group)
     for fake in fakes:
         fake.close()
+
+
+def test_hostile_silent_callers_of_a_refit_make_room_for_a_peer(monkeypatch):
+    """Each silent connection had a thread and a descriptor, without limit."""
+    monkeypatch.setattr(tcp, "MAX_CALLERS", 8)
+    monkeypatch.setattr(tcp, "MERCY_S", 0.05)
+    board, _ = Board.host("127.0.0.1")
+    receiver, sender = (tcp.Tcp(board, rank, RefitConfig()) for rank in (0, 1))
+    host, port, _ = board.peek("0")
+    silent = [socket.create_connection((host, port)) for _ in range(40)]
+    until(lambda: len(receiver._callers) == 8)
+    message = torch.arange(8, dtype=torch.uint8)
+    coming = receiver.receive(1, "a bucket", 8, torch.device("cpu"))
+    sender.send(0, "a bucket", message, size_known=True)
+    assert coming.wait(Deadline.start(20.0, 20.0)).equal(message) and len(receiver._callers) <= 8
+    for each in silent:
+        each.close()
+    for end in (receiver, sender):
+        end.close()
+
+
+@pytest.mark.parametrize("chunk", [b"-5\r\n", b"x\r\n", b"ffffffffffffffff\r\n[", b"5\r\n[1,2]-5\r\n"])
+def test_hostile_chunks_are_that_servers_failure(chunk):
+    """A chunk of -5 bytes was a ValueError, which ended the run."""
+
+    def play():
+        yield OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunk
+
+    server = Raw(play)
+    with pytest.raises(ServerLost):
+        Http(server.url, {}).call("GET", "/", timeout_s=5.0)
+    server.close()
