@@ -100,7 +100,7 @@ def text_at(row: Mapping[str, Any], name: str, key: str, *, numbers: bool = Fals
             f"{other}"
         )
     if not isinstance(value, str):
-        large = isinstance(value, (int, float)) and not abs(value) < LARGEST  # whole ones have no text at all
+        large = isinstance(value, (int, float)) and abs(value) >= LARGEST  # whole ones have no text at all
         raise DataError(f"the {name} (from {key!r}) is {'a huge number' if large else repr(value)[:80]}, not text")
     if not value.strip():
         raise DataError(f"the {name} is empty")
