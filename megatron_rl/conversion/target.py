@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.run import locks
 
 SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
 
@@ -33,11 +33,17 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         lock = os.open(partial, os.O_RDONLY)
     except OSError as error:
         raise ConfigError(f"{target} could not be written: {error}") from error
+    held = contextlib.ExitStack()
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.enter_context(locks.held(lock, target.with_name(f"{partial.name}.held"), locks.own_name()))
+    except locks.Taken as error:
+        os.close(lock)
+        cure = f"; {error.cure}" if error.cure else ""
+        who = str(error) or "another process"
+        raise ConfigError(f"{who} is writing {target} now: wait for it, or give another place{cure}") from error
     except OSError as error:
         os.close(lock)
-        raise ConfigError(f"another process is writing {target} now: wait for it, or give another place") from error
+        raise ConfigError(f"{target} could not be written: {error}") from error
     try:
         for left in partial.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -56,6 +62,7 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+        held.close()
 
 
 @contextlib.contextmanager

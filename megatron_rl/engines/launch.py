@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_rl
+from megatron_rl import processes
 from megatron_rl.config.schema import ConfigError, Servers, Sglang
+from megatron_rl.engines import segments
 from megatron_rl.engines.base import EngineError
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
+TIDY_S = 5.0  # for the process that removes the shared memory of one that has ended
+TIDY_POLL_S = 0.05
+NOTE_S = 5.0  # between two looks at a starting server's shared memory
 POLL_S = 0.2
 # A server is no rank: with TORCHELASTIC_USE_AGENT_STORE its own ranks would wait for ever for torchrun's store.
 LAUNCHER = (
@@ -61,7 +66,10 @@ def interpreter(settings: Servers) -> str:
 
 
 class ServerProcess:
-    """One server. Its output goes to `log`; it leads a process group of its own, which ends with it."""
+    """One server. Its output goes to `log`; it leads a session of its own, which ends with it.
+
+    Nothing of its shared memory is left then. What servers left whose owners were killed is removed at the start.
+    """
 
     def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
         """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from
@@ -76,6 +84,8 @@ class ServerProcess:
             if name not in LAUNCHER and not name.startswith(LAUNCHER_PREFIXES)
         }
         environment = {**kept, "PYTHONPATH": path, **command.environment}
+        segments.clear()
+        self._segments = segments.Segments()
         with log.open("ab") as out:
             try:
                 self._process = subprocess.Popen(
@@ -104,12 +114,15 @@ class ServerProcess:
         """True when it is ready, False when `stop` says so first. Raises StartError when it dies or is too slow; it is
         ended then.
         """
-        end = time.monotonic() + timeout_s
+        end, note = time.monotonic() + timeout_s, time.monotonic() + NOTE_S
         while True:
             answers, status = (
                 ready(),
                 self.ended(),
             )  # in this order: who answers for a dead server is another one, at the same port
+            if (answers and status is None) or time.monotonic() > note:
+                self._segments.note(processes.members(self.pid))
+                note = time.monotonic() + NOTE_S
             if answers and status is None:
                 return True
             if stop():
@@ -125,17 +138,29 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Asks it to leave, and kills what is left of its group. A second call does nothing: the group's number may be
-        another's.
+        """Asks it to leave, and kills what is left of its session. A second call does nothing: the session's number may
+        be another's.
         """
         if self._stopped:
             return
         self._stopped = True
+        self._segments.note(processes.members(self.pid))
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S)
+        self._kill_and_let_tidy()
         self._signal(signal.SIGKILL)
         self._process.wait()
+        self._segments.remove()
+
+    def _kill_and_let_tidy(self) -> None:
+        """Kills what is left of the session, but for processes that then remove shared memory, which get TIDY_S."""
+        end = time.monotonic() + TIDY_S
+        while (left := processes.members(self.pid)) and time.monotonic() < end:
+            for pid in left:
+                if not processes.is_tracker(pid):
+                    processes.kill(pid)
+            time.sleep(TIDY_POLL_S)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

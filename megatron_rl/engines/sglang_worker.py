@@ -204,7 +204,8 @@ def _meeting_place() -> str:
                 _lock(left)
                 shutil.rmtree(left)
     own = tempfile.mkdtemp(prefix=prefix)
-    _lock(own)
+    with contextlib.suppress(OSError):  # without flock nobody can tell that it was left, and it stays
+        _lock(own)
     return own
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import socket
@@ -28,6 +27,7 @@ from megatron_rl.config.schema import ConfigError, Model, RoleConfig, Servers, T
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
+from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.session.launch import run_directory
 from megatron_rl.weights.rectangles import hf_shapes
@@ -44,6 +44,10 @@ GRADIENT, MASTER = 4, 12
 OTHER_SHARE = 0.5
 GIB = 1 << 30
 ELSEWHERE = "on a login node this says nothing about the nodes of a job"
+NO_FLOCK = (
+    "a file stands in the lock's place, which a trainer that is killed on another host leaves there; better mount it with "
+    "flock (Lustre: -o flock), or give another run.dir"
+)
 
 
 @dataclass(frozen=True)
@@ -184,11 +188,11 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
             file.write(b"\0" * (size << 20))
             file.flush()
             os.fsync(file.fileno())
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks_here = locks.flock(file.fileno())
         rate = size / (time.perf_counter() - start)
         probe.rename(moved)
     except OSError as error:
-        cure = "the run directory must take writes, renames and flock (Lustre: mount -o flock); give another run.dir"
+        cure = "the run directory must take writes and renames; give another run.dir"
         yield Check("run directory", f"{directory}: {error}", "wrong", cure)
         return
     finally:
@@ -196,9 +200,11 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
             with contextlib.suppress(OSError):
                 left.unlink()
     slow = rate < SLOW_MIB_S and not quick
+    cures = ["saving will be slow here: give run.dir on a faster file system"] * slow
+    cures += [NO_FLOCK] * (not locks_here)
     yield Check(
-        "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, locks", "note" if slow else "ok",
-        "saving will be slow here: give run.dir on a faster file system" if slow else "",
+        "run directory", f"{directory}: writes {rate:.0f} MiB/s, renames, {'locks' if locks_here else 'has no flock'}",
+        "note" if cures else "ok", "; ".join(cures),
     )  # fmt: skip
     free = shutil.disk_usage(directory).free / GIB
     yield Check(

@@ -7,6 +7,7 @@ free.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -63,7 +64,8 @@ class SharedMemory:
     def allocate(self, size: int, device: torch.device) -> tuple[Any, Tensor]:
         path = SHARED_MEMORY / f"{self._prefix}{uuid.uuid4().hex[:16]}"
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # without flock nobody can tell that it was left, and it stays
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         self._held[path.name] = descriptor
         try:
             # A lack of memory is found here, and not by a bus error at the first write.

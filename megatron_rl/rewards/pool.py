@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import Reward
-from megatron_rl.rewards import worker as worker_script
+from megatron_rl.rewards import keeper
 from megatron_rl.rewards.worker import HEADER, frame
 from megatron_rl.types import Outcome
 
@@ -32,6 +33,12 @@ START_PAUSE_S = 1.0  # between two tries to start a process
 WELL = 0.5  # score of a problem's own answer from which on the reward grades it well
 PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
 EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
+END_S = 10.0  # for a keeper to end all that its worker started
+PACKAGE = Path(keeper.__file__).parents[1]
+START = (  # what a worker imports comes along the path that it is told; only this package comes from here
+    f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.keeper import main; "
+    "sys.path.pop(); main()"
+)
 
 
 class RewardFailure(RuntimeError):
@@ -58,7 +65,7 @@ class Graded:
 class _Worker:
     """A worker process, with what has been sent to it and read from it."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # its keeper, which ends all that it started and has its exit status
     outbox: bytearray  # bytes still to be written to the worker, as a full pipe must not block the run
     since: float  # time (time.monotonic) at which the worker began its present item
     inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole frame yet
@@ -97,7 +104,9 @@ class GradePool:
         self.close()
 
     def close(self) -> None:
-        """Kills the workers, and the processes that they started. The next `grade` starts new ones."""
+        """Ends the workers, and all processes that they started. The next `grade` starts new ones."""
+        for worker in self._workers:
+            worker.process.send_signal(keeper.LEAVE)
         for worker in self._workers:
             _kill(worker)
         self._workers = []
@@ -160,11 +169,9 @@ class GradePool:
             self._workers.append(self._start())
 
     def _start(self) -> _Worker:
-        # -P keeps the script's own directory out of the search path. The worker gets a session of its own, so that
-        # processes which the function starts are killed with it.
-        command = [sys.executable, "-P", worker_script.__file__]
-        # A worker asks Linux to end it with its parent, and that means the thread which started it. A thread of the
-        # pool's own lives as long as the pool; the caller's may end after one call.
+        command = [sys.executable, "-P", "-c", START]  # -P keeps the working directory out of the search path
+        # A keeper asks Linux to tell it of its parent's end, and that means the thread which started it. A thread of
+        # the pool's own lives as long as the pool; the caller's may end after one call.
         self._starter = self._starter or ThreadPoolExecutor(1, "reward-workers")
         process = self._starter.submit(_open_process, command).result()
         for pipe in (process.stdin, process.stdout):
@@ -364,11 +371,14 @@ def _fd(pipe: Any) -> int:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kills the worker's whole process group and waits for it.
+    """Ends the worker and all that it started, and waits for them.
 
     A worker that has just ended keeps its own exit status.
     """
-    with contextlib.suppress(ProcessLookupError):
+    worker.process.send_signal(keeper.LEAVE)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        worker.process.wait(END_S)
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # what a keeper leaves that was killed itself
         os.killpg(worker.process.pid, signal.SIGKILL)
     worker.process.wait()
     for pipe in (worker.process.stdin, worker.process.stdout):

@@ -1,4 +1,4 @@
-"""Runs a reward function in a process of its own, on (serial, response, payload) frames. A script for pool.py."""
+"""Runs a reward function in a process of its own, on (serial, response, payload) frames. keeper.py starts it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from megatron_rl import processes
+
 HEADER = struct.Struct("<I")  # a frame's length
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
@@ -38,12 +40,16 @@ def frame(data: bytes) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-def main() -> None:
+def main(keeper: int | None) -> None:
     """Reads pickled frames from standard input and writes JSON frames to standard output.
 
     In: (target, args, memory_mib, sys.path), then items. Out: null or why the target cannot be used, then [serial,
     score or null, detail, seconds, exhausted] for each item.
+
+    `keeper` is the process that started this one. With one, what a grading started and what then left this process, by
+    a session of its own or by its parent's end, is gone before the answer is given.
     """
+    own = os.getpid()
     requests, answers = _take_pipes()
     _die_with_parent()
     # Signals that ask the run to leave are for the run itself, which ends its workers.
@@ -57,6 +63,10 @@ def main() -> None:
     while not isinstance(found, str) and (data := _read(requests)):
         serial, response, payload = pickle.loads(data)
         answer = _grade(found, response, payload, memory_mib)
+        if os.getpid() != own:
+            os._exit(1)  # the function forked and came back twice
+        if keeper is not None and not answer.exhausted:  # the pool ends a worker without memory, with all it started
+            processes.end_strays(keeper, own)
         _write(answers, [serial, answer.score, answer.detail, answer.seconds, answer.exhausted])
 
 
@@ -130,7 +140,3 @@ def _grade(function: Callable[..., Any], response: str, payload: Any, memory_mib
     if not isinstance(score, numbers.Real) or not 0.0 <= float(score) <= 1.0:
         return Answer(None, f"returned {repr(score)[:100]}: a reward returns a number in [0, 1]", seconds)
     return Answer(float(score), "", seconds)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import Any, TextIO
 
 from megatron_rl.config.files import parse
 from megatron_rl.config.schema import ConfigError, Run
+from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
 from megatron_rl.run.lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
@@ -144,19 +144,21 @@ def open_run(run: Run, config_text: str) -> RunDirectory:
 
 
 @contextlib.contextmanager
-def only_one(directory: Path) -> Iterator[None]:
-    """Holds the run directory for this process, until it ends in whatever way.
+def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[None]:
+    """Holds the run directory for this process, until it ends in whatever way; `job` and `restart` are its Slurm job's.
 
     Raises RunError when another process has it: two trainers would write the same files and bring the same engines to
     different weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("a+") as file:
+    here = locks.own_name(job, restart)
+    with (directory / "lock").open("a+") as file, contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(locks.held(file.fileno(), directory / "lock.held", here))
+        except locks.Taken as error:
             file.seek(0)
-            raise RunError(f"{directory} is being run by {_who(file)}: end that first") from None
+            cure = f", or, {error.cure}" if error.cure else ""
+            raise RunError(f"{directory} is being run by {str(error) or _who(file)}: end that first{cure}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

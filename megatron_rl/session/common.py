@@ -150,7 +150,8 @@ def open_driver(config: Any, world: TorchWorld, place: Place, *, total_turns: in
     """
     with contextlib.ExitStack() as stack:
         own = run_directory(config)
-        world.from_driver(lambda: stack.enter_context(only_one(own)))
+        job, restart = ("", 0) if place.job is None else (place.job.id, place.job.restart)
+        world.from_driver(lambda: stack.enter_context(only_one(own, job=job, restart=restart)))
         path = Path(world.from_driver(lambda: str(open_run(config.run, config_files.dump(config)).path)))
         watchdog = Watchdog(path, place.session, world.rank, config.run.hang_after_s)
         stack.enter_context(watchdog.watching())

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
     ["types", "config", "models"],
     [
-        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens"),
+        *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "processes"),
         *("engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics"),
         *("run.checkpoint",),

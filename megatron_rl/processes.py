@@ -1,0 +1,125 @@
+"""Looks into Linux's table of processes: who is below whom, who left a session, and who tidies up behind others.
+
+It needs no rights beyond those over the caller's own processes. Elsewhere than on Linux the table is empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACKER = b"multiprocessing.resource_tracker"  # stands in the command line of the process that is meant
+PAUSE_S = 0.002  # between two looks at processes that are ending
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the table."""
+
+    session: int
+    start: int  # in clock ticks from the machine's start; together with the number it names a process for good
+
+
+def look(pid: int) -> Entry | None:
+    """Returns what the table says of a process; None for one that has ended, also where nobody has waited for it."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    fields = text.rpartition(")")[2].split()  # the command's name, before it, may hold anything
+    # A process whose first thread has ended is a zombie by its letter, and lives on by its other threads.
+    ended = fields[0] in "ZX" and int(fields[17]) <= 1
+    return None if ended else Entry(session=int(fields[3]), start=int(fields[19]))
+
+
+def children(pid: int) -> list[int]:
+    """Returns the children of a process, those that ended and were not waited for among them."""
+    if not os.path.exists("/proc/thread-self/children"):  # a kernel without CONFIG_PROC_CHILDREN
+        return [other for other in everybody() if _parent(other) == pid]
+    out: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                out += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return out
+
+
+def everybody() -> list[int]:
+    """Returns all processes that can be seen."""
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except FileNotFoundError:
+        return []
+
+
+def below(pid: int) -> list[int]:
+    """Returns the living processes that a process started, and those that these started."""
+    out, stack = [], children(pid)
+    while stack:
+        one = stack.pop()
+        if look(one) is not None:
+            out.append(one)
+            stack += children(one)
+    return out
+
+
+def members(session: int) -> list[int]:
+    """Returns the living processes of a session."""
+    return [pid for pid in everybody() if (entry := look(pid)) is not None and entry.session == session]
+
+
+def is_tracker(pid: int) -> bool:
+    """Returns whether a process is the one that removes shared memory and semaphores behind Python's multiprocessing.
+
+    It does so when all that used them have ended, and ends then. Killed together with them, it leaves all in /dev/shm.
+    """
+    try:
+        return TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
+def strays(keeper: int, worker: int) -> list[int]:
+    """Returns the processes below `keeper` that left its child `worker`: by the death of their parents, whereupon the
+    keeper is their parent, or by a session of their own; and all that these started."""
+    entry = look(keeper)
+    session = None if entry is None else entry.session
+    out, stack = [], [(child, child != worker) for child in children(keeper)]
+    while stack:
+        pid, stray = stack.pop()
+        entry = look(pid)
+        if entry is None:
+            continue
+        stray = stray or entry.session != session
+        if stray:
+            out.append(pid)
+        stack += [(child, stray) for child in children(pid)]
+    return out
+
+
+def end_strays(keeper: int, worker: int) -> None:
+    """Kills the strays and waits until none is left. `worker` calls it."""
+    while left := strays(keeper, worker):
+        for pid in left:
+            kill(pid)
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):  # the keeper waits for its own
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(PAUSE_S)
+
+
+def kill(pid: int) -> None:
+    """Kills a process that may have ended, or be another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
