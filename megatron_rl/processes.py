@@ -112,6 +112,24 @@ def end_strays(keeper: int, worker: int) -> None:
         time.sleep(PAUSE_S)
 
 
+def end_below(tracker_s: float) -> None:
+    """Kills all processes below this one, and waits for them. A tracker has `tracker_s` to end by itself.
+
+    This process must be the one that orphans go to (PR_SET_CHILD_SUBREAPER), or those that fork twice are missed.
+    """
+    deadline = time.monotonic() + tracker_s
+    while True:
+        for pid in below(os.getpid()):
+            if time.monotonic() > deadline or not is_tracker(pid):
+                kill(pid)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(PAUSE_S)
+
+
 def kill(pid: int) -> None:
     """Kills a process that may have ended, or be another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -45,8 +45,8 @@ OTHER_SHARE = 0.5
 GIB = 1 << 30
 ELSEWHERE = "on a login node this says nothing about the nodes of a job"
 NO_FLOCK = (
-    "a file stands in the lock's place, which a trainer that is killed on another host leaves there; better mount it with "
-    "flock (Lustre: -o flock), or give another run.dir"
+    "a file stands in the lock's place, which a trainer that is killed on another host leaves there; better mount it "
+    "with flock (Lustre: -o flock), or give another run.dir"
 )
 
 

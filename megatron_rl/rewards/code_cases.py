@@ -72,7 +72,7 @@ class _Limits:
     timeout_s: float
     total_s: float
     tolerance: float
-    accept_weaker_isolation: bool
+    accept_no_wall: bool
 
 
 def grade(
@@ -82,7 +82,7 @@ def grade(
     timeout_s: float = 2.0,
     total_s: float = 4.0,
     tolerance: float = 0.0,
-    accept_weaker_isolation: bool = False,
+    accept_no_wall: bool = False,
 ) -> float:
     """Returns 1.0 when the code in `response` passes all cases, else 0.0. It stops at the first that fails.
 
@@ -95,7 +95,7 @@ def grade(
         timeout_s=timeout_s,
         total_s=total_s,
         tolerance=tolerance,
-        accept_weaker_isolation=accept_weaker_isolation,
+        accept_no_wall=accept_no_wall,
     )
     cases = read_cases(payload)
     return float(_passed(response, cases, limits, stop=True) == len(cases))
@@ -108,14 +108,14 @@ def grade_share(
     timeout_s: float = 2.0,
     total_s: float = 4.0,
     tolerance: float = 0.0,
-    accept_weaker_isolation: bool = False,
+    accept_no_wall: bool = False,
 ) -> float:
     """Returns the share of cases that the code in `response` passes. Arguments and errors are those of `grade`."""
     limits = _Limits(
         timeout_s=timeout_s,
         total_s=total_s,
         tolerance=tolerance,
-        accept_weaker_isolation=accept_weaker_isolation,
+        accept_no_wall=accept_no_wall,
     )
     cases = read_cases(payload)
     return _passed(response, cases, limits, stop=False) / len(cases)
@@ -199,7 +199,7 @@ def _run(code: str, case: Case, timeout_s: float, limits: _Limits) -> Ran:
         timeout_s=timeout_s,
         memory_mib=MEMORY_MIB,
         output_bytes=OUTPUT_BYTES,
-        accept_weaker_isolation=limits.accept_weaker_isolation,
+        accept_no_wall=limits.accept_no_wall,
     )
     if case.function is None:
         return sandbox.run_program(code, case.given, settings=settings)

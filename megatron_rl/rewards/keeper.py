@@ -13,7 +13,6 @@ import os
 import resource
 import signal
 import sys
-import time
 
 from megatron_rl import processes
 from megatron_rl.rewards import worker as worker_script
@@ -29,6 +28,7 @@ def main() -> None:
         worker_script.main(None)
         return
     heard = {LEAVE, signal.SIGCHLD}
+    signal.signal(LEAVE, signal.SIG_DFL)  # nohup(1) has it ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, heard)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -44,7 +44,7 @@ def main() -> None:
     for descriptor in (0, 1):  # the worker's end must be seen at the other end of its pipes
         os.close(descriptor)
     status = _wait(worker)
-    _end_all()
+    processes.end_below(TRACKER_S)
     _end_like(status)
 
 
@@ -58,21 +58,6 @@ def _wait(worker: int) -> int:
         if number == LEAVE:
             os.kill(worker, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-
-
-def _end_all() -> None:
-    """Kills all processes below this one, and waits for them. Whatever loses its parent becomes this one's child."""
-    deadline = time.monotonic() + TRACKER_S
-    while True:
-        for pid in processes.below(os.getpid()):
-            if time.monotonic() > deadline or not processes.is_tracker(pid):
-                processes.kill(pid)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
-        time.sleep(processes.PAUSE_S)
 
 
 def _end_like(status: int) -> None:

@@ -16,11 +16,12 @@ import signal
 import sys
 import time
 
+from megatron_rl.rewards import sandbox_calls as calls
 from megatron_rl.rewards import sandbox_kernel as kernel
 
 TYPE_CHECKING = False  # typing's own costs several milliseconds of every start
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any, NoReturn
 
 FILE = "main.py"  # the code's name in tracebacks
@@ -30,7 +31,7 @@ MAX_FRAMES = 50  # of a traceback, its last ones
 USUAL_MODULES = ("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions",
                  "functools", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string",
                  "traceback", "typing")  # fmt: skip
-# Audit events that the weaker isolation refuses, by the beginning of their names.
+# Audit events that are refused without walls, by the beginning of their names.
 FORBIDDEN = ("socket.", "subprocess.", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
              "os.kill", "ctypes.", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink",
              "os.truncate", "os.chmod", "os.chown", "os.putenv", "shutil.", "webbrowser.", "urllib.", "http.",
@@ -83,7 +84,7 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
     if isolated:
         kernel.become_nobody()
         kernel.drop_rights()
-        kernel.filter_calls()
+        calls.filter_calls()
     else:
         _give_up_what_goes()
     kernel.set_attachable(False)
@@ -99,22 +100,38 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
         sys.exit(_run(order))  # goes up through main, so that the interpreter ends as any other does
     end = _wait(program, wake, lifeline, order["timeout_s"])
     os.write(report, f"{end} {time.monotonic() - begun:.4f}\n".encode())
-    if not isolated and not end.startswith("exit"):
-        os.kill(program, signal.SIGKILL)
-        os.waitpid(program, 0)
+    if not isolated:
+        _end_all()
     os._exit(0)
 
 
 def _give_up_what_goes() -> None:
     """Does without a sandbox what a sandbox would do, as far as this machine allows."""
-    for name in USUAL_MODULES:
+    for name in (*USUAL_MODULES, "megatron_rl.processes"):
         __import__(name)
+    kernel.adopt_orphans()
     kernel.leave_network()
-    for give_up in (kernel.become_nobody, kernel.drop_rights, kernel.filter_calls):
+    for give_up in (kernel.become_nobody, kernel.drop_rights, calls.filter_calls):
         try:
             give_up()
         except OSError:
             continue
+
+
+def _end_all() -> None:
+    """Kills the code's process and all that it started, where no namespace does so."""
+    from megatron_rl import processes  # takes milliseconds, and is for machines without walls
+
+    processes.end_below(0.0)
+
+
+def _do_without_walls(shown: Sequence[str]) -> None:
+    """Lets this process read the paths `shown`, write nothing and reach nobody, as far as the kernel can do that."""
+    for restrict in (lambda: calls.show_only((*shown, *kernel.DEVICES)), calls.filter_without_walls):
+        try:
+            restrict()
+        except OSError:
+            continue  # a kernel without Landlock, or without seccomp
 
 
 def _wait(program: int, wake: int, lifeline: int, timeout_s: float) -> str:
@@ -144,6 +161,7 @@ def _run(order: Mapping[str, Any]) -> int:
     sys.path.extend(order["packages"])
     answers = None if order["function"] is None else _take_standard_output()
     if order["way"] == "audit":
+        _do_without_walls([path for path, _ in order["shown"]])
         sys.addaudithook(_refuse_forbidden)
     if answers is not None:
         _call_function(order, answers)
@@ -265,10 +283,11 @@ def _call_function(order: Mapping[str, Any], answers: int) -> NoReturn:
 
 
 def _refuse_forbidden(event: str, arguments: tuple[Any, ...]) -> None:
-    """Raises PermissionError for forbidden events. It is an audit hook, which cannot be removed again."""
+    """Raises PermissionError for forbidden events. It is an audit hook, and no wall: code that wants to can change it.
+
+    What holds where it is used are the filters of _do_without_walls; this one has the clearer messages.
+    """
     writes = event == "open" and (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
-    creates = (
-        event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    )
+    creates = event == "open" and isinstance(arguments[2], int) and arguments[2] & calls.WRITING
     if writes or creates or event.startswith(FORBIDDEN):
         raise PermissionError(f"{event} is not for code in the sandbox")

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel that a sandbox is made of: namespaces, mounts, rights, and a filter of system calls.
+"""Calls of the Linux kernel that a sandbox is made of: namespaces, mounts and rights.
 
 It runs in the sandbox's own processes (sandbox_inside.py) and imports little, since every call of a tool waits for it.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NOBODY = 65534  # the user and the group that code in a sandbox has
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# Numbers from the kernel's headers: sched.h, mount.h, prctl.h, capability.h, seccomp.h, audit.h.
+# Numbers from the kernel's headers: sched.h, mount.h, prctl.h, capability.h.
 NEW_MOUNTS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
@@ -26,28 +26,11 @@ ALL_NAMESPACES = NAMESPACES | NEW_USER | 0x02000000  # with that of control grou
 READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 DETACH = 2
-SET_DUMPABLE, SET_SECCOMP, SET_NO_NEW_RIGHTS = 4, 22, 38
-SECCOMP_FILTER = 2
+SET_DUMPABLE, SET_CHILD_SUBREAPER, SET_NO_NEW_RIGHTS = 4, 36, 38
 CAPABILITIES_VERSION = 0x20080522
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 OLD = "/.old"  # where the machine's own root stands while the new one is built
-
-# System calls without which programs do, by machine: the calls' numbers on x86-64 and on aarch64. They lead out of a
-# sandbox where the kernel has a fault, or to another process's memory.
-REFUSED = {
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268),
-    "unshare": (272, 97), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "pidfd_getfd": (438, 438), "open_by_handle_at": (304, 265), "kexec_load": (246, 104), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "reboot": (169, 142), "acct": (163, 89),
-}  # fmt: skip
-SOCKET, CLONE, CLONE3 = (41, 198), (56, 220), (435, 435)
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # place in the pairs above, number in audit.h
-FAMILIES = (1, 2, 10)  # of sockets: unix, inet, inet6, all three of which a network namespace keeps in
 
 
 def enter_namespaces() -> bool:
@@ -91,7 +74,7 @@ def build_root(shown: Sequence[tuple[str, str]], scratch_bytes: int) -> None:
     _mount(None, "/", None, RECURSIVE | PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp" + OLD)
-    _check(LIBC.pivot_root(b"/tmp", b"/tmp" + OLD.encode()), "pivot_root")
+    check(LIBC.pivot_root(b"/tmp", b"/tmp" + OLD.encode()), "pivot_root")
     os.chdir("/")
     os.mkdir("/tmp")
     _mount("tmpfs", "/tmp", "tmpfs", NO_SETUID | NO_DEVICES, f"size={scratch_bytes},nr_inodes=4096,mode=1777")
@@ -99,7 +82,7 @@ def build_root(shown: Sequence[tuple[str, str]], scratch_bytes: int) -> None:
         _show(path, link)
     os.symlink("/tmp", "/dev/shm")
     _make_mounts_read_only()
-    _check(LIBC.umount2(OLD.encode(), DETACH), "umount of the machine's own root")
+    check(LIBC.umount2(OLD.encode(), DETACH), "umount of the machine's own root")
     os.rmdir(OLD)
     _mount(None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
     os.chdir("/tmp")
@@ -120,63 +103,25 @@ def become_nobody() -> None:
 def drop_rights() -> None:
     """Gives up all capabilities; no program gives any back. Raises OSError."""
     header, none = struct.pack("=Ii", CAPABILITIES_VERSION, 0), bytes(24)
-    _check(LIBC.capset(header, none), "capset")
-    _check(LIBC.prctl(SET_NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    check(LIBC.capset(header, none), "capset")
+    check(LIBC.prctl(SET_NO_NEW_RIGHTS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every process below it whose own parent ends, where the kernel can do that."""
+    LIBC.prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def set_attachable(attachable: bool) -> None:
     """Says whether other processes of the same user may look into this one's memory (ptrace, pidfd_getfd)."""
-    _check(LIBC.prctl(SET_DUMPABLE, int(attachable), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+    check(LIBC.prctl(SET_DUMPABLE, int(attachable), 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
 
 
-def filter_calls() -> None:
-    """Refuses system calls that programs do without: REFUSED, new namespaces, other sockets than those of FAMILIES.
-
-    On other machines than x86-64 and aarch64 nothing is refused. Raises OSError.
-    """
-    if os.uname().machine not in MACHINES:
-        return
-    place, number = MACHINES[os.uname().machine]
-    program = b"".join(struct.pack("=HBBI", *line) for line in _filter(place, number))
-    buffer = ctypes.create_string_buffer(program, len(program))
-    given = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
-    _check(LIBC.prctl(SET_SECCOMP, SECCOMP_FILTER, given, 0, 0), "prctl(PR_SET_SECCOMP)")
-
-
-def _filter(place: int, machine: int) -> list[tuple[int, int, int, int]]:
-    """Returns a program of the kernel's packet filter: (operation, lines to skip if so, if not, number) each."""
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    refuse, missing, no_family, allow = (
-        *(0x00050000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EAFNOSUPPORT)),
-        0x7FFF0000,
-    )
-    call_number, machine_number, first_argument = 0, 4, 16  # where these stand in what the filter sees
-    lines = [
-        (load, 0, 0, machine_number),
-        (equal, 1, 0, machine),  # 32-bit calls have other numbers
-        (answer, 0, 0, refuse),
-        (load, 0, 0, call_number),
-        (at_least, 0, 1, 0x40000000),  # so have those of the x32 interface
-        (answer, 0, 0, refuse),
-    ]
-    for numbers in REFUSED.values():
-        lines += [(equal, 0, 1, numbers[place]), (answer, 0, 0, refuse)]
-    lines += [
-        # A filter cannot read clone3's flags, which are in memory. The C library turns to clone where it is missing.
-        (equal, 0, 1, CLONE3[place]),
-        (answer, 0, 0, missing),
-        (equal, 0, 3, CLONE[place]),
-        (load, 0, 0, first_argument),
-        (any_bit, 0, 1, ALL_NAMESPACES),
-        (answer, 0, 0, refuse),
-        (load, 0, 0, call_number),
-        (equal, 0, 5, SOCKET[place]),
-        (load, 0, 0, first_argument),
-        *((equal, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)),
-        (answer, 0, 0, no_family),
-        (answer, 0, 0, allow),
-    ]
-    return lines
+def check(result: int, what: str) -> None:
+    """Raises OSError with the last error of the C library unless `result` is 0."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _map_when_told(process: int, ready: int, tell: int) -> None:
@@ -242,10 +187,4 @@ def _make_mounts_read_only() -> None:
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     given = None if options is None else options.encode()
-    _check(LIBC.mount(*texts, ctypes.c_ulong(flags), given), f"mount {kind or ''} at {target}")
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    check(LIBC.mount(*texts, ctypes.c_ulong(flags), given), f"mount {kind or ''} at {target}")

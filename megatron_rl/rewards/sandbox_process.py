@@ -47,7 +47,7 @@ class SandboxSettings:
     open_files: int = 64
     output_bytes: int = 1 << 20  # of standard output; more of it ends the code
     packages: Sequence[str] = ()  # directories of modules beside the standard library, shown to the code
-    accept_weaker_isolation: bool = False  # run code also where this machine can build no sandbox, see docs/tools.md
+    accept_no_wall: bool = False  # run code also where this machine can build no sandbox, see docs/tools.md
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "memory_mib", "processes", "scratch_mib", "open_files", "output_bytes"):

@@ -22,7 +22,10 @@ ISOLATED: tuple[Way, ...] = ("bubblewrap", "namespaces")  # in the order in whic
 OWN_COUNTS = (5, 14)  # the first Linux whose user namespaces count their own processes
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store")  # where shared libraries lie
 PACKAGE = Path(__file__).parents[1]
-OWN_FILES = ("__init__.py", "rewards/__init__.py", "rewards/sandbox_inside.py", "rewards/sandbox_kernel.py")
+OWN_FILES = (
+    "__init__.py",
+    *(f"rewards/{name}.py" for name in ("__init__", "sandbox_calls", "sandbox_inside", "sandbox_kernel")),
+)
 START = (
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.sandbox_inside import main; "
     "sys.path.pop(); main()"
@@ -41,14 +44,14 @@ SYSCTLS = (
 
 
 @functools.cache  # remembers what worked; a failure is looked for again
-def choose(accept_weaker: bool) -> Way:
+def choose(accept_no_wall: bool) -> Way:
     """Returns the first way that works here; "audit" where none does and that is accepted, else SandboxFailure."""
     troubles = {}
     for way in ISOLATED:
         troubles[way] = trouble(way)
         if not troubles[way]:
             return way
-    if accept_weaker:
+    if accept_no_wall:
         return "audit"
     raise SandboxFailure(refusal(troubles, Path("/")))
 
@@ -82,7 +85,7 @@ def refusal(troubles: Mapping[Way, str], root: Path) -> str:
     return (
         f"this machine can build no sandbox, and code of models is not run without one ({tried}). Cures: install "
         f"bubblewrap (package `bubblewrap` of Debian, Ubuntu, RHEL), or {', or '.join(cures)}. Or set "
-        "accept_weaker_isolation: true, which keeps honest code from harm, but not an attacker (docs/tools.md)"
+        "accept_no_wall: true, which keeps honest code from harm, but not an attacker (docs/tools.md)"
     )
 
 

@@ -45,7 +45,7 @@ def way(request, monkeypatch, mark):
     """Has all code run in one way, and holds afterwards that no process of it is left."""
     if why := trouble(request.param):
         pytest.skip(f"{request.param} does not work here: {why}")
-    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_weaker: request.param)
+    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_no_wall: request.param)
     yield request.param
     assert not marked(mark), "processes of the sandbox are left"
 
@@ -57,7 +57,7 @@ def any_way(monkeypatch, mark):
     found = [way for way, why in troubles.items() if not why]
     if not found:
         pytest.skip(f"no sandbox can be built here: {troubles}")
-    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_weaker: found[0])
+    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_no_wall: found[0])
     yield found[0]
     assert not marked(mark), "processes of the sandbox are left"
 
@@ -476,7 +476,7 @@ def as_another(*command):
 ASK = """
 from megatron_rl.rewards import sandbox
 for weaker in (False, True):
-    try: ran = sandbox.run_program("print(6 * 7)", settings=sandbox.SandboxSettings(accept_weaker_isolation=weaker))
+    try: ran = sandbox.run_program("print(6 * 7)", settings=sandbox.SandboxSettings(accept_no_wall=weaker))
     except sandbox.SandboxFailure as error: print(error)
     else: print(ran.isolation, ran.output.strip(), ran.why)
 """
@@ -486,7 +486,7 @@ def test_a_kernel_without_namespaces_is_refused_with_the_cure():
     none = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     plain = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", ASK)
     refused, weaker = as_another("--map-root-user", "sh", "-c", none, "sh", *plain).splitlines()
-    assert "this machine can build no sandbox" in refused and "accept_weaker_isolation: true" in refused
+    assert "this machine can build no sandbox" in refused and "accept_no_wall: true" in refused
     assert "`sysctl -w user.max_user_namespaces=15000`" in refused and "package `bubblewrap`" in refused
     assert weaker == "audit 42 "
 
@@ -536,7 +536,7 @@ def test_settings_are_checked():
     ],
 )
 def test_the_weaker_isolation_refuses_by_an_audit_hook(monkeypatch, mark, body, why):
-    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_weaker: "audit")
+    monkeypatch.setattr(sandbox_ways, "choose", lambda accept_no_wall: "audit")
     ran = run(body, timeout_s=0.5 if "while" in body else 8.0)
     assert why in ran.why and ran.isolation == "audit", ran
     assert not marked(mark)

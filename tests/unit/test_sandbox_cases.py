@@ -227,7 +227,7 @@ def test_an_answer_without_imports_gets_those_of_livecodebench(isolated):
 BROKEN = """
 from megatron_rl.rewards import code_cases, sandbox_ways
 
-sandbox_ways.choose = lambda accept_weaker: "namespaces"
+sandbox_ways.choose = lambda accept_no_wall: "namespaces"
 
 def grade(response, payload):
     if payload["broken"]:
