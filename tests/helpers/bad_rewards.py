@@ -5,9 +5,11 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from multiprocessing import shared_memory
 
 KEPT: list[bytearray] = []  # what a leaking reward never gives back
 NUMBER = 3
+HELPERS: list[subprocess.Popen[str]] = []
 
 
 def reward(response, payload):
@@ -58,6 +60,53 @@ def child(payload):
     loop(payload)
 
 
+def session(payload):
+    """Leaves a process that leads a session of its own."""
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    return 1.0
+
+
+def daemon(payload):
+    """Leaves a process that forked twice, in a session of its own or not, with the pool's pipes."""
+    for alone in (True, False):
+        if os.fork() == 0:
+            if alone:
+                os.setsid()
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+    return 1.0
+
+
+def stuck_daemon(payload):
+    daemon(payload)
+    session(payload)
+    loop(payload)
+
+
+def dead_daemon(payload):
+    daemon(payload)
+    session(payload)
+    os.kill(os.getpid(), 9)
+
+
+def helper(payload):
+    """Asks a process that the first call started, and that is there for the next one."""
+    if not HELPERS:
+        HELPERS.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    print("asked", file=HELPERS[0].stdin, flush=True)
+    return float(HELPERS[0].stdout.readline() == "asked\n")
+
+
+def shared(payload):
+    """Makes shared memory, says its name, and never returns."""
+    memory = shared_memory.SharedMemory(create=True, size=1000)
+    with open(payload["name_file"], "w") as file:
+        file.write(memory.name)
+    loop(payload)
+
+
 def raises(payload):
     raise KeyError("no such thing")
 
@@ -74,6 +123,12 @@ BEHAVIOURS = {
     "twice": twice,
     "leak": leak,
     "child": child,
+    "session": session,
+    "daemon": daemon,
+    "stuck_daemon": stuck_daemon,
+    "dead_daemon": dead_daemon,
+    "helper": helper,
+    "shared": shared,
     "raise": raises,
     "print": prints,
     "memory": lambda payload: float(len(bytearray(8 << 30)) < 0),

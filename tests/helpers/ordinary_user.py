@@ -1,4 +1,4 @@
-"""Runs a script as an ordinary user, also where the tests are root's: as nobody, by a Python that everybody may read."""
+"""Runs a script as an ordinary user, where the tests are root's too: as nobody, by a Python that all may read."""
 
 from __future__ import annotations
 
