@@ -475,8 +475,8 @@ def as_another(*command):
 
 ASK = """
 from megatron_rl.rewards import sandbox
-for weaker in (False, True):
-    try: ran = sandbox.run_program("print(6 * 7)", settings=sandbox.SandboxSettings(accept_no_wall=weaker))
+for no_wall in (False, True):
+    try: ran = sandbox.run_program("print(6 * 7)", settings=sandbox.SandboxSettings(accept_no_wall=no_wall))
     except sandbox.SandboxFailure as error: print(error)
     else: print(ran.isolation, ran.output.strip(), ran.why)
 """
@@ -485,10 +485,10 @@ for weaker in (False, True):
 def test_a_kernel_without_namespaces_is_refused_with_the_cure():
     none = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"'
     plain = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable, "-c", ASK)
-    refused, weaker = as_another("--map-root-user", "sh", "-c", none, "sh", *plain).splitlines()
+    refused, no_wall = as_another("--map-root-user", "sh", "-c", none, "sh", *plain).splitlines()
     assert "this machine can build no sandbox" in refused and "accept_no_wall: true" in refused
     assert "`sysctl -w user.max_user_namespaces=15000`" in refused and "package `bubblewrap`" in refused
-    assert weaker == "audit 42 "
+    assert no_wall == "audit 42 "
 
 
 def test_a_user_without_rights_gets_a_sandbox():
@@ -516,7 +516,7 @@ def test_settings_are_checked():
         SandboxSettings(timeout_s=0)
 
 
-# The weaker isolation
+# Without walls
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def test_settings_are_checked():
         ("while True: pass", "no answer within"),
     ],
 )
-def test_the_weaker_isolation_refuses_by_an_audit_hook(monkeypatch, mark, body, why):
+def test_without_walls_an_audit_hook_and_the_kernels_filters_refuse(monkeypatch, mark, body, why):
     monkeypatch.setattr(sandbox_ways, "choose", lambda accept_no_wall: "audit")
     ran = run(body, timeout_s=0.5 if "while" in body else 8.0)
     assert why in ran.why and ran.isolation == "audit", ran
