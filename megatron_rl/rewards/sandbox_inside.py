@@ -101,6 +101,8 @@ def _supervise(order: Mapping[str, Any], lifeline: int, report: int) -> None:
     end = _wait(program, wake, lifeline, order["timeout_s"])
     os.write(report, f"{end} {time.monotonic() - begun:.4f}\n".encode())
     if not isolated:
+        if not end.startswith("exit"):
+            os.kill(program, signal.SIGKILL)
         _end_all()
     os._exit(0)
 
@@ -119,7 +121,7 @@ def _give_up_what_goes() -> None:
 
 
 def _end_all() -> None:
-    """Kills the code's process and all that it started, where no namespace does so."""
+    """Kills what the code's process started, where no namespace does so, and waits for the end of all."""
     from megatron_rl import processes  # takes milliseconds, and is for machines without walls
 
     processes.end_below(0.0)

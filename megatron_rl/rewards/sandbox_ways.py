@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -30,6 +31,7 @@ START = (
     f"import sys; sys.path.append({str(PACKAGE.parent)!r}); from megatron_rl.rewards.sandbox_inside import main; "
     "sys.path.pop(); main()"
 )
+_log = logging.getLogger(__name__)
 PROBE = "import math, random\nprint(math.factorial(5))\n"
 # Settings of Linux that keep users from making namespaces: the file, the value that does, and the cure.
 SYSCTLS = (
@@ -52,6 +54,7 @@ def choose(accept_no_wall: bool) -> Way:
         if not troubles[way]:
             return way
     if accept_no_wall:
+        _log.warning("code of models runs without a wall here (accept_no_wall); see docs/tools.md, Without a wall")
         return "audit"
     raise SandboxFailure(refusal(troubles, Path("/")))
 

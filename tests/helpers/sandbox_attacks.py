@@ -112,6 +112,18 @@ for pid in (*pids, os.getppid(), 1):
         except OSError: pass
 raise ValueError("of its own")
 """,
+    "limits": """
+import time
+made = 0
+try:
+    while made < 200:
+        if os.fork() == 0: time.sleep(60)
+        made += 1
+except BaseException: pass
+if made > 40: print("reached", made, "processes")
+attempt("memory", bytearray, 4 << 30)
+attempt("a large file", lambda: open("/tmp/large", "wb").write(b"x" * (64 << 20)))
+""",
     "survivors": """
 import time
 def leave():
