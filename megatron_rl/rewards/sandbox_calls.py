@@ -144,8 +144,8 @@ def show_only(paths: Iterable[str]) -> None:
 def _add_rule(ruleset: int, path: str) -> None:
     try:
         file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
+    except OSError:
+        return  # what is not there, or not for this user, cannot be read without a rule either
     try:
         rights = EXECUTE | READ_FILE | (READ_DIRECTORY if stat.S_ISDIR(os.fstat(file).st_mode) else 0)
         rule = struct.pack("=Qi", rights, file)

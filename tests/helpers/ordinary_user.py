@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ def python() -> str:
     """Returns a Python of this or a later version that nobody may run. Skips the test where there is none."""
     ask = "import ctypes, sys; sys.exit(sys.version_info < (3, 11))"
     for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
-        if os.path.exists(path):
-            done = subprocess.run([path, "-c", ask], capture_output=True, cwd="/", **identity())
-            if done.returncode == 0:
+        with contextlib.suppress(OSError):  # it is not there, or not for everybody
+            if subprocess.run([path, "-c", ask], capture_output=True, cwd="/", **identity()).returncode == 0:
                 return path
     pytest.skip("there is no Python here that an ordinary user may run")
 
@@ -37,7 +36,7 @@ def identity() -> dict[str, Any]:
     return {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
 
 
-@contextmanager
+@contextlib.contextmanager
 def package(*scripts: Path) -> Iterator[Path]:
     """Yields a directory that everybody may read, with `scripts` and this package's sandbox and keeper, and a directory
     `own` of the ordinary user."""

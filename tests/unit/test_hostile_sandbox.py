@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import ordinary_user
@@ -28,15 +27,15 @@ def attacked(user: str) -> dict[str, str | dict[str, str]]:
     """Returns what the attacks found, as this user, by way."""
     if user == "root" and os.geteuid() != 0:
         pytest.skip("this is not root")
-    python = ordinary_user.python() if user == "ordinary" or os.geteuid() != 0 else sys.executable
     identity = ordinary_user.identity() if user == "ordinary" else {}
     with ordinary_user.package(SCRIPT) as place:
         own = place / "own"
         if user == "root":
             os.chown(own, 0, 0)
+        words = [ordinary_user.python(), str(place / SCRIPT.name), str(own), *WAYS]
         done = subprocess.run(
-            [python, str(place / SCRIPT.name), str(own), *WAYS], capture_output=True, text=True, timeout=240,
-            cwd=place, env={"PATH": os.environ["PATH"], "PYTHONPATH": str(place)}, **identity,
+            words, capture_output=True, text=True, timeout=240, cwd=place,
+            env={"PATH": os.environ["PATH"], "PYTHONPATH": str(place)}, **identity,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
