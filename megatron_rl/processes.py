@@ -6,6 +6,7 @@ It needs no rights beyond those over the caller's own processes. Elsewhere than 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -38,13 +39,14 @@ def look(pid: int) -> Entry | None:
 
 def children(pid: int) -> list[int]:
     """Returns the children of a process, those that ended and were not waited for among them."""
-    if not os.path.exists("/proc/thread-self/children"):  # a kernel without CONFIG_PROC_CHILDREN
+    if not _lists_children():
         return [other for other in everybody() if _parent(other) == pid]
     out: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                out += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+                with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                    out += map(int, file.readall().split())
     return out
 
 
@@ -102,13 +104,15 @@ def strays(keeper: int, worker: int) -> list[int]:
 
 
 def end_strays(keeper: int, worker: int) -> None:
-    """Kills the strays and waits until none is left. `worker` calls it."""
-    while left := strays(keeper, worker):
+    """Kills the strays and waits until none is left. `worker` calls it, after every answer; it is quick without any."""
+    if children(keeper) == [worker] and not children(worker):
+        return
+    killed: set[int] = set()
+    while (left := strays(keeper, worker)) or killed:
         for pid in left:
             kill(pid)
-        for pid in left:
-            with contextlib.suppress(ChildProcessError):  # the keeper waits for its own
-                os.waitpid(pid, os.WNOHANG)
+        killed.update(left)
+        killed = {pid for pid in killed if not _reap(pid)}
         time.sleep(PAUSE_S)
 
 
@@ -136,6 +140,20 @@ def kill(pid: int) -> None:
     """Kills a process that may have ended, or be another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _reap(pid: int) -> bool:
+    """Waits for a child that may have ended. Returns whether it has; True for one that is no child of this process."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # its parent waits for it
+        return True
+
+
+@functools.cache
+def _lists_children() -> bool:
+    """Returns whether the kernel lists the children of a process (CONFIG_PROC_CHILDREN)."""
+    return os.path.exists("/proc/thread-self/children")
 
 
 def _parent(pid: int) -> int:

@@ -69,13 +69,14 @@ def session(payload):
 def daemon(payload):
     """Leaves a process that forked twice, in a session of its own or not, with the pool's pipes."""
     for alone in (True, False):
-        if os.fork() == 0:
+        first = os.fork()
+        if first == 0:
             if alone:
                 os.setsid()
             if os.fork() == 0:
                 time.sleep(600)
             os._exit(0)
-        os.wait()
+        os.waitpid(first, 0)
     return 1.0
 
 
