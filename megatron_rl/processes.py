@@ -44,9 +44,7 @@ def children(pid: int) -> list[int]:
     out: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
-                    out += map(int, file.readall().split())
+            out += _numbers(f"/proc/{pid}/task/{thread}/children")
     return out
 
 
@@ -148,6 +146,15 @@ def _reap(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:  # its parent waits for it
         return True
+
+
+def _numbers(path: str) -> list[int]:
+    """Returns the numbers in a file; none of one that is gone."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return [int(word) for word in file.readall().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 @functools.cache
