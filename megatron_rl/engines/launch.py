@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 import megatron_rl
 from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines.base import EngineError
+from megatron_rl.run.parent import end_with_parent
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
@@ -61,7 +63,8 @@ def interpreter(settings: Servers) -> str:
 
 
 class ServerProcess:
-    """One server. Its output goes to `log`; it leads a process group of its own, which ends with it."""
+    """One server. Its output goes to `log`; it leads a process group of its own, which ends with it. The thread that
+    makes this value must live as long as the server, which is asked to leave when that thread is gone."""
 
     def __init__(self, command: Command, log: Path, inherited: Mapping[str, str], *, imports: Path) -> None:
         """`inherited`: the environment that the command's own comes on top of. `imports`: a directory, made here, from
@@ -85,6 +88,7 @@ class ServerProcess:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),
                 )
             except OSError as error:
                 raise StartError(

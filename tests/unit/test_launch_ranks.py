@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fake_fleet import until
 
 from megatron_rl.session import launch
 
@@ -84,3 +86,26 @@ def test_a_signal_is_passed_on_to_all(tmp_path):
     assert launch.start_ranks(functools.partial(wait_to_be_told, tmp_path), 2, fork=True) == 0
     sender.join()
     assert len(list(tmp_path.glob("left*"))) == 2 and signal.getsignal(signal.SIGUSR1) == before
+
+
+def start_two(directory: Path) -> None:
+    launch.start_ranks(functools.partial(stay, directory), 2, fork=True)
+
+
+def stay(directory: Path) -> int:
+    """Says which process it is, and waits to be told to leave."""
+    signal.signal(signal.SIGTERM, functools.partial(leave, directory))
+    (directory / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    (directory / f"ready{os.environ['RANK']}").touch()
+    time.sleep(60)
+    return 0
+
+
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
+    """They went on without it, and the same command was refused because the run was still being run."""
+    launcher = multiprocessing.get_context("fork").Process(target=start_two, args=(tmp_path,))
+    launcher.start()
+    until("two ranks", lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    launcher.kill()
+    launcher.join()
+    until("their end", lambda: len(list(tmp_path.glob("left*"))) == 2)

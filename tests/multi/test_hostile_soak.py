@@ -1,0 +1,27 @@
+"""A soak of ten turns: a run that is killed comes to what the calm one came to, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, environment
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+
+
+def test_hostile_soak_of_a_few_turns(tmp_path):
+    """`make soak` does the same for 2,000 turns, with servers that lie as well."""
+    words = ["--turns", "20", "--runs", "calm,struck", "--kills", "1", "--fills", "0", "--out", str(tmp_path / "soak")]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/soak.py", *words, "--json", str(tmp_path / "soak.json")],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    told = json.loads((tmp_path / "soak.json").read_text())
+    struck = json.loads((tmp_path / "soak/struck.json").read_text())
+    assert struck["starts"] >= 1 and sum(struck["struck"].values()) == 2, struck
+    zero = {name: value for name, value in told["figures"].items() if told["limits"].get(name) == 0.0}
+    assert len(zero) == 12 and not any(zero.values()), zero
