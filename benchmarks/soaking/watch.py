@@ -197,7 +197,8 @@ def names_in(*folders: Path) -> list[str]:
 
 def half_written(run: Path) -> list[str]:
     """Returns what looks like a file that was not written to its end, anywhere in a run's directory."""
-    return sorted(str(p) for p in run.rglob("*") if p.name.startswith(".") or p.suffix in (".tmp", ".part"))
+    wanted = {".metadata"}  # of a distributed checkpoint
+    return sorted(str(p) for p in run.rglob("*") if p.name.startswith(".") and p.name not in wanted)
 
 
 def plain(found: Mapping[str, Slope]) -> dict[str, dict[str, float]]:
