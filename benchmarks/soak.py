@@ -105,8 +105,9 @@ def main() -> None:
     for name in args.runs.split(","):
         file, turns = out / f"{name}.json", max(runs.CYCLE, args.turns // 2)
         told = json.loads(file.read_text()) if file.exists() else {}
-        if (told.get("turns"), told.get("seed")) != (turns, args.seed):
-            told = _one(name, turns, out, args)
+        asked = {"turns": turns} | {each: getattr(args, each) for each in ("seed", "kills", "fills", "share")}
+        if told.get("asked") != asked:
+            told = {"asked": asked} | _one(name, turns, out, args)
             file.write_text(json.dumps(told, indent=1) + "\n")
         results[name] = told
     figures, limits = _figures(results, out)
@@ -158,7 +159,7 @@ def _one(name: str, turns: int, out: Path, args: argparse.Namespace) -> dict[str
     samples = watch.read_samples(soak.out / f"{name}_samples.jsonl")
     wrote = [json.loads(line)["kind"] for f in (out / "faults").glob("*.jsonl") for line in f.read_text().splitlines()]
     return {
-        "turns": turns, "seed": args.seed, "starts": told.starts, "unplanned": told.unplanned,
+        "turns": turns, "starts": told.starts, "unplanned": told.unplanned,
         "outlived": told.outlived, "seconds": round(told.seconds, 1), "struck": dict(told.struck),
         "answers": dict(Counter(wrote)) if name == "served" else {}, "left": left,
         "half_written": watch.half_written(soak.run), "lost_prompts": _prompts_lost(soak.run, turns),
@@ -241,10 +242,12 @@ def _attend(
             raise RuntimeError(f"{soak.name}: no turn for {STALLED_S:.0f} s, at turn {turn}: see {_log(soak)}")
         watched.look(launcher.pid, turn)
         if planned and turn >= planned[0].turn and not expected:
-            fault = planned.pop(0)
-            told.struck[fault.kind] += 1
+            fault = planned[0]
             _say(soak, f"turn {turn}: {fault.kind}")
-            expected = faults.strike(fault, soak.world, watched, launcher, soak.run)
+            if faults.strike(fault, soak.world, watched, launcher, soak.run):
+                del planned[0]
+                told.struck[fault.kind] += 1
+                expected = fault.kind in faults.ENDS
         time.sleep(LOOK_S)
     return expected
 

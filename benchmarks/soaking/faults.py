@@ -10,7 +10,7 @@ import resource
 import signal
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,8 @@ NOTICE_S = 90.0  # until a run notices that its disk is full
 SAVING_S = 20.0  # that a fault waits for a checkpoint
 BALLAST, BLOCK = "ballast", 1 << 16
 LIMIT = 1 << 12  # bytes of a file, where no disk of our own can be filled
-ENDS = ("rank", "launcher", "all", "saving")  # what a run ends by
-KILLS = (*ENDS, "reward worker")
+KILLS = ("rank", "launcher", "all", "saving", "reward worker")  # saving: a rank, while a checkpoint is written
+ENDS = ("rank", "launcher", "all", "saving", "disk")  # what a run ends by
 
 
 @dataclass(frozen=True, order=True)
@@ -56,24 +56,23 @@ def plan(rng: random.Random, turns: int, counts: Sequence[tuple[str, int]]) -> l
 
 
 def strike(fault: Fault, world: World, watched: Watch, launcher: psutil.Popen, run: Path) -> bool:
-    """Makes a fault. Returns whether the run should end by it."""
+    """Makes a fault. Returns whether there was something to strike yet."""
     match fault.kind:
         case "disk":
             _fill(world, watched, launcher)
+            return True
         case "clock":
             set_clock(world.clock, world.rng.choice(SHIFTS_S))
+            return True
         case "launcher":
-            launcher.kill()
+            return _kill([psutil.Process(launcher.pid)])
         case "all":
-            for process in watch.marked(world.mark):
-                _kill(process)
-        case "rank" | "saving":
-            if fault.kind == "saving":
-                _wait(lambda: any((run / "checkpoints").glob(".step_*.tmp")), launcher, SAVING_S)
-            _kill_one(watched.named(launcher.pid, "rank"), world.rng)
+            return _kill(watch.marked(world.mark))
+        case "saving":
+            _wait(lambda: any((run / "checkpoints").glob(".step_*.tmp")), launcher, SAVING_S)
+            return _kill(watched.named(launcher.pid, "rank"), world.rng)
         case kind:
-            _kill_one(watched.named(launcher.pid, kind), world.rng)
-    return fault.kind in (*ENDS, "disk")
+            return _kill(watched.named(launcher.pid, kind), world.rng)
 
 
 def set_clock(file: Path, seconds: float) -> None:
@@ -109,18 +108,16 @@ def _write_until_full(descriptor: int, size: int) -> None:
             raise
 
 
-def _wait(condition, launcher: psutil.Popen, within_s: float) -> None:
+def _wait(condition: Callable[[], bool], launcher: psutil.Popen, within_s: float) -> None:
     """Waits until the condition holds, the run has ended, or the time is over."""
     end = time.monotonic() + within_s
     while launcher.poll() is None and not condition() and time.monotonic() < end:
         time.sleep(0.02)
 
 
-def _kill_one(processes: Sequence[psutil.Process], rng: random.Random) -> None:
-    if processes:
-        _kill(rng.choice(processes))
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.send_signal(signal.SIGKILL)
+def _kill(processes: Sequence[psutil.Process], rng: random.Random | None = None) -> bool:
+    """Kills all of these processes, or one of them. Returns whether there was one."""
+    for process in [rng.choice(processes)] if rng is not None and processes else processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    return bool(processes)

@@ -107,7 +107,7 @@ def name_of(process: psutil.Process, launcher: int, ranks: int) -> str:
             return f"{kind} {_served(words, process)}"
     if words[-4:] == psutil.Process(launcher).cmdline()[-4:]:
         return f"rank {ranks}" if process.ppid() == launcher else "writer of checkpoints"
-    return "other"
+    return "resource tracker" if "resource_tracker" in text else "other"
 
 
 def _served(words: Sequence[str], process: psutil.Process) -> str:
@@ -120,8 +120,10 @@ def _served(words: Sequence[str], process: psutil.Process) -> str:
 
 
 def sample(pid: int, name: str, turn: int) -> Sample:
-    """Reads what a process holds. Raises OSError when it is gone."""
+    """Reads what a process holds. Raises OSError when it has ended."""
     told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in told:
+        raise ProcessLookupError(f"process {pid} has ended")
     kib = {key: int(told[key].split()[0]) for key in ("RssAnon", "RssShmem", "VmRSS")}
     return Sample(
         turn=turn, name=name, pid=pid, held_kib=kib["RssAnon"] + kib["RssShmem"], resident_kib=kib["VmRSS"],
