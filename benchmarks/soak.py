@@ -3,11 +3,11 @@
 Three runs of models of one layer, one after the other:
 
     calm    two ranks, embedded engine, no fault: what the second is compared with
-    struck  the same, whose ranks, launcher and reward workers are killed at random, whose disk fills twice and whose
+    struck  the same, whose ranks and launcher are killed at random, whose disk fills twice and whose
             wall clock jumps; it is started again by the same command
     served  one rank and four servers without a model (vLLM's routes, real refits) that drop, drip, garble and lie
-            (NaN, log-probs above 0, ids out of the vocabulary) at random; servers are killed all the time, a
-            supervisor and the trainer near the end
+            (NaN, log-probs above 0, ids out of the vocabulary) at random; servers and reward workers are killed all the
+            time, a supervisor and the trainer near the end
 
 --turns is the number of turns of `struck` and `served` together, half each; `calm` has as many as `struck`.
 
@@ -199,7 +199,9 @@ def _plan(soak: Soak, args: argparse.Namespace) -> list[Fault]:
         kills = max(1, turns // 50) if args.kills is None else args.kills
         drawn = Counter([faults.KILLS[i % len(faults.KILLS)] for i in rng.sample(range(5 * kills), kills)])
         return faults.plan(rng, turns, [*drawn.items(), ("disk", args.fills), jumps])
-    early = faults.plan(rng, int(LATE * turns), [("server", max(1, turns // 40)), jumps])
+    early = faults.plan(
+        rng, int(LATE * turns), [("server", max(1, turns // 40)), ("reward worker", max(1, turns // 250)), jumps]
+    )
     late = [Fault(int((LATE + share) * turns), kind) for share, kind in ((0.0, "supervisor"), (0.06, "rank"))]
     return [*early, *late, Fault(int((LATE + 0.12) * turns), "all")]
 
@@ -243,9 +245,9 @@ def _attend(
         watched.look(launcher.pid, turn)
         if planned and turn >= planned[0].turn and not expected:
             fault = planned[0]
-            _say(soak, f"turn {turn}: {fault.kind}")
             if faults.strike(fault, soak.world, watched, launcher, soak.run):
                 del planned[0]
+                _say(soak, f"turn {turn}: {fault.kind}")
                 told.struck[fault.kind] += 1
                 expected = fault.kind in faults.ENDS
         time.sleep(LOOK_S)

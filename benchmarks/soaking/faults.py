@@ -25,7 +25,7 @@ NOTICE_S = 90.0  # until a run notices that its disk is full
 SAVING_S = 20.0  # that a fault waits for a checkpoint
 BALLAST, BLOCK = "ballast", 1 << 16
 LIMIT = 1 << 12  # bytes of a file, where no disk of our own can be filled
-KILLS = ("rank", "launcher", "all", "saving", "reward worker")  # saving: a rank, while a checkpoint is written
+KILLS = ("rank", "launcher", "all", "saving")  # saving: a rank, while a checkpoint is written
 ENDS = ("rank", "launcher", "all", "saving", "disk")  # what a run ends by
 
 

@@ -11,16 +11,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import multiprocessing
+import os
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
+
+from megatron_rl.run.parent import leave_with_parent
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -345,6 +350,17 @@ def _mend_names() -> None:
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Replaces core's maybe_move_tensor_to_cpu for tensors that are on the CPU already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def end_writers_with_rank() -> None:
+    """Has the process that background writers of checkpoints report to end with this rank, which calls it before it
+    saves. Core's own stays for ever, with its temporary directory, when the rank is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as core
+
+    if core._results_queue is None:
+        reports = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        reports.start(leave_with_parent, (os.getpid(),))
+        core._results_queue = reports.Queue()  # type: ignore[assignment]
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
