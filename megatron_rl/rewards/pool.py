@@ -277,7 +277,7 @@ class GradePool:
             taken = time.monotonic() - worker.since
             _kill(worker)
             status = worker.process.returncode
-            killed = dead and status == -signal.SIGKILL  # by somebody else: not a word about the function
+            killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
             if not worker.ready and self._gives_up(killed=killed):
                 raise RewardFailure(self._why_not(worker, status))
             if worker.held and ended != EXHAUSTED:
