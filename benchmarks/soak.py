@@ -220,7 +220,7 @@ def _until_done(soak: Soak, planned: list[Fault], told: Told) -> None:
             ended_by_fault = _attend(soak, launcher, watched, planned, told)
         for process in watch.gone(soak.world.mark, END_S):
             told.outlived += 1
-            print(f"{soak.name}: outlived its launcher: {process}", file=sys.stderr, flush=True)
+            print(f"{soak.name}: outlived its launcher: {watch.words(process)}", file=sys.stderr, flush=True)
             process.kill()
         if launcher.returncode == 0:
             return

@@ -82,7 +82,7 @@ class Watch:
 
     def _name(self, process: psutil.Process, launcher: int) -> str:
         if process.pid not in self._names:
-            known = sum(name.startswith("rank") for name in self._names.values())
+            known = None if self._alone else sum(name.startswith("rank") for name in self._names.values())
             name = ("rank 0" if self._alone else "launcher") if process.pid == launcher else ""
             self._names[process.pid] = name or name_of(process, launcher, known)
         return self._names[process.pid]
@@ -96,8 +96,9 @@ def family(launcher: int) -> list[psutil.Process]:
     return []
 
 
-def name_of(process: psutil.Process, launcher: int, ranks: int) -> str:
-    """Returns what a process under a launcher is; `ranks` of the run are known already."""
+def name_of(process: psutil.Process, launcher: int, ranks: int | None) -> str:
+    """Returns what a process under a launcher is; `ranks` of those under it are known already (None: it has
+    none)."""
     words = process.cmdline()
     text = " ".join(words)
     if "rewards/worker.py" in text:
@@ -106,8 +107,11 @@ def name_of(process: psutil.Process, launcher: int, ranks: int) -> str:
         if mark in text:
             return f"{kind} {_served(words, process)}"
     if words[-4:] == psutil.Process(launcher).cmdline()[-4:]:
-        return f"rank {ranks}" if process.ppid() == launcher else "writer of checkpoints"
-    return "resource tracker" if "resource_tracker" in text else "other"
+        return f"rank {ranks}" if ranks is not None and process.ppid() == launcher else "writer of checkpoints"
+    for kind, mark in (("resource tracker", "resource_tracker"), ("manager of writers", "spawn_main")):
+        if mark in text:
+            return kind
+    return "other"
 
 
 def _served(words: Sequence[str], process: psutil.Process) -> str:
@@ -205,3 +209,10 @@ def half_written(run: Path) -> list[str]:
 
 def plain(found: Mapping[str, Slope]) -> dict[str, dict[str, float]]:
     return {name: asdict(slope) for name, slope in found.items()}
+
+
+def words(process: psutil.Process) -> str:
+    """Returns the command line of a process, for a message."""
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid}: {' '.join(process.cmdline())}"[:200]
+    return f"{process.pid}"

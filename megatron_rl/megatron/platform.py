@@ -353,7 +353,7 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 def end_writers_with_rank() -> None:
-    """Has the process that background writers of checkpoints report to end with this rank, which calls it before it
+    """Has the process that writers of checkpoints report to end with this rank, which calls it before it
     saves. Core's own stays for ever, with its temporary directory, when the rank is killed."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
