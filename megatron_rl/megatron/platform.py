@@ -381,7 +381,17 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent_imports() -> Iterator[None]:
-    """Silences warnings inside the block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Silences warnings inside the block, and hides wandb there.
+
+    Core imports wandb where it is installed, for loggers that nobody here uses. That makes two temporary directories,
+    which a killed process leaves behind.
+    """
+    hidden = {} if "wandb" in sys.modules else {"wandb": None}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
