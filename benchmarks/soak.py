@@ -60,6 +60,7 @@ LOOK_S, END_S = 0.1, 45.0  # END_S: from the end of a launcher to that of the la
 STALLED_S = 240.0  # without a turn: the soak gives up
 UNPLANNED = 3  # ends that no fault explains, after which the soak gives up
 LATE = 0.8  # share of the turns from which on supervisors and trainers of `served` are killed
+LAST = 0.9  # share of the turns of `struck` before which all its faults are due
 BARS = {"KiB": 1.0, "descriptors": 1.0, "threads": 1.0}  # a turn; in 1,000 turns
 POLICY_WROTE = 0
 
@@ -198,7 +199,7 @@ def _plan(soak: Soak, args: argparse.Namespace) -> list[Fault]:
     if soak.name == "struck":
         kills = max(1, turns // 50) if args.kills is None else args.kills
         drawn = Counter([faults.KILLS[i % len(faults.KILLS)] for i in rng.sample(range(5 * kills), kills)])
-        return faults.plan(rng, turns, [*drawn.items(), ("disk", args.fills), jumps])
+        return faults.plan(rng, int(LAST * turns), [*drawn.items(), ("disk", args.fills), jumps])
     early = faults.plan(
         rng, int(LATE * turns), [("server", max(1, turns // 40)), ("reward worker", max(1, turns // 250)), jumps]
     )
