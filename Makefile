@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: fuzz demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -217,6 +217,9 @@ $(TASKS)/.ready: $(STAMP) # pip builds eleven packages that the library needs; w
 	$(TASKS_PIP) $(CONSTRAINTS) -e ".[tasks]"
 	$(TASKS)/bin/python -c "import reasoning_gym"
 	touch $@
+
+soak: setup ## a tiny Tango run of 2,000 turns in faults: kills, full disks, clock jumps, servers that lie; some 40 minutes (SEED, TURNS=2000)
+	$(PY) benchmarks/soak.py --turns $(or $(TURNS),2000) --seed $(SEED) --check
 
 fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=1000)
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)

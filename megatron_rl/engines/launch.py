@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from megatron_rl import processes
 from megatron_rl.config.schema import ConfigError, Servers, Sglang
 from megatron_rl.engines import segments
 from megatron_rl.engines.base import EngineError
+from megatron_rl.run.parent import end_with_parent
 
 TAIL_LINES, TAIL_BYTES = 15, 1 << 14
 GRACE_S = 20.0  # between asking a server to leave and killing it
@@ -66,7 +68,8 @@ def interpreter(settings: Servers) -> str:
 
 
 class ServerProcess:
-    """One server. Its output goes to `log`; it leads a session of its own, which ends with it.
+    """One server. Its output goes to `log`; it leads a session of its own, which ends with it. The thread that makes
+    this value must live as long as the server, which is asked to leave when that thread is gone.
 
     Nothing of its shared memory is left then. What servers left whose owners were killed is removed at the start.
     """
@@ -95,6 +98,7 @@ class ServerProcess:
                     stdout=out,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=functools.partial(end_with_parent, signal.SIGTERM, os.getpid()),
                 )
             except OSError as error:
                 raise StartError(

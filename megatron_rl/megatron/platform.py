@@ -11,16 +11,21 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import multiprocessing
+import os
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
+
+from megatron_rl.run.parent import leave_with_parent
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -347,6 +352,17 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def end_writers_with_rank() -> None:
+    """Has the process that writers of checkpoints report to end with this rank, which calls it before it
+    saves. Core's own stays for ever, with its temporary directory, when the rank is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as core
+
+    if core._results_queue is None:
+        reports = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        reports.start(leave_with_parent, (os.getpid(),))
+        core._results_queue = reports.Queue()  # type: ignore[assignment]
+
+
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
     """Corrects the offsets by which core cuts parameters out of the optimizer state that it saves (with CUDA too).
 
@@ -365,7 +381,17 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
 
 @contextlib.contextmanager
 def _silent_imports() -> Iterator[None]:
-    """Silences warnings inside the block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Silences warnings inside the block, and hides wandb there.
+
+    Core imports wandb where it is installed, for loggers that nobody here uses. That makes two temporary directories,
+    which a killed process leaves behind.
+    """
+    hidden = {} if "wandb" in sys.modules else {"wandb": None}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

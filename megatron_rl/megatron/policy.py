@@ -187,6 +187,7 @@ class MegatronPolicy:
         has.
         """
         with self._awake(), self.groups.active(), _signals_wait():
+            platform.end_writers_with_rank()
             state = self._sharded_state(loading=False)
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:

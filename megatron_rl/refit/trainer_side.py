@@ -27,6 +27,7 @@ from megatron_rl.world import all_gather, broadcast
 
 ROLL_CALL_S = 10.0  # an engine that does not answer for so long is left out
 REJOIN_S = 5.0  # living engines have joined again so long after a refit that failed for all
+VERDICTS = 16  # of refits that stay on the board; one of each would stay for all of a long run
 _log = logging.getLogger(__name__)
 
 
@@ -278,7 +279,7 @@ class TrainerSide:
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
         """Gives the engines the verdict, and removes from the board what the roll call before left there.
 
-        Verdicts stay, for an engine that comes late to read them.
+        The last VERDICTS verdicts stay, for an engine that comes late to read them.
         """
         self._board.put(f"{call.number}/verdict", {"committed": report.committed})
         self._board.put("next", call.number + 1)
@@ -287,6 +288,7 @@ class TrainerSide:
                 self._board.remove(f"{call.number - 1}/{kind}/{rank}")
         for key in ("ticket", "go"):
             self._board.remove(f"{call.number - 1}/{key}")
+        self._board.remove(f"{call.number - VERDICTS}/verdict")
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
         """Returns the figures of a refit, with the least time that its links allow."""

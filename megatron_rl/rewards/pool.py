@@ -181,11 +181,12 @@ class GradePool:
         task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, paths))
         return _Worker(process, outbox=bytearray(frame(task)), since=time.monotonic())
 
-    def _gives_up(self) -> bool:
+    def _gives_up(self, *, killed: bool) -> bool:
         """Counts a worker that could not be started, and returns whether starting is to be given up: at once for a
-        function that was never imported, after START_TRIES in a row for one that was."""
+        function that was never imported, after START_TRIES in a row for one that was, and for a worker that was
+        killed."""
         self._failed_starts += 1
-        return not self._proven or self._failed_starts >= START_TRIES
+        return not (self._proven or killed) or self._failed_starts >= START_TRIES
 
     def _why_not(self, worker: _Worker, status: int) -> str:
         """Returns why a worker could not be started, for a message."""
@@ -283,7 +284,8 @@ class GradePool:
             taken = time.monotonic() - worker.since
             _kill(worker)
             status = worker.process.returncode
-            if not worker.ready and self._gives_up():
+            killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
+            if not worker.ready and self._gives_up(killed=killed):
                 raise RewardFailure(self._why_not(worker, status))
             if worker.held and ended != EXHAUSTED:
                 results[worker.held.popleft()] = (

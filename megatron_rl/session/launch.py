@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_rl.cluster.address import address_among_ranks, free_port, loopback_interface
 from megatron_rl.cluster.job import SlurmJob, job_from
+from megatron_rl.run.parent import end_with_parent
 
 LOCAL = "127.0.0.1"
 GRACE_S = 30.0  # between asking the other ranks to leave and killing them
@@ -84,8 +85,9 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
     imported; that is no way to go on where a GPU may have been touched. Otherwise each imports its own, and `rank` must
     be picklable.
 
-    When one rank fails the others are told to leave, and killed after GRACE_S. Signals are passed on; that a Ctrl-C in
-    a terminal then reaches a rank twice counts as once (`run.Interrupts`).
+    When one rank fails the others are told to leave, and killed after GRACE_S. When this process is killed all are told
+    to leave: they save, and the same command can go on. Signals are passed on; that a Ctrl-C in a terminal then reaches
+    a rank twice counts as once (`run.Interrupts`).
     """
     port = str(free_port(LOCAL))
     context: Any = multiprocessing.get_context("fork" if fork else "spawn")
@@ -100,7 +102,7 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
         }
         if (loopback := loopback_interface()) is not None:
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", loopback)
-        children.append(context.Process(target=_run_rank, args=(rank, variables), name=f"rank {number}"))
+        children.append(context.Process(target=_run_rank, args=(rank, variables, os.getpid()), name=f"rank {number}"))
     gc.freeze()  # what is there is not looked at by the ranks' collectors, so its memory stays shared
     for child in children:
         child.start()
@@ -108,7 +110,8 @@ def start_ranks(rank: Callable[[], int], nproc: int, *, fork: bool) -> int:
         return _wait(children)
 
 
-def _run_rank(rank: Callable[[], int], variables: Mapping[str, str]) -> None:
+def _run_rank(rank: Callable[[], int], variables: Mapping[str, str], launcher: int) -> None:
+    end_with_parent(signal.SIGTERM, launcher)
     os.environ.update(variables)
     sys.exit(rank())
 

@@ -68,11 +68,15 @@ class FakeVllm:
         self._faults: dict[str, list[str]] = defaultdict(list)
         self._change = threading.Condition()
         self._paused, self._aborts, self._closed, self._pending = False, 0, False, ""
-        self._server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"fake": self}))
+        self._server = ThreadingHTTPServer((host, port), type("Own", (self.handler(),), {"fake": self}))
         self._server.daemon_threads = True
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self._thread.start()
+
+    def handler(self) -> type[Handler]:
+        """Returns the class that answers requests."""
+        return Handler
 
     def close(self) -> None:
         with self._change:
@@ -204,7 +208,7 @@ class FakeVllm:
         return self.stall_after is not None and place >= self.stall_after and prompt not in self.passing
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     fake: FakeVllm
     protocol_version = "HTTP/1.1"
 

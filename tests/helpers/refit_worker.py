@@ -175,6 +175,8 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
         except RefitError as error:
             figures = {"error": f"{type(error).__name__}: {error}"}
         figures |= {"took": time.monotonic() - start}
+        if not inside and rank == 0:
+            figures["keys"] = side._board._client.num_keys()
         if engine is not None:
             figures |= {"holds": engine.holds(version), "version": engine.version}
         answers.append(figures)

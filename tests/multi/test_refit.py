@@ -22,6 +22,7 @@ from tiny_models import make_model
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit import delta
 from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import VERDICTS
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
 
 TIMEOUT_S = 200
@@ -218,6 +219,18 @@ def test_weights_go_on_to_living_engines_when_one_is_killed_and_reach_it_when_it
     assert held(tmp_path, "a") == [{"version": v, "holds": True} for v in range(4)]
     assert held(tmp_path, "b") == [{"version": 0, "holds": True}]
     assert held(tmp_path, "c") == [{"version": 3, "holds": True}]
+
+
+@pytest.mark.multi
+def test_the_board_does_not_grow_with_every_refit(tmp_path):
+    """The verdict of each stayed there for good."""
+    versions = list(range(2 * VERDICTS + 8))
+    one = case(DENSE, TrainerLayout(tp=1), EngineLayout(tp=1, replicas=1), inside=False, versions=versions)
+    one |= {"waits": {"0": ["joined_a"], "end": [f"holds_a_{versions[-1]}"]}}
+    ranks = start_trainer(tmp_path, one)
+    with processes(start_engine(tmp_path, one, 0, "a"), *ranks):
+        keys = [answer["keys"] for answer in finish(ranks, tmp_path)[0]]
+    assert keys[-1] <= keys[VERDICTS + 4] + 2, keys  # a slot's message may just have been taken
 
 
 @pytest.mark.multi

@@ -113,6 +113,24 @@ def test_stop_ends_the_whole_group(tmp_path):
         child.unlink()
 
 
+def start_and_wait(tmp_path: Path) -> None:
+    process = start(tmp_path, FAKE, FAKE="silent")
+    (tmp_path / "pid").write_text(str(process.pid))
+    signal.pause()
+
+
+def test_a_server_leaves_when_its_supervisor_is_killed(tmp_path):
+    """It stayed behind, with its memory and its port, after the run had ended."""
+    supervisor = multiprocessing.get_context("fork").Process(target=start_and_wait, args=(tmp_path,))
+    supervisor.start()
+    until("the server", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    assert not gone(pid)
+    supervisor.kill()
+    supervisor.join()
+    until("its end", lambda: gone(pid))
+
+
 def make_token_file(directory: Path) -> Path:
     make_token(directory / "token")
     return directory / "token"

@@ -138,3 +138,17 @@ def test_hostile_want_of_processes_is_waited_for(monkeypatch):
     with pool_of() as pool, pytest.raises(RewardFailure, match="no reward worker can be started here"):
         pool.grade(["yes"], [{"answer": "yes"}])
     assert len(tried) == 4
+
+
+def test_hostile_kill_of_the_first_worker_while_it_starts_is_no_word_about_the_reward(tmp_path, monkeypatch):
+    """Somebody killed it, or the kernel for want of memory, and the run ended with "importing ends the process"."""
+    (tmp_path / "killed_rewards.py").write_text(
+        "import os, signal\n"
+        f"if not os.path.exists({str(tmp_path / 'once')!r}):\n"
+        f"    open({str(tmp_path / 'once')!r}, 'w').close()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def grade(response, payload):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    with GradePool(Reward(target="killed_rewards:grade", workers=1, timeout_s=5.0)) as pool:
+        assert [one.outcome for one in pool.grade(["a"], [{}])] == [Outcome.SCORE]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 
+import psutil
 import pytest
+from fake_fleet import until
 
+from megatron_rl.run.parent import leave_with_parent
 from megatron_rl.session import launch
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -84,3 +90,48 @@ def test_a_signal_is_passed_on_to_all(tmp_path):
     assert launch.start_ranks(functools.partial(wait_to_be_told, tmp_path), 2, fork=True) == 0
     sender.join()
     assert len(list(tmp_path.glob("left*"))) == 2 and signal.getsignal(signal.SIGUSR1) == before
+
+
+def start_two(directory: Path) -> None:
+    launch.start_ranks(functools.partial(stay, directory), 2, fork=True)
+
+
+def stay(directory: Path) -> int:
+    """Says which process it is, and waits to be told to leave."""
+    signal.signal(signal.SIGTERM, functools.partial(leave, directory))
+    (directory / f"pid{os.environ['RANK']}").write_text(str(os.getpid()))
+    (directory / f"ready{os.environ['RANK']}").touch()
+    time.sleep(60)
+    return 0
+
+
+def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
+    """They went on without it, and the same command was refused because the run was still being run."""
+    launcher = multiprocessing.get_context("fork").Process(target=start_two, args=(tmp_path,))
+    launcher.start()
+    until("two ranks", lambda: len(list(tmp_path.glob("ready*"))) == 2)
+    launcher.kill()
+    launcher.join()
+    until("their end", lambda: len(list(tmp_path.glob("left*"))) == 2)
+
+
+def manage(directory: Path) -> None:
+    """Starts a manager of queues as a rank does that saves in the background, and waits."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
+    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+    manager.start(leave_with_parent, (os.getpid(),))
+    (directory / "pid").write_text(str(manager._process.pid))
+    signal.pause()
+
+
+def test_a_manager_of_queues_leaves_with_its_rank_and_takes_its_files_along(tmp_path):
+    """It stayed for ever when a rank was killed that had saved in the background, and so did its directory."""
+    (tmp_path / "tmp").mkdir()
+    rank = multiprocessing.get_context("fork").Process(target=manage, args=(tmp_path,))
+    rank.start()
+    until("the manager", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    assert list((tmp_path / "tmp").iterdir())
+    rank.kill()
+    rank.join()
+    until("its end", lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+    assert not list((tmp_path / "tmp").iterdir())
