@@ -74,6 +74,11 @@ class RunRecord:
                 self.damage.append(str(error))
             return []
 
+    def look(self) -> list[str]:
+        """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
+        self.metrics(), self.refits(), self.summary(), self.config()
+        return list(dict.fromkeys(self.damage))
+
     def _whole(self, found: lines.Lines[Any]) -> list[Any]:
         if found.damage is not None:
             self.damage.append(found.damage)

@@ -21,6 +21,7 @@ from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfi
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import run_directory
 from megatron_rl.session.restarts import Restarts
 from megatron_rl.session.servers import ENGINES, TOKEN, command, connect
@@ -33,7 +34,7 @@ HUNG = 8  # times engine.lost_after_s without an answer: a server that will not 
 def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
     """Returns 0 when it was asked to leave, 1 when the server died too often.
 
-    Raises ConfigError; StartError when the last start failed.
+    Raises ConfigError, also for damaged weights; StartError when the last start failed.
     """
     settings = config.engine
     if isinstance(settings, Embedded):
@@ -47,6 +48,8 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
+    if not with_parent:  # else the run that starts this has looked
+        refuse_damaged_models(config.roles[role])
     settings = replace(settings, host=own_address(settings.host))
     server = _Serving(config, settings, role, replica, interpreter(settings), environment)
     stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
