@@ -76,7 +76,8 @@ class RunRecord:
 
     def look(self) -> list[str]:
         """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
-        self.metrics(), self.refits(), self.summary(), self.config()
+        for read in (self.metrics, self.refits, self.summary, self.config):
+            read()
         return list(dict.fromkeys(self.damage))
 
     def _whole(self, found: lines.Lines[Any]) -> list[Any]:

@@ -123,12 +123,12 @@ def damage(sentences: Sequence[str]) -> str:
     return f"<p>Some of what this page is made from could not be read:</p><ul>{items}</ul>" if items else ""
 
 
-def warn(sentences: Sequence[str], page: Path) -> None:
-    """Says in a warning what a page is not made from, for those who do not open it."""
+def warn(sentences: Sequence[str], file: Path) -> None:
+    """Says in a warning what a page or figure is not made from, for those who do not open it."""
     told = list(dict.fromkeys(sentences))
     if told:
         rest = f"; and {len(told) - 1} more: see the page" if len(told) > 1 else ""
-        _log.warning("%s leaves out what is damaged: %s%s", page, told[0], rest)
+        _log.warning("%s leaves out what is damaged: %s%s", file, told[0], rest)
 
 
 def _record(run_dir: Path) -> RunRecord:
