@@ -14,8 +14,8 @@ from toys import characters
 from megatron_rl.config.schema import EndpointConfig, Sglang, Vllm
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.frames import pack
-from megatron_rl.engines.openai import OpenAiServer
 from megatron_rl.engines.http_wire import HttpAnswer
+from megatron_rl.engines.openai import OpenAiServer
 from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.sglang import SglangServer
 from megatron_rl.engines.vllm import VllmServer
