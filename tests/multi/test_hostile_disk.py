@@ -1,4 +1,5 @@
-"""A run whose disk fills, or that is killed, while it saves goes on from the checkpoint before, and says what was wrong."""
+"""A run whose disk fills, or that is killed, while it saves goes on from the checkpoint before, and says what was
+wrong."""
 
 from __future__ import annotations
 

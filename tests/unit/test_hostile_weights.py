@@ -18,7 +18,6 @@ from toys import EOS, characters
 from megatron_rl import main
 from megatron_rl.config.schema import Model, TandemConfig
 from megatron_rl.conversion.target import fresh
-from megatron_rl.training.turns import Part
 from megatron_rl.run import sums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
 from megatron_rl.run.directory import RunDirectory
@@ -26,6 +25,7 @@ from megatron_rl.run.report import write_report
 from megatron_rl.run.report_sweep import write_sweep_report
 from megatron_rl.session import common, train
 from megatron_rl.session.damage import model_directories
+from megatron_rl.training.turns import Part
 from megatron_rl.weights import hf
 from megatron_rl.world import OneProcess
 
