@@ -248,18 +248,18 @@ class Http:
     def _kept(self) -> Connection | None:
         """Takes a connection that waits to be used again, in this loop."""
         loop = asyncio.get_running_loop()
-        with self._lock:
-            self._idle = [each for each in self._idle if not each.loop.is_closed()]
-            own = next((each for each in reversed(self._idle) if each.loop is loop), None)
-            if own is None:
-                return None
-            self._idle.remove(own)
-        if own.expiry is not None:
-            own.expiry.cancel()
-        if own.usable:
-            return own
-        own.close()
-        return self._kept()
+        while True:
+            with self._lock:
+                self._idle = [each for each in self._idle if not each.loop.is_closed()]
+                own = next((each for each in reversed(self._idle) if each.loop is loop), None)
+                if own is None:
+                    return None
+                self._idle.remove(own)
+            if own.expiry is not None:
+                own.expiry.cancel()
+            if own.usable:
+                return own
+            own.close()
 
     def _keep(self, connection: Connection) -> None:
         """Keeps a connection for a moment. Servers close theirs after five seconds, perhaps while a request is on its
