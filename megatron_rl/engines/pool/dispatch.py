@@ -180,11 +180,12 @@ class Dispatcher:
 
 
 async def _end_all() -> None:
-    """Cancels all tasks of the running loop but this one, and waits until they have ended."""
+    """Cancels all tasks of the running loop but this one, and waits until they and the loop's threads have ended."""
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()  # which looks names of hosts up
 
 
 def _too_often(failures: list[str], member: Member) -> str:
