@@ -110,7 +110,7 @@ def spoil(source: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "generate", "eval", "serve"])
-def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp_path, capsys, monkeypatch):
+def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp_path, capsys):
     """Only `train` and `convert` looked at the checksums."""
     bad = spoil(model, tmp_path / "bad")
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1", "prompt": "p", "response": "r"}\n' * 4)
@@ -118,7 +118,7 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
     run = {"dir": str(tmp_path), "name": "run"}
     rl = {
         "roles": {"generator": {"model": {"path": str(model)}, "tandem": {"junior": str(bad)}}},
-        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": {"template": str(tmp_path / "t.txt")}},
+        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": str(tmp_path / "t.txt")}},
         "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "gate": {"enabled": False},
     }  # fmt: skip
     served = rl | {"engine": {"kind": "vllm", "python": "/bin/true"}}
@@ -128,7 +128,12 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
         "serve": served,
         "sft": {"model": {"path": str(bad)}, "data": {"train": f"{tmp_path}/rows.jsonl"}, "run": run},
         "generate": {"model": {"path": str(bad)}, "output": f"{tmp_path}/out", **asked},
-        "eval": {"model": {"path": str(model)}, "junior": {"path": str(bad)}, "measures": ["legibility"], **asked},
+        "eval": {
+            "model": {"path": str(model)},
+            "junior": {"path": str(bad)},
+            "measures": ["solve", "legibility"],
+            **asked,
+        },
     }
     (tmp_path / "config.yaml").write_text(json.dumps(configs[command]))
     words = ["--role=generator"] if command == "serve" else []
