@@ -34,7 +34,6 @@ setup(
         "matplotlib>=3.8",
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits
-        "urllib3>=2.2",  # to the servers of rollouts
     ],
     extras_require={
         "vllm": ["vllm"],
@@ -47,7 +46,7 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "dev": [
             *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),
-            *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.3"),
+            *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.3", "urllib3>=2.2"),
         ],
     },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},

@@ -137,6 +137,10 @@ class TorchWorld:
     def broadcast(self, value: T) -> T:
         return self._send(value)
 
+    def everywhere(self, value: bool) -> bool:
+        """Tells whether `value` is true on all ranks. Collective; not to be called inside `from_driver`."""
+        return all(all_gather(value, self._group))
+
     def from_driver(self, function: Callable[..., T], *args: Any) -> T:
         if self.size == 1 or self._driving:  # a nested call is the outer one's business
             return function(*args)

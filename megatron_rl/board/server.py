@@ -48,7 +48,7 @@ class BoardServer:
         self._alarms: list[tuple[float, int, _Wait]] = []
         self._serial = itertools.count()
         self._accept_again: float | None = None  # while no connection is accepted
-        self._room = _descriptors() - KEPT_BACK
+        self._room = descriptors() - KEPT_BACK
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -322,7 +322,7 @@ def configure(made: socket.socket) -> None:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_S)
 
 
-def _descriptors() -> int:
+def descriptors() -> int:
     """Allows this process as many descriptors as it may have, and returns their number. A rank or two thousand clients
     need more than the 1,024 that many systems begin with.
     """

@@ -29,9 +29,9 @@ from megatron_rl.evaluation.solve import SOLVE, Grade, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
 from megatron_rl.rewards.pool import GradePool, check_failures
-from megatron_rl.session.common import open_world, sampling_of
+from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import Cast, open_cast
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.launch import Place
 from megatron_rl.text import read_template
 
 CHUNK = 256  # number of problems that are asked at once
@@ -69,7 +69,7 @@ def run(config: EvalConfig, place: Place, environment: Mapping[str, str] | None 
     `environment`: the environment of servers that it starts.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: finished problems are kept
-    with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
+    with open_world_for(config, place) as world, contextlib.ExitStack() as stack:
         cast = open_cast(config, world, stack, environment or {})
         world.from_driver(functools.partial(_evaluate, config, cast))
     return 0

@@ -27,9 +27,9 @@ from megatron_rl.data.rows import DataError, write_parquet
 from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
 from megatron_rl.run.checkpoint import read_json, write_json
-from megatron_rl.session.common import open_world, sampling_of
+from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.launch import Place
 from megatron_rl.text import read_template
 
 CHUNK = 512  # prompts answered between two moves of the progress bar
@@ -62,7 +62,7 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # leave at once: nothing but the chunk at hand is lost
     parts = Path(config.output) / "parts"
-    with open_world(place, run_directory(config)) as world, contextlib.ExitStack() as stack:
+    with open_world_for(config, place) as world, contextlib.ExitStack() as stack:
         engine, tokenizer = open_teacher(config, world, stack, environment or {})
 
         def work() -> None:

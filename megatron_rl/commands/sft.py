@@ -15,8 +15,8 @@ from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.run.directory import Interrupts
-from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
+from megatron_rl.session.launch import Place
 from megatron_rl.training.update import Trainee, mean_loss, update
 from megatron_rl.types import Rollout
 from megatron_rl.weights.plain_data import refuse_code
@@ -28,7 +28,7 @@ def run(config: SftConfig, place: Place) -> int:
 
     Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
     """
-    with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
+    with open_world_for(config, place, deterministic=config.run.deterministic) as world:
         return _run(config, place, world)
 
 
@@ -62,7 +62,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         if finished:
             export_model(world, policy.weights(), config.model, driver.directory.path / "model")
             driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
-            driver.say(f"done: the model is in {driver.directory.path / 'model'}")
+            driver.done(f"the model is in {driver.directory.path / 'model'}")
         else:
             driver.say("saved; the same command goes on from there")
     return 0 if finished else 130

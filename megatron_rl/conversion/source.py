@@ -15,7 +15,7 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
-from megatron_rl.run.sums import wrong, wrong_of
+from megatron_rl.run.sums import refuse, wrong, wrong_of
 from megatron_rl.weights import headers, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
@@ -93,7 +93,7 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
         if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
             other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
             raise ConfigError(f"{path} has a config.json and no *.safetensors: the weights are missing{other}")
-        _refuse(wrong_of(path))
+        refuse(wrong_of(path))
         return WeightSource(path, path, None)
     path = step_directory(path)
     names = roles(path)
@@ -112,13 +112,8 @@ def find(path: Path, *, role: str | None = None, model: Path | None = None, trus
 def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
     """Opens one role's directory, after a look at the checksums that a run wrote for it."""
     known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
-    _refuse(wrong(path.parent, known))
+    refuse(wrong(path.parent, known))
     return WeightSource(path, model, DistCheckpoint(path, trust=trust))
-
-
-def _refuse(faults: list[str]) -> None:
-    if faults:
-        raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")
 
 
 def step_directory(path: Path) -> Path:

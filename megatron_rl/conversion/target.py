@@ -13,13 +13,14 @@ from types import FrameType
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.run import locks
+from megatron_rl.run.disk import push, push_tree
 
 SPARE = 1.02  # disk space that is wanted, as a multiple of the tensors' size
 
 
 @contextlib.contextmanager
 def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
-    """Yields an empty directory beside `target` that becomes it at the end of the block.
+    """Yields an empty directory beside `target` that becomes it at the end of the block, when all of it is on the disk.
 
     A block that fails leaves nothing. A process that is killed leaves a directory .NAME.partial, which the next one
     with the same target removes. Raises ConfigError when something is at `target`, when another process is writing it,
@@ -54,7 +55,9 @@ def fresh(target: Path, *, wanted_bytes: int) -> Iterator[Path]:
                 f"{target.parent} has {free / 1e9:.1f} GB free, the result takes up to {wanted}: choose another disk"
             )
         yield partial
+        push_tree(partial)
         partial.rename(target)
+        push([target.parent])
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):

@@ -7,8 +7,8 @@ refitted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,29 +73,31 @@ class OpenAiServer:
         self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")
         self._endpoint, self._tokenizer, self._ends = endpoint, tokenizer, frozenset(ends)
         self._vocab = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self._lock = threading.Lock()
+        self._asking = asyncio.Lock()  # one request for the context is enough
         self._asked_context, self._context = False, None
 
     def ready(self) -> bool:
         return self._http.answers(MODELS)
 
-    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+    ) -> list[Completion]:
         """See server.Server. Raises ValueError for impossible sampling settings, and for those that the endpoint has no
         words for. A prompt that fills the context comes back empty where the endpoint tells its context.
         """
         self._check(prompt, sampling)
-        context = self._room(timeout_s)
+        context = await self._room(timeout_s)
         room = sampling.max_tokens if context is None else context - len(prompt)
         if room <= 0:
             return [Completion(tokens=np.empty(0), logprobs=np.empty(0), stop=Stop.LENGTH)] * sampling.n
         n = 1 if sampling.temperature == 0 else sampling.n
         body = self._request(prompt, sampling, n, seed, min(sampling.max_tokens, room))
         size = answers.FREE_BYTES + n * body["max_tokens"] * answers.JSON_TOKEN_BYTES
-        choices = self._ask(body, n, timeout_s, size)
+        choices = await self._ask(body, n, timeout_s, size)
         with self._understood():
             return [self._completion(choice, sampling, body["max_tokens"]) for choice in choices] * (sampling.n // n)
 
-    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+    async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. Raises EngineError where the endpoint does not tell the log-probs of prompts, or names the
         likeliest tokens by their text.
         """
@@ -112,7 +114,7 @@ class OpenAiServer:
         body |= {"return_tokens_as_token_ids": True} if k else {}
         try:
             size = answers.FREE_BYTES + sum(map(len, longer)) * (answers.JSON_TOKEN_BYTES + k * answers.ENTRY_BYTES)
-            choices = iter(self._ask(body, len(longer), timeout_s, size) if longer else [])
+            choices = iter(await self._ask(body, len(longer), timeout_s, size) if longer else [])
         except RequestRefused as error:
             asked = f"`echo` with `logprobs: {max(1, k)}`"
             raise EngineError(f"{self.url} does not score prompts ({asked}): {error}") from error
@@ -180,21 +182,21 @@ class OpenAiServer:
             }
         return body
 
-    def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
+    async def _ask(self, body: Mapping[str, Any], count: int, timeout_s: float, max_bytes: int) -> list[Any]:
         """Returns the choices of an answer, in order. Raises ServerLost with the time to wait, RequestRefused,
         ConfigError.
         """
-        answer = self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
+        answer = await self._call("POST", COMPLETIONS, body, timeout_s, max_bytes)
         with self._understood():
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != count:
             raise ServerLost(f"{self.url} sent {len(choices)} completions, not {count}", retry_after_s=PAUSE_S)
         return choices
 
-    def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
+    async def _call(self, method: str, path: str, body: Any, timeout_s: float, max_bytes: int = CONTROL_BYTES) -> Any:
         """Returns an answer's JSON. Raises ServerLost with the time to wait, RequestRefused, ConfigError."""
         try:
-            return self._http.call(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
+            return await self._http.ask(method, path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         except ServerLost as error:
             raise ServerLost(str(error), retry_after_s=error.retry_after_s or PAUSE_S) from error
 
@@ -268,12 +270,12 @@ class OpenAiServer:
             )
         return told[1 : len(tokens)]
 
-    def _room(self, timeout_s: float) -> int | None:
+    async def _room(self, timeout_s: float) -> int | None:
         """Returns how many tokens the model's context has; None where the endpoint does not tell."""
-        with self._lock:
+        async with self._asking:
             if not self._asked_context:
                 try:
-                    listed = self._call("GET", MODELS, None, timeout_s)
+                    listed = await self._call("GET", MODELS, None, timeout_s)
                 except RequestRefused:  # it has no such route
                     listed = None
                 self._context = _context_of(listed, self._endpoint.model)

@@ -4,32 +4,25 @@ apart.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
-import http.client
-import io
 import json
-import socket
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import urllib3
-import urllib3.util
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Completion, Sampling, TopScores
+from megatron_rl.engines.http_wire import Address, Connection, HttpAnswer, TooLongError, WireError
 
 CONNECT_S = 5.0
-KEPT_S = 2.0  # an idle connection is used again: servers close theirs after five, perhaps while a request is on its way
-CONNECTIONS = 1024  # kept, more are made and thrown away
+KEPT_S = 2.0  # that an idle connection is kept
 CONTROL_S = 60.0  # a control route's answer
 CONTROL_BYTES = 16 << 20  # the longest answer of one
-READ_BYTES = 1 << 20  # of an answer at a time
 SHOWN = 400  # characters of a server's error text
+JSON = "application/json"
 BUSY = (408, 425, 429)  # statuses that blame the moment, not the request
 TOO_MANY_S = 1.0  # how long a server is left alone that got too many requests and does not say how long it wants
 
@@ -50,7 +43,11 @@ class RequestRefused(ValueError):
 
 
 class Server(Protocol):
-    """One replica. Every verb raises ServerLost when it does not answer in time, RequestRefused when it says no."""
+    """One replica. Every verb raises ServerLost when it does not answer in time, RequestRefused when it says no.
+
+    Requests for rollouts and scores, of which there are many at a time, wait on the caller's event loop; the other
+    verbs hold the thread that calls them.
+    """
 
     url: str
 
@@ -58,13 +55,15 @@ class Server(Protocol):
         """Tells whether it answers now; raises nothing."""
         ...
 
-    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+    ) -> list[Completion]:
         """Returns `sampling.n` completions of [T] int32, each with its `versions`; one that a refit cut short has
         Stop.ABORTED. Sample j draws by `seed` + j.
         """
         ...
 
-    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+    async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """Returns for each [T] int32 the log-probs of its tokens under the model at temperature 1, 0 for the first, and
         the k likeliest tokens at every place (k may be 0). Raises EngineError where it does not tell them.
         """
@@ -91,7 +90,7 @@ class Server(Protocol):
         ...
 
     def hang_up(self) -> None:
-        """Breaks off the verbs under way in other threads, which raise ServerLost now. Any thread may call it."""
+        """Breaks off the verbs under way, which raise ServerLost now. Any thread may call it."""
         ...
 
     def close(self) -> None:
@@ -99,56 +98,61 @@ class Server(Protocol):
         ...
 
 
-class HttpAnswer(NamedTuple):
-    """A whole answer."""
-
-    status: int
-    headers: Mapping[str, str]
-    data: bytes
-
-
 class Http:
-    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks. Many threads may use it.
+    """A client of one server: JSON or bytes over HTTP, with headers that tell who asks.
 
-    A request has one deadline for all of it, however slowly the answer drips, and an answer one limit in bytes.
+    A request has one deadline for all of it, connecting included, however slowly the answer drips, and an answer one
+    limit in bytes. `ask` and `exchange` wait on the caller's event loop and keep their connection for a moment; `call`
+    and `answers` hold the thread that calls them. Many loops and threads may use a client at once.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, refused: str = REFUSED) -> None:
-        """`refused`: what is wrong, and the cure, when the server does not know who asks."""
+        """`refused`: what is wrong, and the cure, when the server does not know who asks. Raises ConfigError for a URL
+        that names no server.
+        """
         self.url = url.rstrip("/")
+        self._address = Address.of(self.url)
         self._headers, self._refused = dict(headers), refused
-        self._base = urllib3.util.parse_url(self.url).path or ""
-        self._pool = urllib3.connection_from_url(self.url, maxsize=CONNECTIONS)
-        self._ends = threading.local()  # `at`: when the request of this thread ends
-        self._pool.ConnectionCls = _remembered(self._pool.ConnectionCls, self._remember, self._left_s)
-        self._lock = threading.Lock()
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._under_way = 0
+        self._lock = threading.Lock()  # guards what follows
+        self._under_way: set[_Call] = set()
+        self._idle: list[Connection] = []
         self._closed = False
 
-    def call(
+    async def ask(
         self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
-        max_bytes: int = CONTROL_BYTES,
+        max_bytes: int = CONTROL_BYTES, keep: bool = True,
     ) -> Any:  # fmt: skip
         """Sends `body` as JSON -> the answer's JSON; None for an empty answer, or when what it `says` is of no
-        interest.
+        interest. `keep`: the connection is used again, by this loop.
 
         Raises ServerLost, also for an answer of more than `max_bytes`, RequestRefused, and ConfigError when the server
         does not know who asks.
         """
         data = None if body is None else json.dumps(body).encode()
-        answer = self._good(method, path, data, "application/json", timeout_s, max_bytes)
+        answer = await self._good(method, path, data, JSON, (timeout_s, max_bytes, keep))
         try:
             return json.loads(answer.data) if says and answer.data else None
         except (ValueError, RecursionError) as error:  # neither text nor JSON, or lists in lists in lists
             raise ServerLost(f"{self.url}{path} answered something that is not JSON: {_shown(answer)!r}") from error
 
-    def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Posts bytes of a content type -> the answer's bytes. Raises as `call` does."""
-        return self._good("POST", path, body, kind, timeout_s, max_bytes).data
+    async def exchange(self, path: str, body: bytes, kind: str, *, timeout_s: float, max_bytes: int) -> bytes:
+        """Posts bytes of a content type -> the answer's bytes. Raises as `ask` does."""
+        return (await self._good("POST", path, body, kind, (timeout_s, max_bytes, True))).data
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float = CONTROL_S, says: bool = True,
+        max_bytes: int = CONTROL_BYTES,
+    ) -> Any:  # fmt: skip
+        """Does as `ask`, and holds the thread until the answer is there. Not to be called where a loop runs."""
+        asked = self.ask(method, path, body, timeout_s=timeout_s, says=says, max_bytes=max_bytes, keep=False)
+        try:
+            return asyncio.run(asked)
+        except OSError as error:  # no descriptor is left for a loop
+            asked.close()
+            raise ServerLost(f"{self.url}{path}: {error}") from error
 
     def answers(self, path: str, *, timeout_s: float = CONNECT_S) -> bool:
-        """Tells whether a GET gives a good answer now."""
+        """Tells whether a GET gives a good answer now. It holds the thread."""
         try:
             self.call("GET", path, timeout_s=timeout_s)
         except (ServerLost, RequestRefused, ConfigError):
@@ -156,42 +160,31 @@ class Http:
         return True
 
     def hang_up(self) -> None:
-        """Breaks every connection: calls under way raise ServerLost, those that come make new ones."""
+        """Breaks every connection: requests under way raise ServerLost, those that come make new ones. Any thread may
+        call it.
+        """
         with self._lock:
-            connections = list(self._sockets)
-        for connection in connections:
-            _break(connection)
+            calls, idle, self._idle = list(self._under_way), self._idle, []
+        for call in calls:
+            call.hang_up()
+        for connection in idle:
+            connection.end()
 
     def close(self) -> None:
+        """Hangs up for good: later requests raise ServerLost too."""
         with self._lock:
             self._closed = True
-            idle = not self._under_way
         self.hang_up()
-        if idle:
-            self._pool.close()
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[None]:
-        """The client stays open for the block."""
-        with self._lock:
-            if self._closed:
-                raise ServerLost(f"{self.url}: this client of it was closed")
-            self._under_way += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._under_way -= 1
-                last = self._closed and not self._under_way
-            if last:
-                self._pool.close()
-
-    def _good(
-        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
+    async def _good(
+        self, method: str, path: str, body: bytes | None, kind: str, terms: tuple[float, int, bool]
     ) -> HttpAnswer:
-        """Returns an answer that says yes."""
-        with self._open():
-            answer = self._request(method, path, body, kind, timeout_s, max_bytes)
+        """Returns an answer that says yes. `terms`: its time in seconds, its size in bytes, and whether the connection
+        is kept.
+        """
+        headers = {**self._headers, "Content-Type": kind}
+        request = self._address.request(method, path, headers, body, keep=terms[2])
+        answer = await self._unless_hung_up(path, self._answer(path, request, *terms))
         if answer.status == 401:
             raise ConfigError(f"{self.url} {self._refused}")
         said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
@@ -201,113 +194,104 @@ class Http:
             raise ServerLost(said, retry_after_s=_retry_after_s(answer))
         return answer
 
-    def _request(
-        self, method: str, path: str, body: bytes | None, kind: str, timeout_s: float, max_bytes: int
-    ) -> HttpAnswer:
-        timeout = urllib3.Timeout(connect=min(CONNECT_S, timeout_s), read=timeout_s)
-        self._ends.at = time.monotonic() + timeout_s
-        try:
-            answer = self._pool.urlopen(
-                method, self._base + path, body=body, headers={**self._headers, "Content-Type": kind},
-                timeout=timeout, retries=False, redirect=False, preload_content=False, decode_content=False,
-            )  # fmt: skip
-            return HttpAnswer(answer.status, answer.headers, self._whole(answer, path, max_bytes))
-        except urllib3.exceptions.TimeoutError as error:
-            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
-        except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, ValueError) as error:
-            # ValueError: Python's client reads a chunk of -5 bytes
-            raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-
-    def _whole(self, answer: urllib3.BaseHTTPResponse, path: str, max_bytes: int) -> bytes:
-        """Returns the body of an answer. Raises ServerLost as soon as it is longer than `max_bytes`."""
-        parts, size = list[bytes](), 0
-        while part := answer.read(READ_BYTES):
-            parts.append(part)
-            size += len(part)
-            if size > max_bytes:
-                answer.close()
-                raise ServerLost(f"{self.url}{path} answered more than {max_bytes} bytes: that is no answer to this")
-        answer.release_conn()
-        return b"".join(parts)
-
-    def _left_s(self) -> float:
-        """Returns how long the request of this thread may still take. Raises TimeoutError when its time is up."""
-        left = self._ends.at - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the request's time is up")
-        return left
-
-    def _remember(self, connection: socket.socket) -> None:
-        """Closing a client wakes nobody who waits for an answer, shutting its sockets does."""
+    async def _unless_hung_up(self, path: str, work: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
+        """Runs a request that `hang_up` ends."""
+        call = _Call(asyncio.get_running_loop(), asyncio.ensure_future(work))
         with self._lock:
-            self._sockets.add(connection)
             closed = self._closed
+            if not closed:
+                self._under_way.add(call)
         if closed:
-            _break(connection)
+            call.task.cancel()
+            raise ServerLost(f"{self.url}: this client of it was closed")
+        try:
+            return await call.task
+        except asyncio.CancelledError:
+            if call.hung_up:
+                raise ServerLost(f"{self.url}{path}: the connection was broken off") from None
+            raise
+        finally:
+            with self._lock:
+                self._under_way.discard(call)
+
+    async def _answer(self, path: str, request: bytes, timeout_s: float, max_bytes: int, keep: bool) -> HttpAnswer:
+        """Returns the answer to a request, whatever it says. Raises ServerLost."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = self._kept() or await self._connect(timeout_s)
+                try:
+                    answer, again = await connection.exchange(request, max_bytes)
+                except BaseException:
+                    connection.close()
+                    raise
+        except TimeoutError as error:
+            raise ServerLost(f"{self.url}{path}: no answer within {timeout_s:g} s") from error
+        except TooLongError as error:
+            said = f"{self.url}{path} answered more than {max_bytes} bytes: that is no answer to this"
+            raise ServerLost(said) from error
+        except (WireError, OSError, ValueError) as error:  # ValueError: a host's name that cannot be encoded
+            raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+        if again and keep:
+            self._keep(connection)
+        else:
+            connection.close()
+        return answer
+
+    async def _connect(self, timeout_s: float) -> Connection:
+        limit_s = min(CONNECT_S, timeout_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await Connection.open(self._address)
+        except TimeoutError as error:
+            raise ServerLost(f"{self.url}: no connection within {limit_s:g} s") from error
+
+    def _kept(self) -> Connection | None:
+        """Takes a connection that waits to be used again, in this loop."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                self._idle = [each for each in self._idle if not each.loop.is_closed()]
+                own = next((each for each in reversed(self._idle) if each.loop is loop), None)
+                if own is None:
+                    return None
+                self._idle.remove(own)
+            if own.expiry is not None:
+                own.expiry.cancel()
+            if own.usable:
+                return own
+            own.close()
+
+    def _keep(self, connection: Connection) -> None:
+        """Keeps a connection for a moment. Servers close theirs after five seconds, perhaps while a request is on its
+        way.
+        """
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._idle.append(connection)
+                connection.expiry = connection.loop.call_later(KEPT_S, self._drop, connection)
+        if closed:
+            connection.close()
+
+    def _drop(self, connection: Connection) -> None:
+        with self._lock:
+            if connection not in self._idle:
+                return
+            self._idle.remove(connection)
+        connection.close()
 
 
-def _remembered(base: Any, remember: Callable[[socket.socket], None], left_s: Callable[[], float]) -> Any:
-    """Returns a class of connections that tell their sockets, and count as dropped when they were idle for long.
+class _Call:
+    """A request under way."""
 
-    A request and its answer take no longer in all than `left_s` says.
-    """
+    def __init__(self, loop: asyncio.AbstractEventLoop, task: asyncio.Future[HttpAnswer]) -> None:
+        self.task, self.hung_up = task, False
+        self._loop = loop
 
-    class Remembered(base):
-        used = 0.0
-
-        def connect(self) -> None:
-            super().connect()
-            remember(self.sock)
-
-        def request(self, *args: Any, **options: Any) -> Any:
-            if self.sock is not None:
-                self.sock.settimeout(left_s())  # else that of the request before
-            return super().request(*args, **options)
-
-        def getresponse(self) -> Any:
-            self.response_class = functools.partial(_Timely, left_s)
-            answer = super().getresponse()
-            self.used = time.monotonic()
-            return answer
-
-        @property
-        def is_connected(self) -> bool:
-            return super().is_connected and time.monotonic() - self.used < KEPT_S
-
-    return Remembered
-
-
-class _Timely(http.client.HTTPResponse):
-    """An answer that is read within a time in all. Python's own has a time-out for each read, so that a server that
-    sends a byte now and then is never late.
-    """
-
-    def __init__(self, left_s: Callable[[], float], sock: socket.socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(_TimelyReads(self.fp.detach(), sock, left_s))
-
-
-class _TimelyReads(io.RawIOBase):
-    """The reads of one answer."""
-
-    def __init__(self, raw: Any, sock: socket.socket, left_s: Callable[[], float]) -> None:
-        self._raw, self._socket, self._left_s = raw, sock, left_s
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        self._socket.settimeout(self._left_s())
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-def _break(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is broken already
-        connection.shutdown(socket.SHUT_RDWR)
+    def hang_up(self) -> None:
+        self.hung_up = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+            self._loop.call_soon_threadsafe(self.task.cancel)
 
 
 def _retry_after_s(answer: HttpAnswer) -> float:

@@ -23,13 +23,14 @@ from megatron_rl.engines.base import Completion, EngineError, Sampling, TopScore
 from megatron_rl.engines.frames import Arrays, unpack
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import CONTROL_S, JSON, Http, RequestRefused, ServerLost
 from megatron_rl.engines.sglang_route import PATH as GENERATE
 from megatron_rl.engines.sglang_route import parts
 from megatron_rl.types import Stop
 from megatron_rl.weights import hf
 
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
+FACTS = "/server_info"
 FLUSH_S = 30.0  # for the last batch to leave, before the cache is emptied
 PAUSES = {
     "abort": "abort",
@@ -119,30 +120,32 @@ class SglangServer:
     def close(self) -> None:
         self._http.close()
 
-    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+    ) -> list[Completion]:
         """See server.Server. Raises ValueError for impossible sampling settings, and for truncation whose log-probs
         SGLang does not tell. A prompt that fills the context (SGLang keeps a few tokens of it back) comes back empty.
         """
         sampler.check(sampling)
         self._check_tokens(prompt)
-        facts = self._facts()
+        facts = await self._facts_soon()
         if len(prompt) >= facts.longest_prompt:
             return [Completion(tokens=NOTHING, logprobs=NOTHING, stop=Stop.LENGTH)] * sampling.n
         n = 1 if sampling.temperature == 0 else sampling.n
         body = self._request(prompt.tolist(), sampling, n, seed, facts)
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
         longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
-        found = self._ask(body, n, timeout_s, longest)
+        found = await self._ask(body, n, timeout_s, longest)
         with self._understood():
             return [self._completion(about, own, sampling, room) for about, own in found] * (sampling.n // n)
 
-    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+    async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. Raises RequestRefused for a sequence that is longer than SGLang's longest prompt, which is
         a few tokens shorter than the context.
         """
         if k > self._vocab:
             raise EngineError(f"the {k} likeliest tokens were asked for: {self.url} has {self._vocab} in all")
-        longest = self._facts().longest_prompt
+        longest = (await self._facts_soon()).longest_prompt
         for tokens in sequences:
             self._check_tokens(tokens)
             if len(tokens) > longest:
@@ -157,7 +160,7 @@ class SglangServer:
             "logprob_start_len": 0,
         } | ({"top_logprobs_num": k} if k else {})
         size = answers.FREE_BYTES + sum(map(len, sequences)) * (1 + k) * answers.ENTRY_BYTES
-        found = self._ask(body, len(sequences), timeout_s, size)
+        found = await self._ask(body, len(sequences), timeout_s, size)
         with self._understood():
             return [self._scores(*answer, tokens, k) for answer, tokens in zip(found, sequences, strict=True)]
 
@@ -220,13 +223,13 @@ class SglangServer:
             "sampling_params": parameters | {"n": n},
         }  # the prompt is worked through once for all n
 
-    def _ask(
+    async def _ask(
         self, body: dict[str, Any], count: int, timeout_s: float, max_bytes: int
     ) -> list[tuple[Mapping[str, Any], Arrays]]:
         """Returns what the server says of each completion, and its arrays."""
         with self._counted():
             asked = json.dumps(body).encode()
-            answer = self._http.exchange(GENERATE, asked, "application/json", timeout_s=timeout_s, max_bytes=max_bytes)
+            answer = await self._http.exchange(GENERATE, asked, JSON, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             about, arrays = unpack(answer)
             found = list(zip(about, parts(about, arrays), strict=True))
@@ -343,15 +346,20 @@ class SglangServer:
                 self._change.notify_all()
 
     def _facts(self) -> _Facts:
-        if self._known is None:
-            told = self._http.call("GET", "/server_info")
-            with self._understood():
-                self._known = _Facts(
-                    tp=answers.read_whole(told["tp_size"], 1),
-                    longest_prompt=answers.read_whole(told["max_req_input_len"], 0),
-                    longest_mask=answers.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
-                    heeds_seeds=bool(told["enable_deterministic_inference"]),
-                )
+        """Returns what the server says of itself; it holds the thread."""
+        return self._known or self._read_facts(self._http.call("GET", FACTS))
+
+    async def _facts_soon(self) -> _Facts:
+        return self._known or self._read_facts(await self._http.ask("GET", FACTS))
+
+    def _read_facts(self, told: Any) -> _Facts:
+        with self._understood():
+            self._known = _Facts(
+                tp=answers.read_whole(told["tp_size"], 1),
+                longest_prompt=answers.read_whole(told["max_req_input_len"], 0),
+                longest_mask=answers.read_whole(told["sampling_mask_max_tokens"] or 0, 0),
+                heeds_seeds=bool(told["enable_deterministic_inference"]),
+            )
         return self._known
 
 

@@ -133,32 +133,35 @@ class VllmServer:
     def ready(self) -> bool:
         return self._http.answers("/health")
 
-    def generate(self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float) -> list[Completion]:
+    async def generate(
+        self, prompt: np.ndarray, sampling: Sampling, *, seed: int, timeout_s: float
+    ) -> list[Completion]:
         """See server.Server. Raises ValueError for impossible sampling settings. A prompt that fills the context comes
         back empty.
         """
         sampler.check(sampling)
-        room = self._room() - len(prompt)
+        room = await self._room() - len(prompt)
         if room <= 0:
             authors = None if sampling.tandem is None else NOTHING
             empty = Completion(tokens=NOTHING, logprobs=NOTHING, stop=Stop.LENGTH, authors=authors)
             return [empty] * sampling.n
         if sampling.tandem is not None:
-            self._agree(sampling.tandem.rule.strategy)
+            await self._agree(sampling.tandem.rule.strategy)
         at_once = self._at_once if sampling.temperature > 0 else 1  # vLLM draws a greedy answer once
         if sampling.temperature == 0 and sampling.tandem is None:
-            return self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
+            return await self._draw(prompt, sampling, 1, seed, room, timeout_s) * sampling.n
         out: list[Completion] = []
         while len(out) < sampling.n:  # sample j has seed + j, in vLLM too
-            out += self._draw(prompt, sampling, min(sampling.n - len(out), at_once), seed + len(out), room, timeout_s)
+            n = min(sampling.n - len(out), at_once)
+            out += await self._draw(prompt, sampling, n, seed + len(out), room, timeout_s)
         return out
 
-    def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
+    async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. vLLM reads nothing from its prefix cache for it."""
         lengths = [len(tokens) for tokens in sequences]
         asked = {"lengths": lengths, "top_k": k}
         longest = answers.FREE_BYTES + sum(lengths) * (1 + k) * answers.ENTRY_BYTES
-        _, found = self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
+        _, found = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
         with self._understood():
             logprobs = answers.read_logprobs(found["logprobs"], (sum(lengths), 1 + k)).copy()
             ids = found["ids"].copy()  # [N, k]
@@ -202,13 +205,13 @@ class VllmServer:
     def close(self) -> None:
         self._http.close()
 
-    def _draw(
+    async def _draw(
         self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
     ) -> list[Completion]:
         parameters = self._parameters(sampling, n, seed, room)
         room = parameters["max_tokens"]
         longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
-        choices, arrays = self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
+        choices, arrays = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
         with self._understood():
             completions = [
                 self._completion(choice, part, sampling, len(prompt), room) for choice, part in _parts(choices, arrays)
@@ -241,12 +244,12 @@ class VllmServer:
             parameters["extra_args"] = {TANDEM: {name: value for name, value in settings.items() if value is not None}}
         return parameters
 
-    def _exchange(
+    async def _exchange(
         self, path: str, about: Any, tokens: np.ndarray, timeout_s: float, max_bytes: int
     ) -> tuple[Any, frames.Arrays]:
         """Sends tokens and what is said about them -> what the answer says, and its arrays."""
         body = frames.pack(about, {"tokens": tokens})
-        answer = self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s, max_bytes=max_bytes)
+        answer = await self._http.exchange(path, body, frames.KIND, timeout_s=timeout_s, max_bytes=max_bytes)
         with self._understood():
             return frames.unpack(answer)
 
@@ -259,7 +262,7 @@ class VllmServer:
         authors = replay(tandem.rule, ids, seed if tandem.seed is None else tandem.seed, written)
         return replace(completion, authors=np.asarray(authors, np.bool_)[len(before) :])
 
-    def _agree(self, strategy: Strategy) -> None:
+    async def _agree(self, strategy: Strategy) -> None:
         """Checks once that the server has a junior, and the same boundaries. Raises RequestRefused; another vLLM would
         ignore what is asked.
         """
@@ -268,7 +271,7 @@ class VllmServer:
         if self._boundaries is None:
             raise RequestRefused("sampling.tandem without boundaries: roles.NAME.tandem gives them to the client")
         ids = self._boundaries(strategy)
-        answer = self._http.call("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
+        answer = await self._http.ask("POST", "/collective_rpc", {"method": "tandem_boundaries", "args": [strategy]})
         with self._understood():
             found = set(answer["results"])
         if found != {fingerprint(ids)}:
@@ -281,10 +284,10 @@ class VllmServer:
     def _post(self, path: str, body: Any, *, timeout_s: float = CONTROL_S) -> None:
         self._http.call("POST", path, body, timeout_s=timeout_s)
 
-    def _room(self) -> int:
+    async def _room(self) -> int:
         """Returns how many tokens fit into the server's context."""
         if self._context is None:
-            answer = self._http.call("GET", "/v1/models")
+            answer = await self._http.ask("GET", "/v1/models")
             with self._understood():
                 self._context = answers.read_whole(answer["data"][0]["max_model_len"], 1)
         return self._context

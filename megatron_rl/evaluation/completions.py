@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.rewards.pool import Graded
-from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.disk import write_text
 
 CHUNK = 256  # rows graded between two writes
 BAD_ROW = "bad_row"  # outcome of a row that is no completion; the other outcomes are those of rewards.pool.Outcome

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.run.checkpoint import write_text
+from megatron_rl.run.disk import write_text
 from megatron_rl.run.lines import UNREADABLE, append
 from megatron_rl.run.lines import read as read_lines
 

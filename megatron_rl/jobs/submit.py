@@ -19,8 +19,8 @@ from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, EvalConfig, Servers, SftConfig, TrainConfig
 from megatron_rl.run import lines
-from megatron_rl.run.checkpoint import write_text
 from megatron_rl.run.directory import SWEEP, RunDirectory
+from megatron_rl.run.disk import write_text
 from megatron_rl.run.record import read_points
 from megatron_rl.session.launch import run_directory
 

@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.run.disk import push, write_text
 from megatron_rl.run.lines import UNREADABLE
 from megatron_rl.run.sums import digests
 
@@ -129,7 +130,7 @@ class Checkpoints:
                 shutil.rmtree(aside)
             os.rename(final, aside)
         os.rename(self.pending(number), final)
-        _sync([self.directory])
+        push([self.directory])
         if aside.exists():
             shutil.rmtree(aside)
 
@@ -163,8 +164,8 @@ def seal(directory: Path, number: int) -> None:
     files = {str(file.relative_to(directory)): file.stat().st_size for file in _files(directory)}
     known |= digests(directory, [name for name in files if name not in known])
     write_json(directory / MANIFEST, {"number": number, "files": files, "digests": known})
-    _sync([directory / name for name in files])
-    _sync([folder for folder in (directory, *directory.rglob("*")) if folder.is_dir()])
+    push([directory / name for name in files])
+    push([folder for folder in (directory, *directory.rglob("*")) if folder.is_dir()])
 
 
 def damage(path: Path) -> str | None:
@@ -203,26 +204,5 @@ def read_json(path: Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a text file through a temporary neighbour and a rename, so that it is whole or not there."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    _sync([path.parent])
-
-
 def _files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
-def _sync(paths: Iterable[Path]) -> None:
-    """Pushes files or directories to the disk, so that a later rename is never on disk before their contents."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 from megatron_rl.config.files import parse
 from megatron_rl.config.schema import ConfigError, Run
 from megatron_rl.run import locks
-from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json, write_text
+from megatron_rl.run.checkpoint import Checkpoints, read_json, write_json
+from megatron_rl.run.disk import write_text
 from megatron_rl.run.lines import UNREADABLE
 from megatron_rl.run.metrics import FILE_NAME
 

@@ -74,6 +74,12 @@ class RunRecord:
                 self.damage.append(str(error))
             return []
 
+    def look(self) -> list[str]:
+        """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
+        for read in (self.metrics, self.refits, self.summary, self.config):
+            read()
+        return list(dict.fromkeys(self.damage))
+
     def _whole(self, found: lines.Lines[Any]) -> list[Any]:
         if found.damage is not None:
             self.damage.append(found.damage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,13 +32,14 @@ FACTS = (
 WINDOW = 0.2  # the first turns are this share of all, and so are the last turns
 MAX_FILES = 5  # most rollout files read for each role and end of the run
 LARGEST = 1e300  # whole numbers beyond it are no floats, and differences of floats beyond it are not finite
+_log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path) -> Path:
     """Writes RUN/report.html from what the run directory holds so far and returns its path. Uses no network.
 
     Any part that was not logged (rollouts, a verifier, evaluations) is left out, and so is what is damaged, which the
-    page then says. Raises FileNotFoundError for a
+    page and a warning then say. Raises FileNotFoundError for a
     directory with neither metrics nor a config.
     """
     record = _record(run_dir)
@@ -59,6 +61,7 @@ def write_report(run_dir: Path) -> Path:
     ]
     path = directory.path / "report.html"
     path.write_text(page(title, _subtitle(rows), sections, head=facts), encoding="utf-8")
+    warn(record.damage, path)
     return path
 
 
@@ -83,7 +86,9 @@ def write_figure(run_dir: Path, png_path: Path) -> Path:
 
     Raises FileNotFoundError as `write_report` does.
     """
-    figures.draw_overview(_record(run_dir).metrics(), Path(run_dir).resolve().name, Path(png_path))
+    record = _record(run_dir)
+    figures.draw_overview(record.metrics(), Path(run_dir).resolve().name, Path(png_path))
+    warn(record.damage, Path(png_path))
     return Path(png_path)
 
 
@@ -116,6 +121,14 @@ def damage(sentences: Sequence[str]) -> str:
     """Returns an HTML list of what could not be read."""
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in dict.fromkeys(sentences))
     return f"<p>Some of what this page is made from could not be read:</p><ul>{items}</ul>" if items else ""
+
+
+def warn(sentences: Sequence[str], file: Path) -> None:
+    """Says in a warning what a page or figure is not made from, for those who do not open it."""
+    told = list(dict.fromkeys(sentences))
+    if told:
+        rest = f"; and {len(told) - 1} more: see the page" if len(told) > 1 else ""
+        _log.warning("%s leaves out what is damaged: %s%s", file, told[0], rest)
 
 
 def _record(run_dir: Path) -> RunRecord:

@@ -14,7 +14,7 @@ from megatron_rl.run import record
 from megatron_rl.run import report_figures as figures
 from megatron_rl.run.directory import SWEEP
 from megatron_rl.run.metrics import MetricsRow
-from megatron_rl.run.report import damage, grid, page, show, table
+from megatron_rl.run.report import damage, grid, page, show, table, warn
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_CHARTS = 24
@@ -60,10 +60,12 @@ def read_points(directory: Path) -> list[Point]:
 
 
 def write_sweep_report(directory: Path) -> Path:
-    """Writes DIRECTORY/report.html and returns its path. Raises ConfigError without a whole sweep.json."""
+    """Writes DIRECTORY/report.html and returns its path. Raises ConfigError without a whole sweep.json. Damage
+    of the runs is said by the page and a warning."""
     points = read_points(directory)
+    left_out = [line for point in points for line in point.damage]
     sections = [
-        ("Damage", damage([line for point in points for line in point.damage])),
+        ("Damage", damage(left_out)),
         ("Runs", _runs(points)),
         ("Means over seeds", _means(points)),
         ("Curves", grid(figures.line_svg(chart) for chart in _charts(points))),
@@ -73,6 +75,7 @@ def write_sweep_report(directory: Path) -> Path:
     path.write_text(
         page(directory.resolve().name, f"{done} of {len(points)} runs are finished", sections), encoding="utf-8"
     )
+    warn(left_out, path)
     return path
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from megatron_rl.config.base import ConfigError
+from megatron_rl.run.disk import write_text
 
 SUMS = "SHA256SUMS"  # beside a model's weights, as coreutils' sha256sum writes and checks it
 THREADS = 4  # that read files at once
@@ -40,11 +43,9 @@ def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = 
 
 
 def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
-    """Writes SHA256SUMS for the files of a directory."""
+    """Writes SHA256SUMS for the files of a directory, and pushes it to the disk."""
     found = digests(directory, sorted(path.name for path in directory.glob(pattern)))
-    partial = directory / f".{SUMS}.tmp"
-    partial.write_text("".join(f"{value}  {name}\n" for name, value in found.items()), encoding="utf-8")
-    os.replace(partial, directory / SUMS)
+    write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in found.items()))
 
 
 def wrong_of(directory: Path) -> list[str]:
@@ -55,3 +56,9 @@ def wrong_of(directory: Path) -> list[str]:
     rows = [line.partition("  ") for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if line]
     bad = [f"{file} is damaged" for value, gap, name in rows if len(value) != 64 or not gap or os.sep in name]
     return bad or wrong(directory, {name: value for value, _, name in rows})
+
+
+def refuse(faults: Sequence[str]) -> None:
+    """Raises ConfigError where `wrong` or `wrong_of` found something."""
+    if faults:
+        raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")

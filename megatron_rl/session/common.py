@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +45,10 @@ from megatron_rl.run.checkpoint import (
 )
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
+from megatron_rl.run.disk import push_tree
 from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.run.record import RunRecord
+from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.weights import hf
 from megatron_rl.world import DriverError, TorchWorld
@@ -91,6 +95,13 @@ class Driver:
     def say(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
+
+    def done(self, text: str) -> None:
+        """Says that the run is finished, after what of its record cannot be read."""
+        if self.console is not None:
+            for sentence in RunRecord(self.directory.path).look():
+                self.say(f"damage: {sentence}")
+        self.say(f"done: {text}")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         if self.tracker is not None:
@@ -140,6 +151,17 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
         raise
     world.barrier()
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def open_world_for(config: Any, place: Place, *, deterministic: bool = False) -> Iterator[TorchWorld]:
+    """Joins the ranks of a command for the block, as `open_world` does, and looks at the checksums of its models first.
+
+    Raises ConfigError for damaged weights, on the driver.
+    """
+    with open_world(place, run_directory(config), deterministic=deterministic) as world:
+        world.from_driver(refuse_damaged_models, config)
+        yield world
 
 
 @contextlib.contextmanager
@@ -203,14 +225,16 @@ def _newest(world: TorchWorld, checkpoints: Checkpoints) -> Checkpoint | None:
 class Saver:
     """Atomic checkpoints of all roles and the run's state. Every method is collective.
 
-    In the background all but the first are written while training goes on: how long that first one takes is what a
-    job's time limit is compared with.
+    In the background all but the first are written while training goes on, and their checksums computed: how long that
+    first one takes is what a job's time limit is compared with.
     """
 
     def __init__(self, world: TorchWorld, driver: Driver, policies: Mapping[str, Saves], *, background: bool) -> None:
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
         self._due: int | None = None  # begun, not complete
         self._measured = False
+        self._summing: Future[None] | None = None  # the checksums of what this rank wrote, when all of it is written
+        self._thread = ThreadPoolExecutor(1, "checksums")
 
     def save(self, number: int, state: Any) -> int | None:
         """Begins a checkpoint, after the one before is complete.
@@ -245,10 +269,14 @@ class Saver:
             return None
         number = self._due
         with self._refusing(number):
-            if not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+            if self._summing is None:
+                if not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+                    return None
+                self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), self._world.rank)
+            if not wait and not self._world.everywhere(self._summing.done()):
                 return None
-            self._due = None
-            sum_up(self._driver.checkpoints.pending(number), self._world.rank)
+            summing, self._due, self._summing = self._summing, None, None
+            summing.result()
             self._world.barrier()
             self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
         return number
@@ -283,7 +311,7 @@ def _root(error: BaseException) -> BaseException:
 
 def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model: configs.Model, target: Path) -> None:
     """Writes a Hugging Face directory: weights, config and tokenizer, with the chat template that it was trained with.
-    Collective (the stream is)."""
+    All of it is on the disk on return. Collective (the stream is)."""
     tensors = {name: tensor.detach().clone() for name, tensor in weights if world.rank == 0}
 
     def write() -> None:
@@ -294,6 +322,7 @@ def export_model(world: TorchWorld, weights: Iterable[tuple[str, Tensor]], model
             copy_side_files(hf.local_directory(model.tokenizer), target, keep=("config.json",))
         if model.chat_template:
             shutil.copyfile(model.chat_template, target / "chat_template.jinja")
+        push_tree(target)
 
     world.from_driver(write)
 

@@ -21,9 +21,9 @@ from megatron_rl.rewards.pool import Graded
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.directory import RunDirectory, RunError
 from megatron_rl.session import parts
-from megatron_rl.session.common import open_driver, open_world
+from megatron_rl.session.common import open_driver, open_world_for
 from megatron_rl.session.fleet import open_fleet
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.launch import Place
 from megatron_rl.training import gate
 from megatron_rl.training.rollouts import plain
 from megatron_rl.training.turns import Recipe, Table
@@ -74,7 +74,7 @@ def run(config: TrainConfig, place: Place, *, updates: int) -> int:
     config = still(config)
     recipe: Recipe = plugins.build(config.recipe)
     config_checks.check_recipe(config, recipe)
-    with open_world(place, run_directory(config)) as world:
+    with open_world_for(config, place) as world:
         return _run(config, world, place, recipe, updates)
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,9 @@ from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfi
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
 from megatron_rl.engines.roster import Announcement, Listing, Roster
+from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import run_directory
+from megatron_rl.session.restarts import Restarts
 from megatron_rl.session.servers import ENGINES, TOKEN, command, connect
 
 POLL_S = 0.5
@@ -31,7 +34,7 @@ HUNG = 8  # times engine.lost_after_s without an answer: a server that will not 
 def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, environment: Mapping[str, str]) -> int:
     """Returns 0 when it was asked to leave, 1 when the server died too often.
 
-    Raises ConfigError; StartError when the last start failed.
+    Raises ConfigError, also for damaged weights; StartError when the last start failed.
     """
     settings = config.engine
     if isinstance(settings, Embedded):
@@ -45,25 +48,46 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
         )
+    if not with_parent:  # else the run that starts this has looked
+        refuse_damaged_models(config.roles[role])
     settings = replace(settings, host=own_address(settings.host))
     server = _Serving(config, settings, role, replica, interpreter(settings), environment)
     stop = _asked_to_leave(with_parent, functools.partial(over, run_directory(config)))
-    for start in range(settings.restarts + 1):
-        if start:
-            print(
-                f"{role}-{replica} ended; starting it again ({start} of {settings.restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
+    return _keep_alive(server, settings, stop, f"{role}-{replica}")
+
+
+def _keep_alive(server: _Serving, settings: Servers, stop: threading.Event, name: str) -> int:
+    """Runs a server again and again. Returns 0 when it was asked to leave, 1 when the server died too often in a row.
+
+    Raises StartError when the last one of these deaths was a failed start.
+    """
+    restarts = Restarts(settings.restarts, wait_s=settings.restart_wait_s, reset_s=settings.restart_reset_s)
+    while True:
+        failure: StartError | None = None
+        healthy_s = 0.0
         try:
-            server.serve(stop)
+            healthy_s = server.serve(stop)
         except StartError as error:
-            if start == settings.restarts:
-                raise
-            print(error, file=sys.stderr, flush=True)
+            failure = error
         if stop.is_set():
             return 0
-    print(f"{role}-{replica} died {settings.restarts + 1} times (engine.restarts): see {server.log}", file=sys.stderr)
+        wait_s = restarts.died(healthy_s)
+        if wait_s is None:
+            break
+        if failure is not None:
+            print(failure, file=sys.stderr, flush=True)
+        when = f" in {wait_s:g} s" if wait_s else ""
+        said = f"{name} ended; starting it again{when} ({restarts.deaths} of {settings.restarts})"
+        print(said, file=sys.stderr, flush=True)
+        if stop.wait(wait_s):
+            return 0
+    if failure is not None:
+        raise failure
+    print(
+        f"{name} died {restarts.deaths} times in a row (engine.restarts = {settings.restarts}; the count begins anew "
+        f"when it has answered for engine.restart_reset_s = {settings.restart_reset_s:g} s): see {server.log}",
+        file=sys.stderr,
+    )
     return 1
 
 
@@ -84,10 +108,10 @@ class _Serving:
         self._environment = {**environment, **_gpus(config, settings, role, replica), **families}
         self._job = job_from(environment)
 
-    def serve(self, stop: threading.Event) -> None:
+    def serve(self, stop: threading.Event) -> float:
         """Runs the server from its start to its end, or until `stop`, or until it has not answered for long.
 
-        Raises StartError.
+        Returns the seconds from its first answer to its last one. Raises StartError.
         """
         model, settings = self._config.roles[self._role].model, self._settings
         token, port = make_token(self._token_file), free_port(settings.host)
@@ -111,8 +135,9 @@ class _Serving:
         process = ServerProcess(words, self.log, self._environment, imports=self._imports)
         try:
             if not process.wait_until(client.ready, settings.start_timeout_s, stop.is_set):
-                return
+                return 0.0
             print(f"{listing.name} serves at {url}", flush=True)
+            begin = time.monotonic()
             with Announcement(
                 self._roster, listing, alive=lambda: process.ended() is None and client.ready()
             ) as announced:
@@ -124,6 +149,7 @@ class _Serving:
                             flush=True,
                         )
                         break
+                return max(0.0, time.monotonic() - begin - announced.silent_s())
         finally:
             process.stop()
             client.close()

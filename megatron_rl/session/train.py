@@ -26,11 +26,10 @@ from megatron_rl.rewards.pool import Graded, GradePool
 from megatron_rl.run.checkpoint import STATE, read_json
 from megatron_rl.run.directory import Interrupts
 from megatron_rl.run.metrics import Stopwatch
-from megatron_rl.run.sums import wrong_of
 from megatron_rl.session import parts
-from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
+from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
 from megatron_rl.session.fleet import Fleet, open_fleet
-from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.launch import Place
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
@@ -52,7 +51,7 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
     config_checks.check_recipe(config, recipe)
     if absent := config_checks.absent_recipe_files(recipe):
         raise ConfigError("; ".join(map(str, absent)))
-    with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
+    with open_world_for(config, place, deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe, fresh)
 
 
@@ -78,7 +77,6 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
         pool = stack.enter_context(GradePool(config.reward))
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
-        world.from_driver(_check_sums, config)
         models = _open_models(config, recipe)
         progress = _restore(driver, config, recipe, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
@@ -108,13 +106,6 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
     return 0 if finished else 130
 
 
-def _check_sums(config: TrainConfig) -> None:
-    """Raises ConfigError for a model directory whose weights are not those whose checksums stand beside them."""
-    for path in {role.model.path for role in config.roles.values()}:
-        if faults := wrong_of(Path(path)):
-            raise ConfigError(f"{faults[0]}: the disk or a copy damaged it; take another copy")
-
-
 def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
     tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
     readers, held_out = parts.prompts(config, recipe, tokenizers)
@@ -135,7 +126,7 @@ def _finish(
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
     driver.summary({"finished": True})
-    driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
+    driver.done(f"{driver.directory.path} (megatron-rl report {driver.directory.path})")
 
 
 @contextlib.contextmanager

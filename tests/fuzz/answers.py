@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any
@@ -13,8 +14,9 @@ from toys import characters
 from megatron_rl.config.schema import EndpointConfig, Sglang, Vllm
 from megatron_rl.engines.base import Completion, EngineError, Sampling
 from megatron_rl.engines.frames import pack
+from megatron_rl.engines.http_wire import HttpAnswer
 from megatron_rl.engines.openai import OpenAiServer
-from megatron_rl.engines.server import HttpAnswer, RequestRefused, ServerLost
+from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.engines.sglang import SglangServer
 from megatron_rl.engines.vllm import VllmServer
 
@@ -61,16 +63,20 @@ def fuzz(seed: int, count: int) -> Tally:
 def one(rng: random.Random, kind: str, client: Any) -> str:
     """Tries one answer, or one of the answers that a client asks for before it."""
     sampling = rng.choice(SAMPLINGS)
-    client._http._request = lambda method, path, *_: HttpAnswer(200, {}, answer(rng, kind, path, sampling))
+
+    async def told(path: str, *_: Any) -> HttpAnswer:
+        return HttpAnswer(200, {}, answer(rng, kind, path, sampling))
+
+    client._http._answer = told
     client._known = client._context = None  # what it learned of a server, by kind
     client._asked_context = False
     try:
         if rng.random() < 0.25:
-            found = client.score([PROMPT], 2 if rng.random() < 0.5 else 0, timeout_s=1.0)
+            found = asyncio.run(client.score([PROMPT], 2 if rng.random() < 0.5 else 0, timeout_s=1.0))
             assert all(np.isfinite(score.logprobs).all() and (score.logprobs <= 1e-3).all() for score in found)
             assert all(((score.ids >= 0) & (score.ids < 1024)).all() for score in found)
             return f"{kind} scored"
-        found = client.generate(PROMPT, sampling, seed=1, timeout_s=1.0)
+        found = asyncio.run(client.generate(PROMPT, sampling, seed=1, timeout_s=1.0))
     except (ServerLost, EngineError, RequestRefused) as error:
         return f"{kind} {type(error).__name__}"
     except ValueError as error:

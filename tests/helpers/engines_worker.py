@@ -6,6 +6,7 @@ engines_worker.py OUT CONFIG     under run_ranks; the run starts its servers its
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -124,7 +125,8 @@ class Scenario:
         assert self.pool is not None
         for member in self.pool.members.living():
             answers = [
-                member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=60) for p in prompts(self.vocab)
+                asyncio.run(member.server.generate(np.array(p, np.int32), GREEDY, seed=0, timeout_s=60))
+                for p in prompts(self.vocab)
             ]
             self.found[f"{name}_{member.listing.replica}"] = plain(answers)
 

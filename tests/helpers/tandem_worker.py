@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import urllib3
 from engines_worker import GREEDY, ROLE, Directory, plain, prompts, wait_for
 from layouts_worker import learn
 
@@ -84,7 +85,8 @@ class Scenario:
     def keep_preemptions(self) -> None:
         assert self.pool is not None
         server = self.pool.members.living()[0].server
-        lines = server._http._pool.request("GET", "/metrics", headers=server._http._headers).data.decode().splitlines()
+        answer = urllib3.request("GET", f"{server.url}/metrics", headers=server._http._headers)
+        lines = answer.data.decode().splitlines()
         self.found["preemptions"] = sum(
             float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total")
         )

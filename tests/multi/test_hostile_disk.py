@@ -1,15 +1,22 @@
-"""A run whose disk fills while it saves says so in our words, and goes on from the checkpoint before."""
+"""A run whose disk fills, or that is killed, while it saves goes on from the checkpoint before, and says what was
+wrong."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, program, tango_settings
+
+from megatron_rl.run.checkpoint import Checkpoint, Checkpoints, known_digests
+from megatron_rl.run.sums import wrong
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
@@ -20,10 +27,17 @@ def figures(run: Path) -> list[dict]:
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
-def test_hostile_full_disk_in_a_checkpoint(last_letter, tmp_path):
+@pytest.fixture(scope="module")
+def whole(last_letter, tmp_path_factory) -> list[dict]:
+    """The figures of a run that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    program("train", *tango_settings(last_letter, out, "run"))
+    return figures(out / "run")
+
+
+def test_hostile_full_disk_in_a_checkpoint(last_letter, whole, tmp_path):
     """No file of the second start may grow beyond 200 kB: its metrics fit, and its checkpoints do not. The third start
     does what a run does whose disk was never full. A bit is flipped in between, too: that checkpoint is passed over."""
-    program("train", *tango_settings(last_letter, tmp_path, "whole"))
     settings = tango_settings(last_letter, tmp_path, "run")
     first = [*settings, "run.steps=1", "run.keep=3"]
     program("train", *first)
@@ -38,7 +52,7 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, tmp_path):
     assert "the same command again" in done.stderr and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == before, "no half checkpoint takes space"
     program("train", *settings, "run.resume=must", "run.keep=3")
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert figures(tmp_path / "run") == whole
     newest = max((tmp_path / "run/checkpoints").glob("step_*"))
     file = next(newest.glob("generator/*.distcp"))
     data = bytearray(file.read_bytes())
@@ -46,4 +60,35 @@ def test_hostile_full_disk_in_a_checkpoint(last_letter, tmp_path):
     file.write_bytes(data)
     done = program("train", *settings, "run.resume=must", "run.keep=3")
     assert "is not what was written" in done.stdout + done.stderr
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+    assert figures(tmp_path / "run") == whole
+
+
+def test_hostile_kill_in_the_middle_of_a_background_checkpoint(last_letter, whole, tmp_path):
+    """All processes of the run are killed while a writer has begun a checkpoint that is not complete."""
+    settings = [*tango_settings(last_letter, tmp_path, "run"), "run.async_save=true"]
+    place = tmp_path / "run/checkpoints"
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.main", "train", *settings],
+            cwd=ROOT, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    end = time.monotonic() + 200
+    try:
+        while not begun(place):
+            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.001)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    left = begun(place)
+    assert left, "a checkpoint that is not complete"
+    found = Checkpoints(place).newest(lambda path: wrong(path, known_digests(path)))
+    assert isinstance(found, Checkpoint) and found.number >= 1 and f".{found.path.name}.tmp" not in left
+    program("train", *settings)
+    assert figures(tmp_path / "run") == whole and not begun(place)
+
+
+def begun(place: Path) -> list[str]:
+    """Returns the names of checkpoints that are being written behind a complete one."""
+    return [path.name for path in place.glob(".step_*.tmp") if [*place.glob("step_*")] and [*path.glob("*/*")]]

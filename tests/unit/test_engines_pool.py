@@ -4,6 +4,7 @@ roster.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -149,13 +150,13 @@ def test_a_living_server_that_fails_a_request_too_often_ends_the_run_with_its_la
 def test_an_answer_without_sense_is_a_lost_server_not_a_crash(fleet: Fleet, kind):
     """KeyError, UnicodeDecodeError and TypeError ended the run; log-probs that are not numbers were trained on."""
     fake = fleet.start()
-    server = VllmServer(fake.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)
+    server, another = (VllmServer(fake.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5) for _ in range(2))
     fake.fail(GENERATE, kind)
     with pytest.raises(ServerLost):
-        server.generate(np.array([1, 2], np.int32), SAMPLING, seed=1, timeout_s=0.4)
+        asyncio.run(server.generate(np.array([1, 2], np.int32), SAMPLING, seed=1, timeout_s=0.4))
     for path, ask in (
         ("/weight_info", server.version),
-        ("/v1/models", VllmServer(fake.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)._room),
+        ("/v1/models", lambda: asyncio.run(another._room())),
     ):
         if kind in ("garbage", "shape"):
             fake.fail(path, kind)

@@ -4,6 +4,7 @@ back.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 
@@ -181,12 +182,12 @@ def test_answers_are_dated_by_the_version_that_was_asked(fleet: Fleet):
         def ready(self) -> bool:
             return True
 
-        def generate(self, prompt, sampling, *, seed, timeout_s) -> list[Completion]:
+        async def generate(self, prompt, sampling, *, seed, timeout_s) -> list[Completion]:
             self.asked.set()
-            assert self.go.wait(30)
+            assert await asyncio.to_thread(self.go.wait, 30)
             return [Completion(tokens=[1], logprobs=[0.0], stop=Stop.EOS)] * sampling.n
 
-        def score(self, sequences, k, *, timeout_s): ...
+        async def score(self, sequences, k, *, timeout_s): ...
 
         def join(self, host, port, secret, replica) -> None: ...
 

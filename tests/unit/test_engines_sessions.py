@@ -4,6 +4,7 @@ weights are fixed.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
@@ -177,10 +178,10 @@ def test_scores_are_of_one_version_of_the_weights(fleet: Fleet):
     fake, asked, go = fleet.start(), [], threading.Event()
 
     class Slow(VllmServer):
-        def score(self, sequences, k, *, timeout_s):
+        async def score(self, sequences, k, *, timeout_s):
             asked.append(fake.version)
-            assert go.wait(30)
-            return super().score(sequences, k, timeout_s=timeout_s)
+            assert await asyncio.to_thread(go.wait, 30)
+            return await super().score(sequences, k, timeout_s=timeout_s)
 
     pool = fleet.serving(
         replicas=1, connector=lambda listing: Slow(listing.url, TOKEN, Vllm(), ends=(), vocab=97, refit_timeout_s=5)

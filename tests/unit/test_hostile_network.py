@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pickle
@@ -382,9 +383,17 @@ def test_hostile_servers_that_flood_are_cut(head):
 def test_connections_are_used_again_and_each_request_has_its_own_time():
     fake = FakeVllm("token")
     server = VllmServer(fake.url, "token", Vllm(), ends=(), vocab=97, refit_timeout_s=5)
-    for timeout_s in (0.3, 5.0, 5.0):
-        server.generate(np.array([1, 2], np.int32), Sampling(max_tokens=4), seed=1, timeout_s=timeout_s)
-        time.sleep(0.15)
+
+    async def three() -> set[int]:
+        kept = set()
+        for timeout_s in (0.3, 5.0, 5.0):
+            await server.generate(np.array([1, 2], np.int32), Sampling(max_tokens=4), seed=1, timeout_s=timeout_s)
+            [connection] = server._http._idle
+            kept.add(id(connection))
+            await asyncio.sleep(0.15)
+        return kept
+
+    assert len(asyncio.run(three())) == 1
     fake.close()
 
 
@@ -416,12 +425,12 @@ def test_hostile_servers_tokens_outside_the_vocabulary_are_that_servers_failure(
     server = VllmServer(fake.url, "token", Vllm(), ends=(), vocab=vocab, refit_timeout_s=5)
     prompt = np.array([1, 2], np.int32)
     if vocab == 97:
-        assert server.generate(prompt, Sampling(max_tokens=30), seed=1, timeout_s=5.0)
+        assert asyncio.run(server.generate(prompt, Sampling(max_tokens=30), seed=1, timeout_s=5.0))
     else:
         with pytest.raises(ServerLost, match="the vocabulary has 0 to 7"):
-            server.generate(prompt, Sampling(max_tokens=30), seed=1, timeout_s=5.0)
+            asyncio.run(server.generate(prompt, Sampling(max_tokens=30), seed=1, timeout_s=5.0))
         with pytest.raises(ServerLost, match="the vocabulary has 0 to 7"):
-            server.score([np.arange(1, 8, dtype=np.int32)], 3, timeout_s=5.0)
+            asyncio.run(server.score([np.arange(1, 8, dtype=np.int32)], 3, timeout_s=5.0))
     fake.close()
 
 

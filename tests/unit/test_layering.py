@@ -18,7 +18,7 @@ LAYERS = [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "processes"),
         *("engines.base", "refit.base"),
         *("evaluation.estimators", "evaluation.confusion", "run.lines", "run.sums", "run.metrics"),
-        *("run.checkpoint",),
+        *("run.checkpoint", "run.disk"),
     ],
     ["training.turns", "world", "packing", "board"],
     ["training.rollouts", "training.rollout_table", "training.store", "training.update", "data"],

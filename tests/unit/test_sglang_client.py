@@ -94,7 +94,7 @@ def stub():
 
 
 def ask(server, sampling, prompt=(1, 2)):
-    return server.generate(np.array(prompt, np.int32), sampling, seed=40, timeout_s=5)
+    return asyncio.run(server.generate(np.array(prompt, np.int32), sampling, seed=40, timeout_s=5))
 
 
 def test_a_plain_draw_has_the_log_probs_of_the_model(stub):
@@ -157,7 +157,7 @@ def scored(*logprobs, reason="length", top=None):
 def test_scores_are_those_of_the_prompts_tokens(stub):
     one = stub(generate=[[scored(-1.5, -2.5), scored()]])
     sequences = [np.array(tokens, np.int32) for tokens in ([1, 2, 3], [4])]
-    found = [scores.logprobs for scores in one.client().score(sequences, 0, timeout_s=5)]
+    found = [scores.logprobs for scores in asyncio.run(one.client().score(sequences, 0, timeout_s=5))]
     assert [each.tolist() for each in found] == [[0.0, -1.5, -2.5], [0.0]] and found[0].dtype == np.float32
     [body] = one.bodies("/generate")
     assert body["input_ids"] == [[1, 2, 3], [4]] and body["logprob_start_len"] == 0 and body["return_logprob"]
@@ -169,23 +169,23 @@ def test_scores_are_those_of_the_prompts_tokens(stub):
         ("{}", "not SGLang's"),
     ):
         with pytest.raises(ServerLost, match=says):
-            stub(generate=[broken]).client().score(sequences[:1], 0, timeout_s=5)
+            asyncio.run(stub(generate=[broken]).client().score(sequences[:1], 0, timeout_s=5))
     with pytest.raises(RequestRefused, match="a sequence of 507 tokens: .* scores at most 506"):
-        one.client().score([np.ones(507, np.int32)], 0, timeout_s=5)
+        asyncio.run(one.client().score([np.ones(507, np.int32)], 0, timeout_s=5))
 
 
 def test_the_likeliest_tokens_of_a_prompts_places_are_asked_for_and_told(stub):
     top = [[(7, -0.25), (3, -1.5)], [(9, -0.5), (2, -1.0)]]
     one = stub(generate=[[scored(-1.5, -2.5, top=top), scored(top=[])]])
     sequences = [np.array(tokens, np.int32) for tokens in ([1, 3, 4], [4])]
-    first, second = one.client().score(sequences, 2, timeout_s=5)
+    first, second = asyncio.run(one.client().score(sequences, 2, timeout_s=5))
     assert first.ids.tolist() == [[0, 0], [7, 3], [9, 2]] and first.ids.dtype == np.int32
     assert first.top_logprobs.tolist() == [[0.0, 0.0], [-0.25, -1.5], [-0.5, -1.0]]
     assert first.logprobs.tolist() == [0.0, -1.5, -2.5] and second.ids.shape == (1, 2) and not second.top_logprobs.any()
     [body] = one.bodies("/generate")
     assert body["top_logprobs_num"] == 2
     with pytest.raises(EngineError, match=r"told \(2, 2\) of the 3 likeliest tokens of 2 places"):
-        stub(generate=[[scored(-1.5, -2.5, top=top)]]).client().score(sequences[:1], 3, timeout_s=5)
+        asyncio.run(stub(generate=[[scored(-1.5, -2.5, top=top)]]).client().score(sequences[:1], 3, timeout_s=5))
 
 
 def test_the_servers_middleware_turns_good_answers_into_bytes_and_leaves_the_rest():

@@ -4,24 +4,26 @@ server fails it.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import contextlib
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from megatron_rl.board.server import descriptors
 from megatron_rl.engines.base import EngineError
 from megatron_rl.engines.launch import tail
+from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
 from megatron_rl.engines.server import ServerLost
 
-PREFIX_SHARE = 0.25  # of a server's places: a prefix is worth no more of them in use there than elsewhere
-FAILED_S = (
-    5.0  # how long others are preferred to a server that failed a request: it may seem idle because it fails at once
-)
 LONGEST_PAUSE_S = 60.0  # between two attempts, when all servers ask to be left alone for a while
+LOOKERS = 8  # servers that are asked at a time whether they live, after they failed a request
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class Request(Generic[T]):
     holds its prefix.
     """
 
-    ask: Callable[[Member, int], T]
+    ask: Callable[[Member, int], Awaitable[T]]
     sequences: int
     prefer: Member | None = None
 
@@ -61,7 +63,7 @@ class Outstanding:
 
 
 class Dispatcher:
-    """Sends requests to the members, each from a thread of its own.
+    """Sends requests to the members. All of them wait on one event loop, in one thread, however many there are.
 
     `tend` is called whenever a caller waits. `refitting` tells whether servers are taking weights, so that some will
     serve soon. `hopeless` tells why no server will come any more, or None.
@@ -73,19 +75,33 @@ class Dispatcher:
     ) -> None:  # fmt: skip
         self.members, self.failures = members, 0  # failures: requests that were sent again
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
-        limits = members.limits
-        self._threads = concurrent.futures.ThreadPoolExecutor(
-            limits.servers * limits.at_once, f"requests-{members.role}"
-        )
+        descriptors()  # a connection for every request under way
+        self._line = Line(members)
+        self._lookers = concurrent.futures.ThreadPoolExecutor(LOOKERS, f"looks-{members.role}")
+        self._looks: dict[Member, asyncio.Future[None]] = {}  # under way
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=f"requests-{members.role}", daemon=True)
+        self._thread.start()
+        members.changed = self.look
 
     def close(self) -> None:
-        """Waits for the threads, whose requests have failed: the members were closed before."""
-        self._threads.shutdown(cancel_futures=True)
+        """Ends what is under way, whose requests have failed: the members were closed before."""
+        if not self._thread.is_alive():
+            return
+        asyncio.run_coroutine_threadsafe(_end_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._lookers.shutdown(cancel_futures=True)
 
-    def submit(self, work: Outstanding, task: Callable[..., Any], *arguments: Any) -> None:
-        """Runs a task on a thread, for `work`. Raises EngineError when the members are closed."""
+    def submit(self, work: Outstanding, task: Callable[..., Coroutine[Any, Any, Any]], *arguments: Any) -> None:
+        """Begins a task, for `work`. Raises EngineError when the members are closed."""
         self.members.check_open()
-        work.add(self._threads.submit(task, *arguments))
+        work.add(asyncio.run_coroutine_threadsafe(task(*arguments), self._loop))
+
+    def look(self) -> None:
+        """Lets the requests that wait for a server look around. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nothing waits
+            self._loop.call_soon_threadsafe(self._line.look)
 
     def waiting(self) -> Waiting:
         """Returns the patience of one caller."""
@@ -107,8 +123,8 @@ class Dispatcher:
         self.members.check_open()
         return None if task is None else task.result()
 
-    def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
-        """Asks until some server answers -> its answer, and which it was. Runs on a thread.
+    async def send(self, work: Outstanding, request: Request[T]) -> tuple[T, Member]:
+        """Asks until some server answers -> its answer, and which it was. Part of a task.
 
         Raises EngineError when too many living ones fail, and when nobody waits for `work` any more; RequestRefused for
         a request that no server would take.
@@ -116,11 +132,12 @@ class Dispatcher:
         failures: list[str] = []
         failed: set[Member] = set()
         while True:
-            member, version = self._take(work, request, failed)
+            place = Waiter(request.sequences, failed, request.prefer, over=lambda: work.over)
+            member, version = await self._line.wait(place)
             try:
-                return request.ask(member, version), member
+                return await request.ask(member, version), member
             except ServerLost as error:
-                self.members.look_after(member, str(error))
+                await self._look_after(member, str(error))
                 served = self.members.serves(member, version)  # else it was not the request's fault
                 with self.members.change:
                     self.failures += 1
@@ -134,43 +151,41 @@ class Dispatcher:
             finally:
                 with self.members.change:
                     member.load, member.requests = member.load - request.sequences, member.requests - 1
-                    self.members.change.notify(request.sequences)  # of hundreds that wait: no more can begin now
-            self._pause(pause_s, failed)
+                self._line.admit()
+            if pause_s and all(m in failed for m in self.members.serving()):
+                await asyncio.sleep(min(pause_s, LONGEST_PAUSE_S))  # as long as servers ask for: all have failed
 
-    def _take(self, work: Outstanding, request: Request[T], failed: set[Member]) -> tuple[Member, int]:
-        """Waits for a server with room and takes it -> the server, and the version of its weights. Takes one that has
-        `failed` only when there is no other.
-        """
-        members, at_once = self.members, self.members.limits.at_once
-        with members.change:
-            while True:
-                members.check_open()
-                if work.over:
-                    raise EngineError("nobody waits for this request any more")
-                serving = members.serving()
-                better = [m for m in serving if m not in failed] or serving
-                free = [m for m in better if not m.load or m.load + request.sequences <= at_once]
-                if free:
-                    member = _best(free, request.prefer, at_once)
-                    member.load, member.requests = member.load + request.sequences, member.requests + 1
-                    return member, members.version
-                members.change.wait(self._look_s)  # who was woken may not be who can begin
+    async def _look_after(self, member: Member, why: str) -> None:
+        """Takes a server that failed for lost unless it answers: one look for all requests that it failed together."""
+        look = self._looks.get(member)
+        if look is None:
+            look = self._loop.run_in_executor(self._lookers, self.members.look_after, member, why)
+            self._looks[member] = look
+            look.add_done_callback(lambda _: self._looks.pop(member, None))
+        await asyncio.shield(look)
 
-    def _pause(self, pause_s: float, failed: set[Member]) -> None:
-        """Waits before the next attempt, as long as servers ask for, when all of them have failed."""
-        if pause_s and all(m in failed for m in self.members.serving()):
-            self.members.closing.wait(min(pause_s, LONGEST_PAUSE_S))
+    def _run(self) -> None:
+        """Runs on a thread of its own until `close`."""
+        asyncio.set_event_loop(self._loop)
+        self._loop.call_soon(self._tick)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _tick(self) -> None:
+        """Looks around now and then: what waits may be over without anybody saying so."""
+        self._line.look()
+        self._loop.call_later(self._look_s, self._tick)
 
 
-def _best(free: list[Member], prefer: Member | None, at_once: int) -> Member:
-    """Returns the least loaded server that has not failed lately; rather the preferred one, unless it is much more
-    loaded.
-    """
-    now = time.monotonic()
-    least = min(free, key=lambda m: (now - m.failed < FAILED_S, m.load, m.listing.replica))
-    if prefer is not None and prefer in free and prefer.load - least.load <= PREFIX_SHARE * at_once:
-        return prefer
-    return least
+async def _end_all() -> None:
+    """Cancels all tasks of the running loop but this one, and waits until they and the loop's threads have ended."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()  # which looks names of hosts up
 
 
 def _too_often(failures: list[str], member: Member) -> str:

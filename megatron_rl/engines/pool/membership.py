@@ -61,15 +61,16 @@ class Member:
 
 class Members:
     """The servers of one role, by replica. Those of this class are given once and for all and always taken for living:
-    a request that one fails goes to another. `change` guards every member and is notified when one begins or ends to
-    serve, or has room again.
+    a request that one fails goes to another. `change` guards every member. `changed` is called when one begins or ends
+    to serve, by any thread.
 
     `fixed`: the servers keep the weights that they are started with, which are version 0.
     """
 
     def __init__(self, role: str, limits: Limits, *, fixed: bool = True, servers: Sequence[Server] = ()) -> None:
         self.role, self.limits, self.fixed, self.version = role, limits, fixed, 0 if fixed else -1
-        self.change = threading.Condition()
+        self.change = threading.RLock()
+        self.changed: Callable[[], None] = lambda: None  # the dispatcher's look around
         self.closing = threading.Event()
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
@@ -108,8 +109,7 @@ class Members:
     def close(self) -> None:
         """Ends what is under way: whoever waits for it gets EngineError."""
         self.closing.set()
-        with self.change:
-            self.change.notify_all()
+        self.changed()
         self._hang_up_for_good()
 
     def _hang_up_for_good(self) -> None:
@@ -190,13 +190,13 @@ class ListedMembers(Members):
             if member.lost is not None and member.server.ready():
                 with self.change:  # what it holds may be anything: it must take the weights anew
                     member.lost, member.version, member.joined = None, 0 if self.fixed else None, None
-                    self.change.notify_all()
+                    self.changed()
 
     def _lose(self, member: Member, why: str) -> None:
         with self.change:
             if member.lost is None:
                 member.lost, member.version = why, None
-                self.change.notify_all()
+                self.changed()
                 _log.warning("%s is lost: %s", member.listing.name, why)
 
 

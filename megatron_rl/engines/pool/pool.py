@@ -66,6 +66,7 @@ class ServerEngine:
                 found |= self._dispatcher.wait(work, waiting) or {}
         finally:
             work.over = True
+            self._dispatcher.look()
         return [found[place] for place in range(len(arrays))]
 
     def tend(self) -> None:
@@ -82,18 +83,18 @@ class ServerEngine:
     def _hopeless(self) -> str | None:
         return None if self.hopeless is None else self.hopeless()
 
-    def _score(
+    async def _score(
         self, work: Outstanding, places: Sequence[int], sequences: list[np.ndarray], k: int
     ) -> dict[int, TopScores]:
-        """Runs on a thread -> scores by place."""
+        """Gets the scores of some sequences, by place."""
 
-        def ask(member: Member, version: int) -> list[TopScores]:
-            scores = member.server.score(sequences, k, timeout_s=self.members.limits.request_timeout_s)
+        async def ask(member: Member, version: int) -> list[TopScores]:
+            scores = await member.server.score(sequences, k, timeout_s=self.members.limits.request_timeout_s)
             if not self.members.serves(member, version):
                 raise ServerLost(f"{member.server.url} did not keep version {version} of the weights while it scored")
             return scores
 
-        scores, _ = self._dispatcher.send(work, Request(ask, len(sequences)))
+        scores, _ = await self._dispatcher.send(work, Request(ask, len(sequences)))
         return dict(zip(places, scores, strict=True))
 
 

@@ -94,7 +94,7 @@ class PoolRefits:
             return False
         with self._members.change:
             member.version, member.trouble = version, None
-            self._members.change.notify_all()
+            self._members.changed()
         return True
 
     def _step(self, member: Member, failing: str, verb: Callable[[], None]) -> bool:
@@ -109,7 +109,7 @@ class PoolRefits:
                 _log.warning("%s %s: %s", member.listing.name, failing, error)
             with self._members.change:
                 member.version, member.joined, member.trouble, member.troubled = None, None, trouble, time.monotonic()
-                self._members.change.notify_all()
+                self._members.changed()
             self._members.look_after(member, str(error))
             return False
         finally:

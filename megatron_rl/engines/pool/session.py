@@ -126,22 +126,21 @@ class PoolSession:
         with self._lock:
             over, self._work = self._work, Outstanding()
             self._asked.clear()
-        with self._dispatcher.members.change:
-            over.over = True
-            self._dispatcher.members.change.notify_all()
+        over.over = True
+        self._dispatcher.look()
 
-    def _write(self, asked: _Asked) -> Finished:
-        """Runs on a thread: gets one ask's completions. Each one that a refit cut short becomes a task of its own."""
+    async def _write(self, asked: _Asked) -> Finished:
+        """Gets one ask's completions. Each one that a refit cut short becomes a task of its own."""
         finished = {}
-        for j, completion in enumerate(self._send(asked, asked.tokens, asked.sampling, asked.seed)):
+        for j, completion in enumerate(await self._send(asked, asked.tokens, asked.sampling, asked.seed)):
             if completion.stop is Stop.ABORTED:
                 self._dispatcher.submit(asked.work, self._complete, asked, j, completion)
             else:
                 finished[j] = completion
         return asked.key, finished
 
-    def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
-        """Runs on a thread: gets a completion written to its end, however many refits cut it short."""
+    async def _complete(self, asked: _Asked, sample: int, begun: Completion) -> Finished:
+        """Gets a completion written to its end, however many refits cut it short."""
         seed, restart = asked.seed + sample, self._dispatcher.members.limits.partial == "restart"
         while begun.stop is Stop.ABORTED:
             kept = nothing_of(begun) if restart else begun
@@ -152,19 +151,19 @@ class PoolSession:
             tandem = asked.sampling.tandem and replace(asked.sampling.tandem, seed=seed, written=written)
             sampling = replace(asked.sampling, n=1, max_tokens=asked.sampling.max_tokens - written, tandem=tandem)
             prompt = np.concatenate([asked.tokens, kept.tokens])
-            [more] = self._send(asked, prompt, sampling, seed_after(seed, written))
+            [more] = await self._send(asked, prompt, sampling, seed_after(seed, written))
             begun = joined(kept, more)
         return asked.key, {sample: begun}
 
-    def _send(self, asked: _Asked, prompt: np.ndarray, sampling: Sampling, seed: int) -> list[Completion]:
+    async def _send(self, asked: _Asked, prompt: np.ndarray, sampling: Sampling, seed: int) -> list[Completion]:
         members = self._dispatcher.members
 
-        def ask(member: Member, version: int) -> list[Completion]:
+        async def ask(member: Member, version: int) -> list[Completion]:
             timeout_s = members.limits.request_timeout_s
-            answers = member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
+            answers = await member.server.generate(prompt, sampling, seed=seed, timeout_s=timeout_s)
             return [self._checked(member, version, answer) for answer in answers]
 
-        answers, member = self._dispatcher.send(asked.work, Request(ask, sampling.n, asked.prefer))
+        answers, member = await self._dispatcher.send(asked.work, Request(ask, sampling.n, asked.prefer))
         with self._lock:
             self._homes[asked.key] = member
         return answers
