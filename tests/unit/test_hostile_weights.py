@@ -118,7 +118,9 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
     run = {"dir": str(tmp_path), "name": "run"}
     rl = {
         "roles": {"generator": {"model": {"path": str(model)}, "tandem": {"junior": str(bad)}}},
-        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": str(tmp_path / "t.txt")}},
+        "recipe": {
+            "target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": str(tmp_path / "t.txt")},
+        },
         "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "gate": {"enabled": False},
     }  # fmt: skip
     served = rl | {"engine": {"kind": "vllm", "python": "/bin/true"}}
