@@ -35,8 +35,13 @@ CASES = {
     ],
     3: [{"name": "smollm2-tp3sp", "layout": SP | {"tp": 3}, "packed": True}],  # it has 9 heads
 }
-# Logits are up to 30 here, and hundred times those of the tiny models; its weights have other sizes, too.
-BOUNDS = {"logits": 2e-4, "logprobs": 1e-4, "loss": 2e-5, "entropy": 2e-5, "grad_norm": 1e-5, "names": 0.0, "swap": 0.0}
+# transformers in float32 is itself off from float64 on this batch: logits 4e-4, log-probs 1e-4, the norm of the
+# gradients 1.3e-5 of itself, a gradient 5.6e-5 of the largest. The bounds are two to five times that.
+BOUNDS = {
+    **{"logits": 8e-4, "logprobs": 2e-4, "loss": 3e-5, "loss_forward": 3e-5, "entropy": 5e-5, "grad_norm": 1e-4},
+    **{"names": 0.0, "swap": 0.0},
+}
+GRADIENTS = 2.5e-4  # largest error over largest gradient
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "What is 2 + 2?")
 
 
@@ -74,7 +79,7 @@ def test_the_actor_is_that_of_transformers(tmp_path, world):
             for what, bound in BOUNDS.items():
                 assert errors[what] <= bound, f"{case['name']}: {what} is off by {errors[what]:.2e}, bound {bound}"
             relative = errors["gradients"] / errors["largest_gradient"]
-            assert relative <= 2e-5, f"{case['name']}: gradients are off by {relative:.1e} of the largest"
+            assert relative <= GRADIENTS, f"{case['name']}: gradients are off by {relative:.1e} of the largest"
             assert errors["moved"] > 5e-3, "the optimizer step changed nothing"
 
 

@@ -68,14 +68,14 @@ def weights(file: GGUFReader, heads: dict[str, int]) -> dict[str, torch.Tensor]:
     """Returns float32 weights under their Hugging Face names. The output layer is the embedding."""
     found = {}
     for tensor in file.tensors:
-        array = dequantize(tensor.data, tensor.tensor_type)
+        array = dequantize(tensor.data, tensor.tensor_type).copy()
         words = tensor.name.split(".")
         if words[0] == "blk":
             name = f"model.layers.{words[1]}.{LAYER[words[2]]}.weight"
             array = unpermuted(array, heads[words[2]]) if words[2] in heads else array
         else:
             name = f"{TOP[words[0]]}.weight"
-        found[name] = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32))
+        found[name] = torch.from_numpy(np.ascontiguousarray(array, np.float32))
     return found
 
 
