@@ -43,6 +43,7 @@ setup(
         "tensorboard": ["tensorboard"],
         "tasks": ["reasoning-gym==0.1.25", "gymnasium>=1.0", "bm25s>=0.3"],
         "agents": ["renderers==0.1.12", "httpx"],
+        "real-model": ["gguf>=0.17"],  # reads the file of `make real-model`
         "te": ["transformer-engine[pytorch]"],
         "dev": [
             *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),

@@ -1,0 +1,47 @@
+"""The labels of examples/real_model: which steps of a chain are true."""
+
+import random
+
+import pytest
+
+from examples.real_model.chains import solution, step_labels, verification
+from megatron_rl.rewards import verdicts
+from megatron_rl.rewards.math_answer import grade
+from megatron_rl.rewards.tags import step_texts
+
+QUESTION = "27 + 5 - 14 ="
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted"),
+    [
+        (["27 + 5 = 32", "32 - 14 = 18"], [True, True]),
+        (["27 + 5 = 33", "33 - 14 = 19"], [False, True]),  # the second goes on rightly from a wrong number
+        (["27 + 5 = 32", "31 - 14 = 17"], [True, False]),
+        (["27 - 5 = 22", "22 - 14 = 8"], [False, True]),
+        (["27 + 5 = 32", "so it is 18", "18 - 14 = 4"], [True, False, False]),
+        (["27 + 5 = 32", "32 - 14 = 18", "18 + 0 = 18"], [True, True, False]),
+        ([], []),
+    ],
+)
+def test_a_step_is_true_when_it_holds_and_goes_on_from_the_one_before(steps, wanted):
+    assert step_labels(steps, {"question": QUESTION}) == wanted
+
+
+def test_teachers_without_fault_are_graded_right_and_judged_right():
+    text = solution(random.Random(0), QUESTION, 0.0)
+    assert step_texts(text) == ["27 + 5 = 32", "32 - 14 = 18"]
+    assert grade(text, {"question": QUESTION, "answer": "18"}) == 1.0
+    review = verdicts.review(
+        verification(text, 0.0, random.Random(0)), num_steps=2, correct=True, generator_format=1.0, gamma=0.8
+    )
+    assert list(review.verdicts) == [True, True] and review.agrees and review.format == 1.0
+
+
+def test_a_wrong_step_is_named_by_a_verifier_without_fault():
+    rng = random.Random(1)
+    text = solution(rng, QUESTION, 1.0)
+    labels = step_labels(step_texts(text), {"question": QUESTION})
+    assert labels == [False, False]
+    review = verdicts.review(verification(text, 0.0, rng), num_steps=2, correct=False, generator_format=1.0, gamma=0.8)
+    assert list(review.verdicts) == labels and review.agrees
