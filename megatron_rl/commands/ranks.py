@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands import settings
+from megatron_rl.config import absent
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
+    if place is None or place.rank == 0:
+        absent.refuse(config)
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
         fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it

@@ -19,6 +19,7 @@ from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
+from megatron_rl.config.absent import absent_recipe_files
 from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -46,12 +47,10 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
     """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. Returns 0 when all
     steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
-    plugins.build(
-        Use(target=config.reward.target, args=config.reward.args)
-    )  # workers build their own; this raises errors early
+    plugins.look_at(Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
     config_checks.check_recipe(config, recipe)
-    if absent := config_checks.absent_recipe_files(recipe):
-        raise ConfigError("; ".join(map(str, absent)))
+    if absent := absent_recipe_files(recipe):
+        raise ConfigError("\n  ".join(str(one.problem) for one in absent))
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe, fresh)
 
