@@ -13,6 +13,11 @@ def check(config: TrainConfig, recipe: Any, learns: frozenset[str]) -> None:
 
     Groups that are too small for their estimator are refused by the recipe, which knows its groups.
     """
+    if config.reward.range != (0.0, 1.0) and "w_reinforce" in str(vars(recipe).get("estimator")):
+        raise ConfigError(
+            f"reward.range = {list(config.reward.range)} with recipe.args.estimator = 'w_reinforce': it tells right "
+            "answers by scores above 0.5; scale the reward to [0, 1]"
+        )
     if config.run.train_without_signal:
         return
     for name, part in recipe.roles().items():

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,8 @@ from megatron_rl.run.checkpoint import (
 )
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
-from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
+from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.weights import hf
 from megatron_rl.world import DriverError, TorchWorld
@@ -87,6 +88,10 @@ class Driver:
         """
         if self.tracker is not None:
             lines.append(self.directory.refits, json.dumps(figures).encode())
+
+    def show(self, turn: int, role: str, samples: Sequence[Sample]) -> None:
+        if self.tracker is not None:
+            self.tracker.show(turn, role, samples)
 
     def say(self, text: str) -> None:
         if self.console is not None:
@@ -172,7 +177,7 @@ def _opened(
         yield driver
         return
     with RunConsole(directory.logs / "driver.log", total_turns, first_turn=done, stream=sys.stdout) as console:
-        sinks = [console, *configured_sinks(config.sinks, config.run.name, directory.logs, first_turn=done)]
+        sinks = [console, *configured_sinks(config, directory.logs, first_turn=done, say=console.message)]
         with Tracker(directory.metrics, sinks) as tracker:
             driver.tracker, driver.console = tracker, console
             if finished:
