@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
-    if (place is None or place.rank == 0) and "torch" not in sys.modules:  # not again in a rank that was started here
+    if place is None or place.rank == 0:
         absent.refuse(config)
-        tell(args.command, "importing torch, transformers and megatron-core")
+        if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
+            tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
         fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it

@@ -214,7 +214,7 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
     for one in absent.absent_files(config):
         problem = one.problem
         if problem is not None:
-            yield Check(one.name, problem, "wrong", f"put it there, or mend {one.name}")
+            yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
         elif not hub.is_cached(one.path, one.kind):
             yield Check(one.name, str(one), "note", _fetching(one))
         else:
