@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import common
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"first_line_s": 1.5, "first_turn_s": 8.0, "check_cpu_s": 2.0}
@@ -79,7 +80,7 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
     without a line before that turn, and CPU seconds of all processes"""
     directory = Path(tempfile.mkdtemp(prefix="start_"))
     words = ["train", *settings, f"run.dir={directory}", "run.name=a", "evaluation.at_start=false"]
-    start, before = time.monotonic(), _cpu_s()
+    start = time.monotonic()
     process = subprocess.Popen(
         **_command(place, words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )  # type: ignore[call-overload]
@@ -91,6 +92,7 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
                 break
         else:
             raise RuntimeError(f"the run in {place} ended before its first turn, with status {process.wait()}")
+        cpu_s = _tree_cpu_s(process.pid)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -100,12 +102,19 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
         "first_line_s": moments[0],
         "first_turn_s": moments[-1],
         "longest_silence_s": max(silences),
-        "train_cpu_s": _cpu_s() - before,
+        "train_cpu_s": cpu_s,
     }
 
 
+def _tree_cpu_s(pid: int) -> float:
+    """Returns the CPU seconds of a process and of all below it, so far."""
+    process = psutil.Process(pid)
+    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+    return sum(one.user + one.system + one.children_user + one.children_system for one in times)
+
+
 def _cpu_s() -> float:
-    """Returns the CPU seconds of all ended children. Those of ranks that were killed count with their parent's."""
+    """Returns the CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
