@@ -80,6 +80,13 @@ class Gallery(Protocol):
     def keep_model(self, role: str, directory: Path) -> None: ...
 
 
+@runtime_checkable
+class Watcher(Protocol):
+    """A sink that asks for what the engine servers do, whenever it is asked itself."""
+
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None: ...
+
+
 class Tracker:
     """The writer of metrics.jsonl, which also feeds the sinks. It exists on the driver rank alone.
 
@@ -126,6 +133,12 @@ class Tracker:
         for sink in self._sinks:
             if isinstance(sink, Gallery) and sink.name in self._opened:
                 self._guarded(sink, partial(sink.show, turn, scope, samples))
+
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Gives sinks a function that tells what each engine server does; it is called from any thread."""
+        for sink in self._sinks:
+            if isinstance(sink, Watcher):
+                sink.watch(loads)
 
     def keep_model(self, role: str, directory: Path) -> None:
         """Tells the sinks of a model that the run has written."""

@@ -16,6 +16,13 @@ from megatron_rl.config import files as config_files
 from megatron_rl.run.metrics import MetricsRow, Sample, Sink, flat
 
 SAMPLE_COLUMNS = ("turn", "group", "prompt", "response", "rewards", "length")
+HELPS = {  # the families of Prometheus's figures, without the prefix
+    "turn": "number of the newest turn, from 1",
+    "step": "number of the newest step, from 1",
+    "figure": "figures of the newest line of metrics.jsonl",
+    "seconds": "seconds of the phases of the newest turn",
+    "engine": "what each engine server does: lives, serves, version of its weights, sequences and requests under way",
+}
 ID = "wandb_id"  # file of the logs that keeps all starts of a run in one run of Weights & Biases
 _LABEL = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -131,6 +138,7 @@ class Prometheus:
     def __init__(self, host: str, port: int, *, say: Callable[[str], None] = lambda text: None) -> None:
         self._host, self._port, self._say = host, port, say
         self._rows: dict[str, MetricsRow] = {}  # the newest by scope
+        self._loads: Callable[[], Mapping[str, Mapping[str, float]]] = dict  # by server
         self._change = threading.Lock()
 
     def open(self) -> None:
@@ -161,6 +169,10 @@ class Prometheus:
         """Returns the port at which it listens."""
         return int(self._server.server_address[1])
 
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Takes the function that tells what each engine server does."""
+        self._loads = loads
+
     def log(self, row: MetricsRow) -> None:
         with self._change:
             self._rows[row.scope] = row
@@ -169,21 +181,17 @@ class Prometheus:
         """Returns the newest figures of every scope."""
         with self._change:
             rows = dict(self._rows)
-        parts: dict[str, list[tuple[dict[str, str], float]]] = {"turn": [], "step": [], "figure": [], "seconds": []}
+        parts: dict[str, list[tuple[dict[str, str], float]]] = {name: [] for name in HELPS}
         for scope, row in rows.items():
             parts["turn"].append(({"scope": scope}, float(row.turn + 1)))
             parts["step"].append(({"scope": scope}, float(row.step + 1)))
             parts["figure"] += [({"scope": scope, "name": name}, value) for name, value in row.metrics.items()]
             parts["seconds"] += [({"scope": scope, "phase": name}, value) for name, value in row.time.items()]
-        helps = {
-            "turn": "number of the newest turn, from 1",
-            "step": "number of the newest step, from 1",
-            "figure": "figures of the newest line of metrics.jsonl",
-            "seconds": "seconds of the phases of the newest turn",
-        }
+        for server, found in self._loads().items():
+            parts["engine"] += [({"server": server, "name": name}, value) for name, value in found.items()]
         lines: list[str] = []
         for name, samples in parts.items():
-            lines += [f"# HELP megatron_rl_{name} {helps[name]}", f"# TYPE megatron_rl_{name} gauge"]
+            lines += [f"# HELP megatron_rl_{name} {HELPS[name]}", f"# TYPE megatron_rl_{name} gauge"]
             lines += [f"megatron_rl_{name}{{{_labels(labels)}}} {_value(value)}" for labels, value in samples]
         return "\n".join(lines) + "\n"
 

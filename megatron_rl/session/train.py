@@ -88,6 +88,8 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
         driver.say(f"opening the engines ({config.engine.kind}) of {', '.join(config.engine_roles)}")
         fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
+        if driver.tracker is not None:
+            driver.tracker.watch(fleet.loads)
         table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
         player = None
         if world.rank == 0:

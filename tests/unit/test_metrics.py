@@ -251,6 +251,7 @@ def test_prometheus_reads_the_newest_figures_over_http(tmp_path):
                 turn // 2, "generator", {"reward/trained": turn / 2, 'a"b\n': math.nan, "seconds/train": 1.5}, turn=turn
             )
         tracker.log(0, "verifier", {"loss": math.inf}, turn=1)
+        tracker.watch(lambda: {"generator_0": {"lives": 1.0, "sequences": 12.0}})
         assert said == [f"metrics for Prometheus: http://127.0.0.1:{sink.port}/metrics"]
         with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
@@ -263,6 +264,7 @@ def test_prometheus_reads_the_newest_figures_over_http(tmp_path):
     assert 'megatron_rl_figure{scope="verifier",name="loss"} +Inf' in lines
     assert 'megatron_rl_turn{scope="generator"} 2.0' in lines and 'megatron_rl_step{scope="generator"} 1.0' in lines
     assert 'megatron_rl_seconds{scope="generator",phase="train"} 1.5' in lines
+    assert 'megatron_rl_engine{server="generator_0",name="sequences"} 12.0' in lines
     assert lines.count("# TYPE megatron_rl_figure gauge") == 1
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=1)
