@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.config import hub
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import ConfigError, Model, PromptSet, Servers, SftConfig, TrainConfig
+from megatron_rl.config.schema import ConfigError, EvalConfig, Model, PromptSet, Servers, SftConfig, TrainConfig
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -129,7 +129,7 @@ def _model_sections(config: Any) -> Iterator[tuple[str, Model]]:
         own = vars(config).get(name)
         if own is not None:
             yield name, own
-    if vars(config).get("verifier") is not None:
+    if isinstance(config, EvalConfig) and config.verifier is not None:
         yield "verifier.model", config.verifier.model
 
 

@@ -251,7 +251,7 @@ def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Returns a table of at most NARROW characters: columns that do not fit are left out, the last first."""
     rows = [[row[0] if len(row[0]) <= NAME else f"{row[0][: NAME - 1]}…", *row[1:]] for row in rows]
-    widths = [max(len(column), *(len(row[i]) for row in rows)) + 1 for i, column in enumerate(columns)]
+    widths = [max(len(column), *(len(row[i]) for row in rows)) + 2 for i, column in enumerate(columns)]
     fitting = [i for i in range(len(columns)) if sum(widths[: i + 1]) <= NARROW]
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for i in fitting or [0]:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+import wandb_log
 
 from megatron_rl.config.schema import Model, SftConfig, SftData, Sinks
 from megatron_rl.run import console as console_module
@@ -188,25 +189,12 @@ def test_sinks_without_texts_and_lines_alone_get_none(tmp_path):
         assert tracker.num_samples == 0 and tracker.failures == {"recorder": 0}
 
 
-def wandb_records(directory):
-    """Yields the records of an offline run's file."""
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    (file,) = directory.glob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        yield record
-
-
 def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
     for turn in range(2):  # the second is the start after an interruption
         sink = WandB(
             "project", "name", tmp_path / "logs", entity="team", tags=["a", "b"], num_samples=2,
@@ -221,7 +209,7 @@ def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp
     kept = (tmp_path / "logs/wandb_id").read_text()
     assert len(starts) == 2 and all(start.name.endswith(f"-{kept}") for start in starts)
     for turn, start in enumerate(starts):
-        records = list(wandb_records(start))
+        records = list(wandb_log.read(start))
         (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
         assert (run.run_id, run.project, run.entity, run.display_name) == (kept, "project", "team", "name")
         assert sorted(run.tags) == ["a", "b"]
@@ -239,7 +227,8 @@ def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp
         artefacts = [r.request.log_artifact.artifact for r in records if r.request.HasField("log_artifact")]
         artefacts += [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]
         (model,) = [a for a in artefacts if a.type == "model"]
-        assert model.name == "name-generator" and model.manifest.contents[0].ref.startswith("file://")
+        (entry,) = model.manifest.contents
+        assert model.name == "name-generator" and entry.ref == (tmp_path / "model/config.json").as_uri()
 
 
 def test_prometheus_reads_the_newest_figures_over_http(tmp_path):

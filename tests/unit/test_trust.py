@@ -138,7 +138,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("roles.generator.model.path={tmp}/none", "roles.generator.model.path = {tmp}/none is not there"),
+        ("roles.generator.model.path={tmp}/none", "roles.generator: no {tmp}/none/config.json"),
         ("roles.generator.model.tokenizer={tmp}/none", "roles.generator.model.tokenizer = {tmp}/none is not there"),
         ("data.path={tmp}/none.jsonl", "data = {tmp}/none.jsonl is not there"),
         ("data.path={tmp}/bad.jsonl", "1 of 1 rows of {tmp}/bad.jsonl cannot be used"),
@@ -150,7 +150,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
         ("roles.generator.sampling.temperature=0.0", "sampling.temperature = 0: all 5 samples of a problem"),
         ("roles.generator.sampling.top_k=1", "sampling.top_k = 1: all 5 samples of a problem"),
         (
-            "recipe.args={{updates: 3, group_size: 1, estimator: reinforce_pp}} run.prompts_per_step=1",
+            "recipe.args.group_size=1 recipe.args.estimator=reinforce_pp run.prompts_per_step=1",
             "there is one alone",
         ),
         ("reward.target=megatron_rl.rewards.math_answer:grad", "did you mean 'grade'"),
@@ -162,7 +162,7 @@ def test_check_deep_tries_what_needs_them(words, tmp_path, capsys):
 )
 def test_check_refuses_what_training_would_refuse(words, tmp_path, capsys, change, says):
     (tmp_path / "bad.jsonl").write_text("nonsense\n")
-    changes = change.format(tmp=tmp_path).split(" ") if "{{updates" not in change else change.format().rsplit(" ", 1)
+    changes = re.split(r" (?=[a-z._]+=)", change.format(tmp=tmp_path))
     assert main(["check", *words, *changes]) == 2
     assert says.format(tmp=tmp_path) in capsys.readouterr().err
 
