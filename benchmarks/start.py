@@ -64,7 +64,8 @@ def measure(place: Path, models: Path) -> dict[str, float]:
 
 def _command(place: Path, words: list[str]) -> dict[str, object]:
     """Returns how the program is started from a checkout."""
-    environment = os.environ | {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start compiles the package anew
     return {"args": [sys.executable, "-m", "megatron_rl.main", *words], "cwd": place, "env": environment}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands import settings
-from megatron_rl.config import absent
+from megatron_rl.config import absent, plugins
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it
         if fork:
             _command(args)  # its imports, once for all ranks
+            if isinstance(config, configs.TrainConfig):
+                plugins.build(config.recipe)
         tell(args.command, f"starting {config.launch.nproc} ranks")
         return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:

@@ -111,7 +111,8 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     `shared`: a directory that all ranks see, where they meet. `deterministic`: of
     kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: seconds
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(
