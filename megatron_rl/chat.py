@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.model import Model
 from megatron_rl.text import fill, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -198,6 +199,8 @@ def _beginning(
 def _applied(
     tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, settings: Mapping[str, Any]
 ) -> Any:
+    from jinja2 import TemplateError  # only where a template is rendered
+
     _template(tokenizer, tools)
     try:
         return tokenizer.apply_chat_template([dict(message) for message in messages], tools=tools, **settings)

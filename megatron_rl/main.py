@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.commands import check, cluster, conversions, offline, plan, ranks, report, serve
-from megatron_rl.commands.parser import build_parser
-from megatron_rl.config.schema import ConfigError
-from megatron_rl.run.lines import DiskError
+ON_RANKS = ("train", "drift", "sft", "generate", "eval")  # commands that start, or are, ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0 done, 1 failed, 2 wrong config or arguments, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = build_parser()
+    command = words[0] if words else None
+    if command in ON_RANKS and not {"-h", "--help"} & {*words} and _is_first():
+        _tell_start(command, words)
+    from megatron_rl.commands.parser import build_parser  # the first line stands before what takes a second to import
+    from megatron_rl.config.base import ConfigError
+    from megatron_rl.run.lines import DiskError
+
+    parser = build_parser(command)
     args, rest = parser.parse_known_args(words)
     if rest and (not hasattr(args, "settings") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -28,19 +33,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, DiskError) else 2
 
 
+def _is_first() -> bool:
+    """Returns whether this process is the first rank of a launcher, or was started without one."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _tell_start(command: str, words: Sequence[str]) -> None:
+    """Prints the first line, at once."""
+    from megatron_rl.run.start import tell
+
+    files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
+    tell(command, f"reading {', '.join(files)}" if files else "reading the settings")
+
+
 def _call(args: argparse.Namespace) -> int:
-    if args.command == "convert":
-        return conversions.run(args.form, args)
+    """Imports the module of one command, no other, and runs it."""
+    from megatron_rl.commands import cluster
+    from megatron_rl.config.base import ConfigError
+
     if args.command in cluster.NAMES:
         return cluster.run(args)
-    alone = {"report": report.run, "check": check.run, "plan": plan.run, "serve": serve.run}
-    if args.command in alone:
-        return alone[args.command](args)
+    if args.command == "convert":
+        from megatron_rl.commands import conversions
+
+        return conversions.run(args.form, args)
+    if args.command in ("report", "check", "plan", "serve"):
+        return _alone(args)
     if args.command == "eval" and (args.completions or args.compare):
+        from megatron_rl.commands import offline
+
         return offline.run(args)
     if not args.settings:
         raise ConfigError("give a config: model.path=..., benchmarks=[gsm8k] and where their data is, or a YAML file")
+    from megatron_rl.commands import ranks
+
     return ranks.run(args)
+
+
+def _alone(args: argparse.Namespace) -> int:
+    """Runs a command that needs no ranks."""
+    if args.command == "check":
+        from megatron_rl.commands.check import run
+    elif args.command == "plan":
+        from megatron_rl.commands.plan import run
+    elif args.command == "report":
+        from megatron_rl.commands.report import run
+    else:
+        from megatron_rl.commands.serve import run
+    return run(args)
 
 
 if __name__ == "__main__":

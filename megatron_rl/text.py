@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers.decoders import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megatron_rl.weights.hf import local_directory
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPTS = Path(__file__).parent / "recipes" / "prompts"
 TOKENIZERS = 16  # whose tables of pieces are kept
@@ -29,6 +28,11 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a model directory or hub name. A tokenizer.json is taken as it is: transformers 5 rebuilds
     a model type's own kind of tokenizer instead (a word-level one beside a Qwen2 config becomes byte-level BPE), and
     ids would change."""
+    # imported here: reading a template needs neither of the two, and they take seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from megatron_rl.weights.hf import local_directory
+
     local = local_directory(directory)
     if (local / "tokenizer.json").is_file():
         return PreTrainedTokenizerFast.from_pretrained(local)
@@ -165,9 +169,11 @@ def _pieces(backend: Any, size: int) -> _Pieces | None:
 def _kind(backend: Any) -> tuple[Callable[[str], bytes], bool, bool] | None:
     """Reads from the decoder's settings how a token of the vocabulary is spelt. -> (token -> bytes, strip, lossy), see
     `_Pieces`."""
+    from tokenizers import decoders
+
     if backend.decoder is None:  # tokens are set apart by spaces
         return lambda token: f" {token}".encode(), True, False
-    if isinstance(backend.decoder, ByteLevel):
+    if isinstance(backend.decoder, decoders.ByteLevel):
         return _byte_level_spelling(), False, True
     settings = json.loads(backend.decoder.__getstate__())
     parts = settings["decoders"] if settings["type"] == "Sequence" else [settings]

@@ -10,11 +10,17 @@ rollouts by the mean of log r. With the objective `clipped`, whose ratio is p / 
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.batches.batch import Batch, at
 from megatron_rl.config.schema import CorrectionConfig
+from megatron_rl.later import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch, Tensor = Later("torch"), Any
 
 LOG_LIMIT = 20.0  # |log r| is bounded so, as in verl: exp of more may be inf, and inf times an advantage of 0 is nan
 

@@ -4,16 +4,22 @@ optimizer step."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_rl.algorithms import objectives
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.corrections import correction_weights, off_policy_mask
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config.schema import ConfigError, LossConfig
+from megatron_rl.later import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch, Tensor = Later("torch"), Any
 
 
 class PolicyLoss:

@@ -12,16 +12,21 @@ import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
-import torch
-from torch import Tensor
 
 from megatron_rl.algorithms.corrections import LOG_LIMIT
 from megatron_rl.batches.batch import Batch, Statistics, at
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.later import Later
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch, Tensor = Later("torch"), Any
 
 Answer = Tensor | tuple[Tensor, dict[str, Tensor]]
 NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_rl.batches.flat import Counts, Flat, fill, form_of
+from megatron_rl.later import Later
 from megatron_rl.types import Rollout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch, Tensor = Later("torch"), Any
 
 CANDIDATES = "candidates"  # the name of the Rollout.values that `candidate_logprobs` are asked for: token ids [T, k]
 # What a model can tell of a label's distribution. The last has k numbers a label, the others one.

@@ -18,7 +18,7 @@ from megatron_rl.board.client import BoardClient, BoardError
 from megatron_rl.board.ranks import RankStore
 from megatron_rl.board.server import BoardServer
 
-POLL_S = 0.2
+POLL_S = 0.05
 JOIN_S = 2.0  # the longest try to reach a board: the file may be of a start that has ended, and a new one comes
 SECRET_BYTES = 32
 NOT_OURS = (

@@ -1,4 +1,7 @@
-"""`megatron-rl check`: validates a config, without torch where there is none, and says what its numbers mean."""
+"""`megatron-rl check`: refuses a config that its command would refuse, in a second, and says what its numbers mean.
+
+Torch is not imported, unless a plug-in of the config does so, and no tokenizer is loaded: `--deep` does both.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import argparse
 from typing import Any
 
 from megatron_rl.commands.settings import load
+from megatron_rl.config import absent as absences
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins, signal
 from megatron_rl.config import schema as configs
 
 
@@ -15,30 +20,29 @@ def run(args: argparse.Namespace) -> int:
     """Prints what the config's numbers mean. Returns 0; raises ConfigError for a wrong config."""
     command, config = load(args.settings, args.schema)
     ranks = args.ranks or config.launch.nproc
-    config_checks.check(config, ranks)
-    absent = [f"note: {one}" for one in config_checks.absent_files(config)]
-    lines = [*config_checks.explain(config, ranks), *_check_plugins(config, ranks), *absent]
+    config_checks.check(config, ranks, to_come=args.elsewhere)
+    absent = absences.absent_files(config)
+    if not args.elsewhere:
+        absences.refuse(config)
+    lines = config_checks.explain(config, ranks)
+    lines += _check_plugins(config, ranks, elsewhere=args.elsewhere, deep=args.deep)
+    lines += [f"note: {one}" for one in (absent if args.elsewhere else [a for a in absent if a.on_hub])]
     if args.show:
         print(config_files.dump(config), end="")
-    for line in [*lines, *_check_data(config)]:
+    for line in [*lines, *_check_data(config, deep=args.deep)]:
         print("# " + line)
     print(f"# {command}: the config is valid for {ranks} ranks")
     return 0
 
 
-def _check_plugins(config: Any, ranks: int) -> list[str]:
-    """Builds the recipe, the reward and the losses, which import torch, and returns lines on the recipe.
-
-    Without torch, the only line says that they were not checked.
-    """
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return ["the arguments of recipe, reward and losses were not checked: torch is not installed here"]
-    from megatron_rl.config import plugins
-
-    if hasattr(config, "reward"):
-        plugins.build(configs.Use(target=config.reward.target, args=config.reward.args))
+def _check_plugins(config: Any, ranks: int, *, elsewhere: bool, deep: bool) -> list[str]:
+    """Builds the recipe and the losses, looks at the reward, and returns lines on the recipe. With `deep` the reward is
+    imported too."""
+    if getattr(config, "reward", None) is not None:
+        use = configs.Use(target=config.reward.target, args=config.reward.args)
+        plugins.look_at(use)
+        if deep:
+            plugins.build(use)
     if isinstance(config, configs.EvalConfig):
         from megatron_rl.evaluation.benchmarks import benchmark
 
@@ -48,29 +52,31 @@ def _check_plugins(config: Any, ranks: int) -> list[str]:
         return []
     recipe = plugins.build(config.recipe)
     config_checks.check_recipe(config, recipe)
-    _check_losses(config)
-    absent = [f"note: {one}" for one in config_checks.absent_recipe_files(recipe)]
-    return [*config_checks.explain_recipe(config, recipe, ranks), *absent]
+    learns = _check_losses(config)
+    signal.check(config, recipe, learns)
+    absent = absences.absent_recipe_files(recipe)
+    if not elsewhere:
+        absences.refuse(config, *absent)
+    return [*config_checks.explain_recipe(config, recipe, ranks), *(f"note: {one}" for one in absent)]
 
 
-def _check_data(config: Any) -> list[str]:
-    """Returns what the data on this machine holds; nothing without torch. Raises ConfigError for data that the command
-    would refuse."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return []
+def _check_data(config: Any, *, deep: bool) -> list[str]:
+    """Returns what the data on this machine holds. Raises ConfigError for data that the command would refuse."""
     from megatron_rl.commands.check_data import data_lines
 
-    return data_lines(config)
+    return data_lines(config, deep=deep)
 
 
-def _check_losses(config: configs.TrainConfig) -> None:
-    """Raises ConfigError for a role whose objective, or an argument of it, cannot be used."""
+def _check_losses(config: configs.TrainConfig) -> frozenset[str]:
+    """Returns the roles whose loss reads advantages. Raises ConfigError for a role whose objective, or an argument of
+    it, cannot be used."""
     from megatron_rl.algorithms.losses import PolicyLoss
 
+    found = set()
     for name, role in config.roles.items():
         try:
-            PolicyLoss(role.loss)
+            if PolicyLoss(role.loss).uses_advantages:
+                found.add(name)
         except configs.ConfigError as error:
             raise configs.ConfigError(f"roles.{name}: {error}") from error
+    return frozenset(found)

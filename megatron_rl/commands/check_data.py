@@ -18,51 +18,64 @@ from megatron_rl.data.sft import Conversation, SftSample, read_samples, sft_roll
 from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, read_sets, training_sets, try_prompts
 
 TRIED = 1000  # samples for fine-tuning that are tokenised
+ROWS = 1000  # problems of a set that are read without --deep
 
 
-def data_lines(config: Any) -> list[str]:
+def data_lines(config: Any, *, deep: bool) -> list[str]:
     """Returns a line for each set of data that is here: where its prompts and answers were found, and what becomes of
-    them. Chat templates are tried where the tokenizer is here.
+    them. With `deep` all rows are read, not the first ROWS alone, and chat templates are tried where the tokenizer is
+    here.
 
     Raises ConfigError for data that the command of this config would refuse.
     """
     try:
-        if isinstance(config, TrainConfig):
-            return _train_lines(config)
-        if isinstance(config, SftConfig):
-            return _sft_lines(config)
-        if isinstance(config, EvalConfig | GenerateConfig) and config.data is not None:
-            return _asked_lines(config, config.data)
+        return _lines(config, deep, None if deep else ROWS)
+    except DataError as error:
+        if deep:
+            raise ConfigError(str(error)) from error
+    try:  # a set may have too many bad rows at its beginning, and few in all
+        return _lines(config, deep, None)
     except DataError as error:
         raise ConfigError(str(error)) from error
+
+
+def _lines(config: Any, deep: bool, rows: int | None) -> list[str]:
+    if isinstance(config, TrainConfig):
+        return _train_lines(config, deep, rows)
+    if isinstance(config, SftConfig):
+        return _sft_lines(config, deep)
+    if isinstance(config, EvalConfig | GenerateConfig) and config.data is not None:
+        return _asked_lines(config, config.data, deep, rows)
     return []
 
 
-def _train_lines(config: TrainConfig) -> list[str]:
+def _train_lines(config: TrainConfig, deep: bool, rows: int | None) -> list[str]:
     recipe = plugins.build(config.recipe)
     role = next(iter(recipe.roles()))
-    here = {name: own.model for name, own in config.roles.items() if _is_here(own.model)}
+    here = {name: own.model for name, own in config.roles.items() if deep and _is_here(own.model)}
     tokenizers = asked_tokenizers(config, {name: tokenizer_of(model) for name, model in here.items()})
     sets = training_sets(config)
     if config.evaluation.prompts is not None:
         sets[HELD_OUT] = config.evaluation.prompts
-    sets = {name: source for name, source in sets.items() if _has_rows(source)}
+    sets = {name: _first(source, rows) for name, source in sets.items() if _has_rows(source)}
     problems = read_sets(sets, recipe, tokenizers.get(role), held_out=HELD_OUT)
     model, chat = config.roles[role].model, config.roles[role].chat
-    return [f"{name}: {_prompts(sets[name], own, model, chat=chat)}" for name, own in problems.items()]
+    tried = role in tokenizers
+    return [f"{name}: {_prompts(sets[name], own, model, chat=chat, tried=tried)}" for name, own in problems.items()]
 
 
-def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet) -> list[str]:
+def _asked_lines(config: EvalConfig | GenerateConfig, source: PromptSet, deep: bool, rows: int | None) -> list[str]:
     if not _has_rows(source):
         return []
+    source, tried = _first(source, rows), deep and _is_here(config.model)
     problems = read_problems(source)
-    if _is_here(config.model):
+    if tried:
         tokenizer = tokenizer_of(config.model)
         try_prompts("data", problems, ChatTokenizer(tokenizer) if config.chat else tokenizer)
-    return [f"data: {_prompts(source, problems, config.model, chat=config.chat)}"]
+    return [f"data: {_prompts(source, problems, config.model, chat=config.chat, tried=tried)}"]
 
 
-def _sft_lines(config: SftConfig) -> list[str]:
+def _sft_lines(config: SftConfig, deep: bool) -> list[str]:
     data, out = config.data, []
     for name, path in (("train", data.train), ("validation", data.validation)):
         if path is None or not Path(path).exists():
@@ -71,7 +84,7 @@ def _sft_lines(config: SftConfig) -> list[str]:
         chats = sum(isinstance(sample, Conversation) for sample in samples)
         kinds = {len(samples): "conversations, with the loss on the assistant's turns", 0: "pairs of texts"}
         line = f"data.{name}: {len(samples)} samples: {kinds[chats]}"
-        if _is_here(config.model):
+        if deep and _is_here(config.model):
             line += f"; {_trained_share(config, samples[:TRIED])}"
         out.append(line)
     return out
@@ -88,13 +101,13 @@ def _trained_share(config: SftConfig, samples: Sequence[SftSample]) -> str:
     return f"of the first {len(samples)}, {len(rollouts)} are usable, and {trained} of {tokens} tokens are trained on"
 
 
-def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool) -> str:
+def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, chat: bool, tried: bool) -> str:
     """Describes the prompts and answers of a set. Raises DataError for one without problems."""
     if not problems:
         raise DataError(f"{source.path} has no usable problem: look at data.path and data.filters")
     fields = fields_of(source)
     template = "the tokenizer's chat template" if model.chat_template is None else f"the file {model.chat_template}"
-    rendered = f"rendered with {template}" + ("" if _is_here(model) else f" (not tried: {model.path} is not here)")
+    rendered = f"rendered with {template}" + ("" if tried else _why_not(model))
     as_chat, whole = MESSAGES in problems[0].values, MESSAGES in fields
     if whole:
         what = f"messages, {rendered}" if as_chat else "the last user's message of each, in the text template"
@@ -102,7 +115,8 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
         what = "text, as the user's message, " + rendered if as_chat else "text, in the text template"
     if not as_chat and chat:
         what += f" as a user's message, {rendered}"
-    asked = f"{len(problems)} problems; prompts: column `{fields[MESSAGES if whole else QUESTION]}`, {what}"
+    count = f"the first {ROWS}" if source.limit == ROWS == len(problems) else len(problems)
+    asked = f"{count} problems; prompts: column `{fields[MESSAGES if whole else QUESTION]}`, {what}"
     open_ended = sum(p.values[MESSAGES][-1]["role"] == ASSISTANT for p in problems) if as_chat else 0
     goes_on = f"; {open_ended} end with an assistant's turn, which the model goes on with" if open_ended else ""
     answer = f"column `{fields['answer']}`" if "answer" in fields else "none, so that the reward must do without"
@@ -112,6 +126,16 @@ def _prompts(source: PromptSet, problems: Sequence[Problem], model: Model, *, ch
 def _has_rows(source: PromptSet) -> bool:
     """Says whether the problems of a set can be read on this machine."""
     return generated_name(source.path) is not None or Path(source.path).exists()
+
+
+def _first(source: PromptSet, rows: int | None) -> PromptSet:
+    """Returns the set, or its first `rows` problems: a large one takes longer to read than all else of a check."""
+    limits = [limit for limit in (source.limit, rows) if limit is not None]
+    return dataclasses.replace(source, limit=min(limits, default=None))
+
+
+def _why_not(model: Model) -> str:
+    return " (not tried: give --deep)" if _is_here(model) else f" (not tried: {model.path} is not here)"
 
 
 def _is_here(model: Model) -> bool:

@@ -1,7 +1,8 @@
 """`megatron-rl generate`: asks a teacher a problem set, and writes SFT pairs to train.parquet and validation.parquet.
 
 Answers that were cut at sampling.max_tokens go to cut.parquet, unless keep_cut is set: training on them would teach to
-stop in the middle.
+stop in the middle. With a `reward`, wrong answers go to wrong.parquet, and those that it cannot grade to
+ungraded.parquet.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import DataError, write_parquet
 from megatron_rl.engines.base import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
+from megatron_rl.rewards.pool import Graded, GradePool, check_failures
 from megatron_rl.run.checkpoint import read_json, write_json
 from megatron_rl.session.common import open_world_for, sampling_of
 from megatron_rl.session.eval_engines import open_teacher
 from megatron_rl.session.launch import Place
 from megatron_rl.text import read_template
+from megatron_rl.types import Outcome
 
 CHUNK = 512  # prompts answered between two moves of the progress bar
 
@@ -52,6 +55,14 @@ class Answered:
     prompt: str
     text: str
     finished: bool  # not cut at sampling.max_tokens
+    graded: Graded | None = None  # where there is a reward
+
+    @property
+    def fault(self) -> str | None:
+        """Returns the name of the file that the answer is set aside in for its grade; None for one that is not."""
+        if self.graded is None or self.graded.right:
+            return None
+        return "wrong" if self.graded.outcome is Outcome.SCORE else "ungraded"
 
 
 def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | None = None) -> int:
@@ -67,7 +78,7 @@ def run(config: GenerateConfig, place: Place, environment: Mapping[str, str] | N
 
         def work() -> None:
             assert engine is not None  # it runs on the driver
-            _write(config, _answers(config, engine, tokenizer, parts))
+            _write(config, _graded(config, _answers(config, engine, tokenizer, parts)))
             shutil.rmtree(parts)
 
         world.from_driver(work)
@@ -127,6 +138,16 @@ def _answers(config: GenerateConfig, engine: Engine, tokenizer: Any, parts: Path
     return out
 
 
+def _graded(config: GenerateConfig, found: list[Answered]) -> list[Answered]:
+    """Grades the answers where there is a reward. Raises RewardFailure when too many gradings fail."""
+    if config.reward is None:
+        return found
+    with GradePool(config.reward) as pool:
+        graded = pool.grade([a.text for a in found], [a.problem.values for a in found])
+    check_failures(graded, config.reward.max_failure_share)
+    return [replace(a, graded=one) for a, one in zip(found, graded, strict=True)]
+
+
 def _row(answered: Answered) -> dict[str, Any]:
     """Returns a pair with the problem's fields. An assistant's turn that the prompt began becomes part of the
     response."""
@@ -144,10 +165,11 @@ def _write(config: GenerateConfig, found: list[Answered]) -> None:
     rows = [_row(a) for a in found]
     problems = sorted({a.problem.row for a in found})
     chosen = set(random.Random(config.seed).sample(problems, round(config.validation_share * len(problems))))
-    files: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "cut": []}
+    files: dict[str, list[dict[str, Any]]] = {name: [] for name in ("train", "validation", "cut", "wrong", "ungraded")}
     for row, a in zip(rows, found, strict=True):
         aside = not a.finished and not config.keep_cut
-        files["cut" if aside else "validation" if a.problem.row in chosen else "train"].append(row)
+        kept = "validation" if a.problem.row in chosen else "train"
+        files["cut" if aside else a.fault or kept].append(row)
     output = Path(config.output)
     for name, part in files.items():
         (output / f"{name}.parquet").unlink(missing_ok=True)
@@ -157,5 +179,13 @@ def _write(config: GenerateConfig, found: list[Answered]) -> None:
     print(
         f"{len(files['train'])} training and {len(files['validation'])} validation pairs in {output}; "
         f"{sum(not a.finished for a in found)} answers were cut at sampling.max_tokens = {config.sampling.max_tokens} "
-        f"and {where}"
+        f"and {where}; {_grades(config, files)}"
     )
+
+
+def _grades(config: GenerateConfig, files: Mapping[str, Sequence[Any]]) -> str:
+    """Returns what is known of the answers' grades, as the end of a sentence."""
+    if config.reward is None:
+        return "no answer was graded, so that wrong ones are among the pairs (set reward.target to set them aside)"
+    wrong, ungraded = len(files["wrong"]), len(files["ungraded"])
+    return f"{wrong} wrong answers stand in wrong.parquet, and {ungraded} that could not be graded in ungraded.parquet"

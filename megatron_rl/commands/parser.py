@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import cluster, conversions, plan
+from megatron_rl.commands import cluster
 from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
 from megatron_rl.config.describe import describe
 
@@ -15,6 +17,21 @@ DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning o
 Settings come from YAML files, left to right, then from a.b=c arguments:
   megatron-rl train examples/last_letter/tango.yaml run.seed=1 roles.generator.optimizer.lr=2e-4
 Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help lists the settings of a schema too, which are collected when help is asked for."""
+
+    schema: Any = None
+
+    def format_help(self) -> str:
+        """Returns the help, with the settings behind the description."""
+        schema, self.schema = self.schema, None
+        if schema is not None:
+            self.description = f"{self.description}\n\n{describe(schema)}"
+        return super().format_help()
+
+
 HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
@@ -23,42 +40,52 @@ HELP = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of one command, or of all where that is none of them: what the others import is left out."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in HELP:
-        _add_run_command(commands, name)
-    _add_drift(commands)
-    _add_check(commands)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    adders: dict[str, Callable[[Any], None]] = {name: functools.partial(_add_run_command, name=name) for name in HELP}
+    adders |= {"drift": _add_drift, "check": _add_check, "plan": _add_plan, "convert": _add_convert}
+    adders |= {"serve": _add_serve, **dict.fromkeys(cluster.NAMES, cluster.add_parsers), "report": _add_report}
+    for add in dict.fromkeys([adders[command]] if command in adders else adders.values()):
+        add(commands)
+    return parser
+
+
+def _add_plan(commands: Any) -> None:
+    from megatron_rl.commands import plan
+
     plan.add_parser(commands)
+
+
+def _add_convert(commands: Any) -> None:
+    from megatron_rl.commands import conversions
+
     convert = commands.add_parser(
         "convert", help="weights from one form into another: Hugging Face, Megatron, another layout"
     )
     forms = convert.add_subparsers(dest="form", required=True, metavar="FORM")
     for name, text in conversions.HELP.items():
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
-    _add_serve(commands)
-    cluster.add_parsers(commands)
+
+
+def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts"
     )
     report.add_argument("run", type=Path, help="a run directory, or a sweep's")
     report.add_argument("--png", type=Path, help="also draw the main curves into this file")
-    return parser
 
 
 def _add_run_command(commands: Any, name: str) -> None:
     """Adds a command that runs on ranks: train, sft, generate or eval."""
     text = HELP[name]
     parser = commands.add_parser(
-        name,
-        help=text,
-        description=text + "\n\n" + describe(SCHEMAS[name]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.schema = SCHEMAS[name]
     nargs = "*" if name == "eval" else "+"
     parser.add_argument("settings", nargs=nargs, metavar=METAVAR, help="YAML files, then overrides")
     if name == "eval":
@@ -94,12 +121,22 @@ def _add_drift(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    parser = commands.add_parser("check", help="validate a config without torch and say what its numbers mean")
+    parser = commands.add_parser(
+        "check", help="refuse a config that its command would refuse, in a second, and say what its numbers mean"
+    )
     parser.add_argument("settings", nargs="+", metavar=METAVAR)
     parser.add_argument(
         "--command", dest="schema", choices=SCHEMAS, help="the command it is for (default: found from its keys)"
     )
     parser.add_argument("--ranks", type=positive, help="number of ranks it will run on (default: launch.nproc)")
+    parser.add_argument(
+        "--deep", action="store_true", help="read all rows, try chat templates with the tokenizer, import the reward"
+    )
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run starts on another machine, or after a stage that makes its files: missing ones are named only",
+    )
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in"
     )

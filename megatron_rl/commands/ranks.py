@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands import settings
+from megatron_rl.config import absent, plugins
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
+from megatron_rl.run.start import tell
 from megatron_rl.session import launch
 
 LEFT = 130  # exit status of a run that was asked to save and leave
@@ -42,11 +44,18 @@ def run(args: argparse.Namespace) -> int:
         print(f"{config.output} is there: nothing to do")
         return 0
     config_checks.check(config, place.world_size if place else config.launch.nproc)
+    if place is None or place.rank == 0:
+        absent.refuse(config)
+        if "torch" not in sys.modules:  # a rank that was started here has the modules of its parent
+            tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and config.launch.nproc > 1:
         os.environ["OMP_NUM_THREADS"] = "1"
         fork = not Path("/dev/nvidiactl").exists()  # a driver that was touched before a fork does not work after it
         if fork:
             _command(args)  # its imports, once for all ranks
+            if isinstance(config, configs.TrainConfig):
+                plugins.build(config.recipe)
+        tell(args.command, f"starting {config.launch.nproc} ranks")
         return launch.start_ranks(functools.partial(run, args), config.launch.nproc, fork=fork)
     if isinstance(config, configs.TrainConfig | configs.SftConfig) and config.run.deterministic:
         os.environ.update(DETERMINISTIC)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from megatron_rl.config.absent import prompt_sets
 from megatron_rl.config.data_settings import ALL, TEST, TRAIN, generated_name, generated_names, resolve
 from megatron_rl.config.schema import (
     ConfigError,
@@ -30,8 +30,6 @@ from megatron_rl.models.divisibility import Axes, engine_problems, trainer_probl
 from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 
-_DATA_FILES = (".jsonl", ".json", ".parquet")
-
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     """Raises ConfigError for settings that cannot work together, or on `ranks` ranks. It names all problems at once.
@@ -39,7 +37,7 @@ def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     `to_come`: model directories may be missing still, as an earlier stage writes them.
     """
     problems = _train_problems(config, ranks, to_come) if isinstance(config, TrainConfig) else []
-    problems += [line for name, source in _prompt_sets(config) for line in _prompt_set_problems(name, source)]
+    problems += [line for name, source in prompt_sets(config) for line in _prompt_set_problems(name, source)]
     problems += _overlaps(config)
     if isinstance(config, SftConfig):
         problems += _sft_problems(config, ranks, to_come)
@@ -168,59 +166,6 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True)
-class Absent:
-    """A file or directory that the config names and that does not exist here."""
-
-    name: str  # of the setting
-    path: str
-    on_hub: bool  # it is taken for a name at the Hugging Face hub, and fetched from there
-
-    def __str__(self) -> str:
-        if self.on_hub:
-            return f"{self.name} = {self.path} is no directory here, so it is taken for a hub name"
-        return f"{self.name} = {self.path} is not there yet"
-
-
-def absent_files(config: Any) -> list[Absent]:
-    """Returns each file or directory that the config names and that does not exist yet.
-
-    An earlier stage may still make it.
-    """
-    places = {name: source.path for name, source in _prompt_sets(config)}
-    if isinstance(config, SftConfig):
-        places |= {"data.train": config.data.train, "data.validation": config.data.validation or ""}
-    if isinstance(config, TrainConfig):
-        places["debug.replay"] = config.debug.replay or ""
-    models = {f"roles.{name}.model.path": role.model.path for name, role in getattr(config, "roles", {}).items()}
-    models |= {"model.path": cast(Any, config).model.path} if hasattr(config, "model") else {}
-    absent = [Absent(name, path, _is_hub_name(path)) for name, path in models.items() if not Path(path).is_dir()]
-    local = {
-        name: path
-        for name, path in places.items()
-        if path and generated_name(path) is None and (path.count("/") != 1 or Path(path).suffix in _DATA_FILES)
-    }
-    return absent + [Absent(name, path, False) for name, path in local.items() if not Path(path).exists()]
-
-
-def absent_recipe_files(recipe: Any) -> list[Absent]:
-    """Returns each file that a recipe's plug-ins read and that does not exist yet."""
-    return [Absent(name, path, False) for name, path in recipe.files().items() if not Path(path).exists()]
-
-
-def _is_hub_name(path: str) -> bool:
-    return path.count("/") == 1 and not path.startswith((".", "/", "~"))
-
-
-def _prompt_sets(config: Any) -> list[tuple[str, PromptSet]]:
-    if isinstance(config, TrainConfig):
-        found = [("data", config.data), ("evaluation.prompts", config.evaluation.prompts)]
-        found += [(f"roles.{name}.data", role.data) for name, role in config.roles.items()]
-    else:
-        found = [("data", getattr(config, "data", None))]
-    return [(name, source) for name, source in found if isinstance(source, PromptSet)]
-
-
 def _prompt_set_problems(name: str, source: PromptSet) -> list[str]:
     problems = _generated_problems(name, source)
     try:
@@ -258,7 +203,7 @@ def _generated_problems(name: str, source: PromptSet) -> list[str]:
 
 def _overlaps(config: Any) -> list[str]:
     """Returns a line for each set of generated problems to train on that may have questions of those held out."""
-    sets = dict(_prompt_sets(config))
+    sets = dict(prompt_sets(config))
     held = sets.pop("evaluation.prompts", None)
     return [
         f"evaluation.prompts may have questions of {name}: both are of {', '.join(sorted(common))}; set "

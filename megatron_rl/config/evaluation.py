@@ -27,23 +27,33 @@ class Evaluation:
 
 @config
 class Reward:
-    """A reward function, (response, payload) -> float in [0, 1], and the worker processes that run it."""
+    """A reward function, (response, payload) -> float in `range`, and the worker processes that run it."""
 
     target: str = "megatron_rl.rewards.math_answer:grade"  # the function's name as package.module:name
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
+    # Least and greatest score that the function may return. Any other one is a failed grading, and refused at the gate.
+    # A score above the middle counts as right.
+    range: tuple[float, float] = (0.0, 1.0)
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 5.0  # seconds for one grading; a worker that takes longer is killed
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
     # What becomes of an answer whose grading is cut off (by time, memory or a crash), although the problem's own answer
-    # is graded well. wrong: it scores 0, as a text that nobody can check. drop: it leaves its group. Neither counts as
-    # a failure of the reward.
+    # is graded well. wrong: it gets the least score, as a text that nobody can check. drop: it leaves its group.
+    # Neither counts as a failure of the reward.
     cut_off: Literal["wrong", "drop"] = "wrong"
     max_failure_share: Share = 0.05  # stop the run when a larger share of an update's gradings fails
     wrong_answer: str = "-123456.789"  # an answer that is wrong for every problem; the gate before training grades it
     # The response that the gate before training grades; {answer} is replaced by the answer.
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
 
+    @property
+    def half(self) -> float:
+        """Returns the score above which an answer counts as right."""
+        return (self.range[0] + self.range[1]) / 2
+
     def __post_init__(self) -> None:
+        if not self.range[0] < self.range[1]:
+            raise ConfigError(f"reward.range = {list(self.range)}: give the least score, then a greater one")
         if "{answer}" not in self.answer_format:
             raise ConfigError(
                 f"reward.answer_format = {self.answer_format!r}: it needs {{answer}} where the answer stands"
@@ -108,6 +118,8 @@ class EvalConfig:
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
 
     def __post_init__(self) -> None:
+        if self.reward.range != (0.0, 1.0):
+            raise ConfigError(f"reward.range = {list(self.reward.range)}: an evaluation counts scores from 0 to 1")
         if not self.benchmarks and self.data is None:
             raise ConfigError(
                 "benchmarks = [] without data: name benchmarks (gsm8k, amc23, ...), or give a problem set of your own "

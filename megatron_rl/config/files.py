@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import types
@@ -146,9 +147,7 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
         tree = _merge(tree, source.tree, [schema], None)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
-        made = pydantic.TypeAdapter(schema).validate_json(
-            json.dumps(_with_defaults(schema, _with_kinds(tree, [schema])))
-        )
+        made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
     except pydantic.ValidationError as error:
         lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
         raise ConfigError("\n  ".join(lines)) from error
@@ -162,9 +161,15 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
     return made
 
 
+@functools.cache
+def _adapter(schema: type) -> pydantic.TypeAdapter[Any]:
+    """Returns the validator of a schema, which takes a while to make: ranks that are forked share their parent's."""
+    return pydantic.TypeAdapter(schema)
+
+
 def dump(config: Any) -> str:
     """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
-    tree = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+    tree = _adapter(type(config)).dump_python(config, mode="json")
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -5,6 +5,7 @@ Built-in parts are named exactly as a user's own.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
@@ -54,6 +55,75 @@ def find_function(target: str) -> Any:
     if not callable(found):
         raise ConfigError(f"plug-in {target!r} is a {type(found).__name__}: name a function")
     return found
+
+
+def look_at(use: Use) -> None:
+    """Looks for the function `package.module:name` in its file, without importing it, and at its arguments' names.
+
+    What the file does not define itself, or by other means than `def`, is found when it is imported. Raises ConfigError
+    as `build` does.
+    """
+    if problems := [*_not_finite(use.args, "args")]:
+        raise _refusal(use, problems)
+    module_name, _, name = use.target.partition(":")
+    if not is_target(use.target):
+        raise ConfigError(f"plug-in {use.target!r}: it has the form package.module:name, without .py or slashes")
+    here, file = look_here(), module_file(module_name)
+    if file is None:
+        raise ConfigError(
+            f"plug-in {use.target!r}: cannot import {module_name} (there is no such module); is it in the current "
+            f"directory ({here}) or installed?"
+        )
+    if module_name in sys.modules or file.suffix != ".py":
+        build(use)
+        return
+    defined = _definitions(file)
+    if name not in defined:
+        if None in defined:  # names that come from elsewhere, by a star
+            return
+        close = difflib.get_close_matches(name, [known for known in defined if known], n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"look at the names in {file}"
+        raise ConfigError(f"plug-in {use.target!r}: {module_name} has no {name!r}; {hint}")
+    found = defined[name]
+    if isinstance(found, ast.FunctionDef) and not found.decorator_list and found.args.kwarg is None:
+        taken = [argument.arg for argument in (*found.args.args, *found.args.kwonlyargs)]
+        if problems := _unknown(use, taken):
+            raise _refusal(use, problems)
+
+
+def _definitions(file: Path) -> dict[str | None, ast.AST]:
+    """Returns {name: the statement} of what a module defines at its top; None stands for the names of a star import.
+    Nothing of a file that cannot be parsed: whoever imports it says why."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return {None: ast.Pass()}
+    out: dict[str | None, ast.AST] = {}
+    for node in _top(tree.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            out.setdefault(node.name, node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                own = alias.asname or alias.name.partition(".")[0]
+                out.setdefault(None if own == "*" else own, node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for part in [name for target in targets for name in ast.walk(target)]:
+                if isinstance(part, ast.Name):
+                    out.setdefault(part.id, node)
+    return out
+
+
+def _top(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields the statements of a module that are in no function or class, those within `if`, `try` and `with` too."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            for part in ast.iter_child_nodes(node):
+                if isinstance(part, ast.stmt):
+                    yield from _top([part])
+                elif isinstance(part, ast.ExceptHandler):
+                    yield from _top(part.body)
 
 
 def is_target(text: str) -> bool:

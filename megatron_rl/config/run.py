@@ -89,3 +89,10 @@ class Sinks:
 
     tensorboard: bool = False  # write TensorBoard files into the run's logs
     wandb_project: str | None = None  # project of Weights & Biases that receives the metrics; null: none
+    wandb_entity: str | None = None  # team or user of that project; null: the one that wandb is logged in as
+    wandb_tags: tuple[str, ...] = ()  # tags of the run there
+    samples: NonNegativeInt = 4  # rollouts of each role and turn that TensorBoard and Weights & Biases get as texts
+    # Port at which the driver answers GET /metrics in the text format of Prometheus; 0: a free one, which it prints;
+    # null: none.
+    prometheus_port: Annotated[NonNegativeInt, Field(le=65535)] | None = None
+    prometheus_host: str = "127.0.0.1"  # address at which it listens; nobody is asked who they are

@@ -169,6 +169,9 @@ class GenerateConfig:
     # What becomes of answers that were cut at sampling.max_tokens. false: they are set aside in cut.parquet. true: they
     # are pairs like the others, as in the release of RL Tango.
     keep_cut: bool = False
+    # The function that grades the answers: wrong ones go to wrong.parquet, and those that could not be graded to
+    # ungraded.parquet. null: nothing is graded, wrong answers are among the pairs.
+    reward: Reward | None = None
     # The engine that writes the answers: the embedded one holds the whole teacher on every rank.
     engine: Annotated[Embedded | Vllm | Sglang, pydantic.Field(discriminator="kind")] = field(default_factory=Embedded)
     launch: Launch = field(default_factory=Launch)  # number of ranks to start

@@ -8,12 +8,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megatron_rl.config.schema import ConfigError
+from megatron_rl.later import Later
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa, pq = Later("pyarrow"), Later("pyarrow.parquet")
 
 SHOWN = 5  # most bad rows named in a message
 LARGEST = 1e300  # numbers from here on are no answers

@@ -22,7 +22,7 @@ from rich.table import Table
 from megatron_rl.cluster import slurm
 from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
-from megatron_rl.config import checks as config_checks
+from megatron_rl.config import absent, hub
 from megatron_rl.config.schema import ConfigError, Model, RoleConfig, Servers, TrainConfig
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
@@ -72,6 +72,7 @@ def examine(config: Any | None, profile: Profile | None, *, quick: bool, environ
     ]
     if config is not None:
         parts += [lambda: _files(run_directory(config), quick), lambda: _inputs(config, quick)]
+        parts += [] if quick else [lambda: _hub(config, environment)]
         parts += (
             [lambda: _engine(config, profile)]
             if isinstance(config, TrainConfig) and isinstance(config.engine, Servers)
@@ -216,11 +217,14 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 
 def _inputs(config: Any, quick: bool) -> Iterator[Check]:
-    for absent in config_checks.absent_files(config):
-        if absent.on_hub:
-            yield Check(absent.name, str(absent), "note", "the run fetches it, or put it there first")
+    for one in absent.absent_files(config):
+        problem = one.problem
+        if problem is not None:
+            yield Check(one.name, problem if one.on_hub else str(one), "wrong", f"put it there, or mend {one.name}")
+        elif not hub.is_cached(one.path, one.kind):
+            yield Check(one.name, str(one), "note", _fetching(one))
         else:
-            yield Check(absent.name, str(absent), "wrong", f"put it there, or mend {absent.name}")
+            yield Check(one.name, f"{one.path}, from {hub.cache()}")
     if quick:
         return
     for name, role in _roles(config):
@@ -236,6 +240,32 @@ def _inputs(config: Any, quick: bool) -> Iterator[Check]:
             continue
         if found is not None:
             yield Check(f"model of {name}", f"{_parameters(found) / 1e9:.3g} B parameters ({found.family})")
+
+
+def _fetching(one: absent.Absent) -> str:
+    """Returns how a name of the hub comes here."""
+    token = "" if hub.has_token() else "; gated ones need a token: `hf auth login`, or HF_TOKEN"
+    return f"the run fetches it; to do so before: `{one.fetch}`{token}"
+
+
+def _hub(config: Any, environment: Mapping[str, str]) -> Iterator[Check]:
+    """Tells where the hub's files are kept, whether the hub is asked, and whether there is a token."""
+    if not any(one.on_hub for one in absent.absent_files(config)):
+        return
+    where, told = hub.cache(), environment.get("HF_HOME") or environment.get("HF_HUB_CACHE")
+    shared = "" if told else "set HF_HOME to a folder that all nodes see, so that a model is fetched once"
+    yield Check("HF_HOME", f"{where}" + ("" if told else " (not set)"), "ok" if told else "note", shared)
+    asked = "not asked: HF_HUB_OFFLINE is set" if hub.offline() else "asked for what is not there"
+    cure = (
+        "" if hub.offline() else "nodes without a network: fetch on a login node, then set HF_HUB_OFFLINE=1 in the job"
+    )
+    yield Check("Hugging Face hub", asked, "ok", cure)
+    yield Check(
+        "hub token",
+        "there is one" if hub.has_token() else "none",
+        "ok" if hub.has_token() else "note",
+        "" if hub.has_token() else "gated models and private data need one: `hf auth login`, or HF_TOKEN",
+    )
 
 
 def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:

@@ -27,6 +27,7 @@ from megatron_rl.session.servers import ENGINES
 RECENT = 10  # the last turns, of which seconds per turn are the median
 LOOK_S = 2.5  # time between two looks at the roster: a server that lives renews its file every second
 FOLLOW_S = 1.0
+SHOWN, REWARD = ("update", "staleness", "version_lag", "skipped", "loss", "length"), "reward/"  # figures of a role
 NO_JOBS = "no job of it waits or runs"
 
 
@@ -112,16 +113,12 @@ def show(status: Status, console: Console) -> None:
             )
         )
     for scope, row in status.last.items():
-        figures = {
-            name: value
-            for name, value in row.metrics.items()
-            if name in ("staleness", "version_lag", "skipped", "loss")
-        }
-        chosen = figures | {n: v for n, v in row.metrics.items() if "accuracy" in n or n.startswith("reward/mean")}
+        chosen = {name: value for name, value in row.metrics.items() if name in SHOWN or name.startswith(REWARD)}
+        chosen |= {name: value for name, value in row.metrics.items() if "accuracy" in name}
         if chosen:
-            console.print(
-                f"{scope} at turn {row.turn}: " + ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
-            )
+            place = f"after step {row.step}" if scope == "eval" else f"at turn {row.turn + 1} (step {row.step + 1})"
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
+            console.print(escape(f"{scope} {place}: {figures}"))
 
 
 def stop(directory: Path, *, now: bool) -> str:

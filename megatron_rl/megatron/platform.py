@@ -257,7 +257,7 @@ def _patch_tensor() -> None:
 
 def _patch_megatron() -> None:
     """Replaces the functions of core that assume CUDA or NCCL."""
-    with _silent_imports(), _without_compiler():
+    with _silent_imports(), _without_compiler(), _without_wandb():
         import megatron.core.optimizer as core_optimizer
         from megatron.core.optimizer import distrib_optimizer
         from megatron.core.tensor_parallel import mappings
@@ -271,6 +271,18 @@ def _patch_megatron() -> None:
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+@contextlib.contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Lets core find no Weights & Biases in the block: its inference would import it, which takes half a second."""
+    there = {name: module for name, module in sys.modules.items() if name == "wandb"}
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]
+        sys.modules.update(there)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
 
 GENERATOR, VERIFIER = "generator", "verifier"  # roles of the recipes of this folder
-RIGHT = 0.5  # a solution whose score is above counts as right
+RIGHT = 0.5  # an episode whose reward is above counts as right
 Item = TypeVar("Item")
 
 
@@ -86,7 +86,7 @@ def solve(
         for place, (rollout, text), result in zip(places, read, graded, strict=True):
             found[place] = rollout, text, result
             if result.outcome is Outcome.SCORE:
-                solutions[place] = _solution(rollout, text, result.score)
+                solutions[place] = _solution(rollout, text, result)
                 then(place, solutions[place])
         table.watch.beat()
 
@@ -214,11 +214,10 @@ def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
     return mark_steps(rollout, decoded), decoded.text
 
 
-def _solution(rollout: Rollout, text: str, score: float) -> Solution:
-    correct = score > RIGHT
-    payload = {**rollout.payload, "correct": correct, "grading": Outcome.SCORE.value}
-    rewards = {**rollout.rewards, "outcome": score}
-    return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=correct)
+def _solution(rollout: Rollout, text: str, graded: Graded) -> Solution:
+    payload = {**rollout.payload, "correct": graded.right, "grading": Outcome.SCORE.value}
+    rewards = {**rollout.rewards, "outcome": graded.score}
+    return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=graded.right)
 
 
 def _count(gradings: Sequence[Graded], kind: Outcome) -> float:

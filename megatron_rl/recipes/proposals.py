@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from megatron_rl.config.plugins import find_function
 from megatron_rl.config.schema import Reward
-from megatron_rl.recipes.base import RIGHT
 from megatron_rl.rewards.pool import GradePool, check_failures
 from megatron_rl.rewards.role_tags import last_inside
 from megatron_rl.types import Outcome
@@ -53,5 +52,5 @@ class AnswerRule:
             return dict.fromkeys(answers, True)
         graded = self._pool.grade(list(answers.values()), [payloads[i] for i in answers])
         check_failures(graded, max_failure_share)
-        known = [one.score > RIGHT if one.outcome is Outcome.SCORE else None for one in graded]
+        known = [one.right if one.outcome is Outcome.SCORE else None for one in graded]
         return dict(zip(answers, known, strict=True))

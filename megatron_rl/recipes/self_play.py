@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.estimators import find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.recipes.judged import put, quoted
 from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
@@ -82,6 +82,13 @@ class SelfPlay(Recipe):
             find_estimator(self.proposer_estimator)
         self._baselines = RoleBaselines()
         self._rule = AnswerRule(self.rule, self.rule_workers)
+
+    def check(self, config: TrainConfig) -> None:
+        if config.reward.range != (0.0, 1.0):
+            raise ConfigError(
+                f"reward.range = {list(config.reward.range)}: this recipe counts answers that nobody gave as 0; "
+                "scale the reward to [0, 1]"
+            )
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {PROPOSER: self.proposals, SOLVER: self.proposals * self.answers}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.engines.base import Sampling
-from megatron_rl.recipes.base import RIGHT, Solution
+from megatron_rl.recipes.base import Solution
 from megatron_rl.rewards.pool import Graded, check_failures
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.text import decode_all
@@ -43,7 +43,7 @@ def solve_by_vote(
     solutions = []
     for k, result in results.items():
         if result.outcome is Outcome.SCORE:
-            correct = result.score > RIGHT
+            correct = result.right
             payload = {**payloads[k], "correct": correct, "grading": result.outcome.value}
             rollout = replace(rollouts[k].with_rewards(outcome=result.score), payload=payload)
             solutions.append(Solution(rollout=rollout, text=texts[k], correct=correct))

@@ -30,7 +30,6 @@ CHUNK = 16  # most gradings that a worker holds at once
 START_TIMEOUT_S = 120.0  # seconds to import the reward's module
 START_TRIES = 4  # of workers in a row that cannot be started, though others were
 START_PAUSE_S = 1.0  # between two tries to start a process
-WELL = 0.5  # score of a problem's own answer from which on the reward grades it well
 PIPE_BYTES = 1 << 16  # most bytes that one read or write moves
 EXHAUSTED = "out of memory"  # why a worker ended after it answered that; no waiting item is to blame
 END_S = 10.0  # for a keeper to end all that its worker started
@@ -47,7 +46,7 @@ class RewardFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Graded:
-    """The result of one grading. `score` is 0.0 unless the outcome is SCORE; `detail` says what went wrong.
+    """The result of one grading. `score` means nothing unless the outcome is SCORE; `detail` says what went wrong.
 
     `cut_off`: the grading ended by time, by memory or with its worker, and not by the reward's own doing. `excused`: it
     does not speak against the reward, which grades the problem's own answer well.
@@ -59,6 +58,12 @@ class Graded:
     seconds: float = 0.0
     cut_off: bool = False
     excused: bool = False
+    half: float = 0.5  # the middle of reward.range
+
+    @property
+    def right(self) -> bool:
+        """Returns whether there is a score, and it is above the middle of the range."""
+        return self.outcome is Outcome.SCORE and self.score > self.half
 
 
 @dataclass
@@ -82,8 +87,8 @@ class _Worker:
 class GradePool:
     """A pool of worker processes that run one reward function; for one caller at a time.
 
-    Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use. They
-    import the function along this process's sys.path and its working directory.
+    Use: `with GradePool(config.reward) as pool: pool.grade(responses, payloads)`. Workers start at the first use, or by
+    `start`. They import the function along this process's sys.path and its working directory.
     """
 
     def __init__(self, reward: Reward) -> None:
@@ -114,6 +119,12 @@ class GradePool:
             self._starter.shutdown()
             self._starter = None
 
+    def start(self) -> None:
+        """Starts the workers, which import the function meanwhile, and does not wait for them."""
+        self._ensure_workers(self.reward.workers)
+        for worker in self._workers:
+            _send(worker)
+
     def grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Grades [B] responses with their payloads and returns [B] results, in order.
 
@@ -132,7 +143,7 @@ class GradePool:
         fresh = {key: p for p in payloads if (key := _known_answer(p)) is not None and key not in self._known}
         texts = [self.reward.answer_format.replace("{answer}", str(p["answer"])) for p in fresh.values()]
         for key, one in zip(fresh, self._grade(texts, list(fresh.values())), strict=True):
-            self._known[key] = one.outcome is Outcome.SCORE and one.score >= WELL
+            self._known[key] = one.outcome is Outcome.SCORE and one.score >= self.reward.half
 
     def _judged(self, one: Graded, payload: Mapping[str, Any]) -> Graded:
         """Applies `reward.cut_off` to a grading that was cut off where the problem's own answer is graded well."""
@@ -140,7 +151,7 @@ class GradePool:
             return one
         if self.reward.cut_off == "drop":
             return replace(one, excused=True)
-        return replace(one, outcome=Outcome.SCORE, score=0.0, excused=True)
+        return replace(one, outcome=Outcome.SCORE, score=self.reward.range[0], excused=True)
 
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Runs the reward function on [B] responses. -> [B] results, in order"""
@@ -178,7 +189,7 @@ class GradePool:
             os.set_blocking(_fd(pipe), False)
         here = os.getcwd()
         paths = [here, *(path or here for path in sys.path)]
-        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, paths))
+        task = pickle.dumps((self.reward.target, self.reward.args, self.reward.memory_mib, self.reward.range, paths))
         return _Worker(process, outbox=bytearray(frame(task)), since=time.monotonic())
 
     def _gives_up(self, *, killed: bool) -> bool:
@@ -254,7 +265,12 @@ class GradePool:
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
         results[worker.held.popleft()] = Graded(
-            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted
+            Outcome.ERROR if score is None else Outcome.SCORE,
+            score or 0.0,
+            detail,
+            seconds,
+            cut_off=exhausted,
+            half=self.reward.half,
         )
         if exhausted:
             worker.ended = EXHAUSTED

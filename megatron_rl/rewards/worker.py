@@ -43,8 +43,8 @@ def frame(data: bytes) -> bytes:
 def main(keeper: int | None) -> None:
     """Reads pickled frames from standard input and writes JSON frames to standard output.
 
-    In: (target, args, memory_mib, sys.path), then items. Out: null or why the target cannot be used, then [serial,
-    score or null, detail, seconds, exhausted] for each item.
+    In: (target, args, memory_mib, (least score, greatest score), sys.path), then items. Out: null or why the target
+    cannot be used, then [serial, score or null, detail, seconds, exhausted] for each item.
 
     `keeper` is the process that started this one. With one, what a grading started and what then left this process, by
     a session of its own or by its parent's end, is gone before the answer is given.
@@ -55,14 +55,14 @@ def main(keeper: int | None) -> None:
     # Signals that ask the run to leave are for the run itself, which ends its workers.
     for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), _ignore_signal)
-    target, args, memory_mib, sys.path[:] = pickle.loads(_read(requests))
+    target, args, memory_mib, bounds, sys.path[:] = pickle.loads(_read(requests))
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     found = _find(target, args)
     _limit_memory(memory_mib)
     _write(answers, found if isinstance(found, str) else None)
     while not isinstance(found, str) and (data := _read(requests)):
         serial, response, payload = pickle.loads(data)
-        answer = _grade(found, response, payload, memory_mib)
+        answer = _grade(found, response, payload, memory_mib, bounds)
         if os.getpid() != own:
             os._exit(1)  # the function forked and came back twice
         if keeper is not None and not answer.exhausted:  # the pool ends a worker without memory, with all it started
@@ -126,7 +126,9 @@ def _find(target: str, args: dict[str, Any]) -> Callable[..., Any] | str:
     return functools.partial(found, **args) if args else found
 
 
-def _grade(function: Callable[..., Any], response: str, payload: Any, memory_mib: int) -> Answer:
+def _grade(
+    function: Callable[..., Any], response: str, payload: Any, memory_mib: int, bounds: tuple[float, float]
+) -> Answer:
     """Grades one response. This is the border to user rewards: whatever one raises is reported."""
     start = time.perf_counter()
     try:
@@ -137,6 +139,8 @@ def _grade(function: Callable[..., Any], response: str, payload: Any, memory_mib
     except Exception as error:
         return Answer(None, f"{type(error).__name__}: {str(error)[:500]}", time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    if not isinstance(score, numbers.Real) or not 0.0 <= float(score) <= 1.0:
-        return Answer(None, f"returned {repr(score)[:100]}: a reward returns a number in [0, 1]", seconds)
+    low, high = bounds
+    if not isinstance(score, numbers.Real) or not low <= float(score) <= high:
+        said = f"returned {repr(score)[:100]}: a reward returns a number in reward.range = [{low:g}, {high:g}]"
+        return Answer(None, said, seconds)
     return Answer(float(score), "", seconds)

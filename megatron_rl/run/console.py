@@ -1,11 +1,15 @@
-"""Shows a run to a person: a live table in a terminal, plain lines elsewhere and always in logs/driver.log."""
+"""Shows a run to a person: a live table in a terminal, plain lines elsewhere and always in logs/driver.log.
+
+docs/concepts.md says what each column is.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -14,25 +18,30 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
 from rich.console import Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megatron_rl.run.metrics import MetricsRow
 
-# The metrics that a column shows: the first of these names that a role logs.
+# The metrics that a column shows: the first of these names that a role logs. A narrow terminal leaves the last out.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "update": ("update",),
     "reward": ("reward/trained", "reward", "reward/total", "reward/outcome", "reward/*"),
     "loss": ("loss", "train_loss"),
     "val": ("validation_loss",),
-    "kl": ("kl_ref", "kl"),
-    "entropy": ("entropy",),
     "length": ("length", "tokens_per_sample"),
     "answers": ("turns",),  # of the seats of an episode
+    "entropy": ("entropy",),
+    "kl": ("kl_ref", "kl"),
     "gap": ("engine_gap",),
 }
+ROLE, SMOOTH, SECONDS = "role", "smooth", "s"  # further columns of the live table
 NOTES = ("eval", "gate")  # scopes whose rows are not turns
 QUIET_S = 0.25  # least seconds between two plain lines on the screen; the log file has all lines
 SMOOTHING = 0.9  # weight of the past in the running mean
+RECENT = 10  # turns that the time to go is judged by
+NARROW = 80  # columns that the table fits in, whatever the terminal has
+NAME = 40  # most characters of a row's name
 
 
 @dataclass(slots=True)
@@ -61,19 +70,17 @@ class RunConsole:
         self._total = total_turns
         self._rich = RichConsole(file=stream if stream is not None else sys.stdout, soft_wrap=True)
         self._scopes: dict[str, _Scope] = {}
+        self._evaluations: list[MetricsRow] = []  # the first and the last
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # (turns done, time) at the ends of turns
         self._printed = 0.0  # time (time.monotonic) of the last plain line
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
         self._progress = Progress(
-            TextColumn("turn"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._rich,
-        )
-        self._bar = self._progress.add_task("turns", total=total_turns, completed=first_turn)
+            TextColumn("turn"), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[step]}"),
+            TimeElapsedColumn(), TextColumn("{task.fields[left]}"), console=self._rich,
+        )  # fmt: skip
+        self._bar = self._progress.add_task("turns", total=total_turns, completed=first_turn, step="", left="")
 
     def open(self) -> None:
         """Starts the log file and, in a terminal, the live table. Further calls do nothing."""
@@ -99,16 +106,18 @@ class RunConsole:
         if "reward" in shown:
             past = scope.smoothed
             scope.smoothed = shown["reward"] if past is None else SMOOTHING * past + (1 - SMOOTHING) * shown["reward"]
+        if row.scope == "eval":
+            self._evaluations = [*self._evaluations[:1], row]
         self._to_file(line(row, self._total))
-        if self._live is None:
-            now = time.monotonic()
-            if row.scope in NOTES or row.turn + 1 == self._total or now - self._printed >= QUIET_S:
-                self._printed = now
-                self._rich.print(line(row, self._total), markup=False, highlight=False)
-        else:
-            if row.scope not in NOTES:
-                self._progress.update(self._bar, completed=row.turn + 1)
+        if row.scope not in NOTES:
+            self._count(row)
+        if self._live is not None:
             self._live.update(self._render())
+            return
+        now = time.monotonic()
+        if row.scope in NOTES or row.turn + 1 == self._total or now - self._printed >= QUIET_S:
+            self._printed = now
+            self._rich.print(line(row, self._total), markup=False, highlight=False)
 
     def message(self, text: str) -> None:
         """Prints plain text above the table and into the log file."""
@@ -145,27 +154,28 @@ class RunConsole:
         for part in text.splitlines() or [""]:
             self._file.write(f"{stamp} {part}\n")
 
+    def _count(self, row: MetricsRow) -> None:
+        """Moves the bar, and judges the time to go by the last RECENT turns."""
+        done, now = row.turn + 1, time.monotonic()
+        if self._ends and self._ends[-1][0] == done:
+            self._ends.pop()  # a further role of the same turn
+        self._ends.append((done, now))
+        (before, then), left = self._ends[0], ""
+        if self._total is not None and done > before:
+            left = f"{duration((self._total - done) * (now - then) / (done - before))} to go"
+        self._progress.update(self._bar, completed=done, step=f"step {row.step + 1}", left=left)
+
     def _render(self) -> Group:
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)  # narrow: fits in 80 characters
-        seen = {column for name, scope in self._scopes.items() if name not in NOTES for column in scope.values}
-        shown = [
-            column for name in COLUMNS if name in seen for column in ((name, "smooth") if name == "reward" else (name,))
-        ]
-        columns = ("role", *shown, "s")
-        for column in columns:
-            table.add_column(column, justify="left" if column == "role" else "right", no_wrap=True)
-        notes = []
-        for name, scope in self._scopes.items():
-            if not scope.values:
-                continue
-            if name in NOTES:
-                notes += _notes(name, scope.values)
-                continue
-            cells = [
-                _cell(scope.smoothed if column == "smooth" else scope.values.get(column)) for column in columns[1:-1]
-            ]
-            table.add_row(name, *cells, f"{scope.seconds:.1f}")
-        return Group(table, *notes, self._progress)
+        scopes = {name: scope for name, scope in self._scopes.items() if name not in NOTES and scope.values}
+        seen = {column for scope in scopes.values() for column in scope.values}
+        shown = [c for name in COLUMNS if name in seen for c in ((name, SMOOTH) if name == "reward" else (name,))]
+        rows = [[name, f"{scope.seconds:.1f}", *(_shown(scope, c) for c in shown)] for name, scope in scopes.items()]
+        parts = [_table((ROLE, SECONDS, *shown), rows)] if rows else []
+        if self._evaluations:
+            parts.append(_comparison(self._evaluations))
+        if "gate" in self._scopes and not rows:
+            parts.append(_table(("gate", ""), [[k, _cell(v)] for k, v in self._scopes["gate"].values.items()]))
+        return Group(*parts, self._progress)
 
 
 def headline(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -184,35 +194,78 @@ def headline(metrics: Mapping[str, float]) -> dict[str, float]:
             if found:
                 shown[column] = metrics[found[0]]
                 break
-    return shown or {name: value for name, value in metrics.items() if not name.rpartition("/")[2].startswith("num_")}
+    return shown or {name: value for name, value in metrics.items() if not _is_count(name)}
 
 
 def line(row: MetricsRow, total_turns: int | None) -> str:
-    """Returns one metrics line as plain text: `turn 12/440  generator  reward 0.512  loss -1.2e-03  12.3 s`.
+    """Returns one metrics line as plain text, such as `turn 12/440 (step 3)  generator  update 9  reward 0.512  12.3 s`
+    or `after step 3  eval  generator/accuracy_sampled 0.512`.
 
-    Turns count from 1.
+    Turns, steps and updates count from 1.
     """
     of = f"/{total_turns}" if total_turns is not None else ""
-    values = "  ".join(f"{name} {_cell(value)}" for name, value in headline(row.metrics).items())
+    values = "  ".join(f"{name} {_cell(value, name)}" for name, value in headline(row.metrics).items())
     seconds = f"  {sum(row.time.values()):.1f} s" if row.time else ""
-    place = (
-        f"step {row.step}" if row.scope in NOTES else f"{'step' if row.scope == 'sft' else 'turn'} {row.turn + 1}{of}"
-    )
+    if row.scope in NOTES:
+        place = f"after step {row.step}"
+    else:
+        place = f"step {row.turn + 1}{of}" if row.scope == "sft" else f"turn {row.turn + 1}{of} (step {row.step + 1})"
     return f"{place}  {row.scope}  {values}{seconds}"
 
 
-def _notes(scope: str, values: Mapping[str, float]) -> list[str]:
-    """Returns one line for each role, such as `eval generator  accuracy_sampled 0.512`."""
-    lines: dict[str, list[str]] = {}
-    for name, value in values.items():
-        role, _, figure = name.rpartition("/")
-        lines.setdefault(role, []).append(f"{figure} {_cell(value)}")
-    return [f"{scope} {role}  {'  '.join(figures)}" for role, figures in lines.items()]
+def before_after(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Returns a table, as text, of the figures of a run's first and last evaluation."""
+    names = [name for name in after if not _is_count(name)]
+    width = max([len("held-out problems"), *map(len, names)])
+    lines = [f"{'held-out problems':<{width}}  {'before':>8}  {'after':>8}"]
+    lines += [f"{name:<{width}}  {_cell(before.get(name)):>8}  {_cell(after[name]):>8}" for name in names]
+    return "\n".join(lines)
 
 
-def _cell(value: float | None) -> str:
+def duration(seconds: float) -> str:
+    """Returns a time for a person: `40 s`, `12 min` or `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _is_count(name: str) -> bool:
+    """Returns whether a figure of an evaluation says how many problems it is of."""
+    return name.rpartition("/")[2].startswith("num_")
+
+
+def _shown(scope: _Scope, column: str) -> str:
+    return _cell(scope.smoothed if column == SMOOTH else scope.values.get(column), column)
+
+
+def _comparison(evaluations: Sequence[MetricsRow]) -> Table:
+    """Returns the figures of the last evaluation beside those of the first."""
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in last.metrics if not _is_count(name)]
+    if last is first:
+        return _table(("evaluation", f"step {last.step}"), [[name, _cell(last.metrics[name])] for name in names])
+    rows = [[name, _cell(first.metrics.get(name)), _cell(last.metrics[name])] for name in names]
+    return _table(("evaluation", f"step {first.step}", f"step {last.step}"), rows)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Returns a table of at most NARROW characters: columns that do not fit are left out, the last first."""
+    rows = [[row[0] if len(row[0]) <= NAME else f"{row[0][: NAME - 1]}…", *row[1:]] for row in rows]
+    widths = [max(len(column), *(len(row[i]) for row in rows)) + 2 for i, column in enumerate(columns)]
+    fitting = [i for i in range(len(columns)) if sum(widths[: i + 1]) <= NARROW]
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for i in fitting or [0]:
+        table.add_column(columns[i], justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[i] for i in fitting or [0]))
+    return table
+
+
+def _cell(value: float | None, column: str = "") -> str:
     if value is None:
         return "-"
+    if column == "update":
+        return f"{value:.0f}"
     if value and abs(value) < 0.01:
         return f"{value:.1e}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"

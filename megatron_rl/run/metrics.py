@@ -10,14 +10,13 @@ import logging
 import math
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from megatron_rl.config.schema import Sinks
 from megatron_rl.run.lines import UNREADABLE, Lines, append
 from megatron_rl.run.lines import read as read_lines
 
@@ -50,6 +49,42 @@ class Sink(Protocol):
     def log(self, row: MetricsRow) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A rollout as a person reads it."""
+
+    group: str
+    prompt: str
+    response: str
+    rewards: Mapping[str, float]
+    length: int  # tokens that models wrote
+
+
+@runtime_checkable
+class Gallery(Protocol):
+    """A sink that shows texts and models too."""
+
+    name: str
+    num_samples: int  # of each role and turn
+
+    def open(self) -> None: ...
+
+    def log(self, row: MetricsRow) -> None: ...
+
+    def close(self) -> None: ...
+
+    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None: ...
+
+    def keep_model(self, role: str, directory: Path) -> None: ...
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """A sink that asks for what the engine servers do, whenever it is asked itself."""
+
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None: ...
 
 
 class Tracker:
@@ -86,6 +121,30 @@ class Tracker:
         append(self.path, _encode(row))
         for sink in self._sinks:
             self._send(sink, row)
+
+    @property
+    def num_samples(self) -> int:
+        """Returns how many rollouts of each role and turn some sink wants to see."""
+        return max((sink.num_samples for sink in self._sinks if isinstance(sink, Gallery)), default=0)
+
+    def show(self, turn: int, scope: str, samples: Sequence[Sample]) -> None:
+        """Gives rollouts of a turn to the sinks that show texts. A sink that fails is told like one that loses a
+        line."""
+        for sink in self._sinks:
+            if isinstance(sink, Gallery) and sink.name in self._opened:
+                self._guarded(sink, partial(sink.show, turn, scope, samples))
+
+    def watch(self, loads: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Gives sinks a function that tells what each engine server does; it is called from any thread."""
+        for sink in self._sinks:
+            if isinstance(sink, Watcher):
+                sink.watch(loads)
+
+    def keep_model(self, role: str, directory: Path) -> None:
+        """Tells the sinks of a model that the run has written."""
+        for sink in self._sinks:
+            if isinstance(sink, Gallery) and sink.name in self._opened:
+                self._guarded(sink, partial(sink.keep_model, role, directory))
 
     def truncate(self, turn: int) -> int:
         """Drops the lines of `turn` and later ones, and damaged ones with a warning, to resume at `turn`.
@@ -189,82 +248,6 @@ class Stopwatch:
         return taken
 
 
-class TensorBoard:
-    """A sink that writes scalars `scope/metric` over turns as TensorBoard files.
-
-    `first_turn` hides what an interrupted run wrote beyond its checkpoint.
-    """
-
-    name = "tensorboard"
-
-    def __init__(self, directory: Path, *, first_turn: int = 0) -> None:
-        self._directory = directory
-        self._first_turn = first_turn
-
-    def open(self) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self._directory), purge_step=self._first_turn)
-
-    def log(self, row: MetricsRow) -> None:
-        for name, value in _flat(row).items():
-            self._writer.add_scalar(name, value, row.turn)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """A sink that sends the same scalars to Weights & Biases.
-
-    They have a `turn` axis of their own, so that a resumed run may go back in turns.
-    """
-
-    name = "wandb"
-
-    def __init__(self, project: str, run_name: str, directory: Path) -> None:
-        self._project = project
-        self._run_name = run_name
-        self._directory = directory
-
-    def open(self) -> None:
-        import wandb
-
-        self._directory.mkdir(parents=True, exist_ok=True)
-        kept = self._directory / "wandb_id"  # the id keeps all restarts in one W&B run
-        if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:12])
-        self._run = wandb.init(
-            project=self._project,
-            name=self._run_name,
-            dir=str(self._directory),
-            id=kept.read_text().strip(),
-            resume="allow",
-        )
-        self._run.define_metric("turn")
-        self._run.define_metric("*", step_metric="turn")
-
-    def log(self, row: MetricsRow) -> None:
-        self._run.log({**_flat(row), "turn": row.turn, "step": row.step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def configured_sinks(sinks: Sinks, run_name: str, logs: Path, *, first_turn: int = 0) -> list[Sink]:
-    """Returns the sinks that the config asks for, with their files under `logs`.
-
-    `first_turn`: the turn at which a resumed run goes on.
-    """
-    chosen: list[Sink] = []
-    if sinks.tensorboard:
-        chosen.append(TensorBoard(logs / "tensorboard", first_turn=first_turn))
-    if sinks.wandb_project is not None:
-        chosen.append(WandB(sinks.wandb_project, run_name, logs))
-    return chosen
-
-
 def read_metrics(run_dir: Path) -> list[MetricsRow]:
     """Reads RUN/metrics.jsonl in order; no lines when there is no such file. A warning counts damaged lines, which are
     left out."""
@@ -327,6 +310,7 @@ def _decode_line(line: bytes) -> MetricsRow | None:
         return None
 
 
-def _flat(row: MetricsRow) -> dict[str, float]:
+def flat(row: MetricsRow) -> dict[str, float]:
+    """Returns a row's figures and times as {scope/name: value}."""
     times = {f"{row.scope}/{SECONDS}{name}": value for name, value in row.time.items()}
     return {**{f"{row.scope}/{name}": value for name, value in row.metrics.items()}, **times}

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,8 +46,9 @@ from megatron_rl.run.checkpoint import (
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.directory import RunDirectory, only_one, open_run
 from megatron_rl.run.disk import push_tree
-from megatron_rl.run.metrics import Stopwatch, Tracker, configured_sinks
+from megatron_rl.run.metrics import Sample, Stopwatch, Tracker
 from megatron_rl.run.record import RunRecord
+from megatron_rl.run.sinks import configured_sinks
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import Place, run_directory
 from megatron_rl.weights import hf
@@ -92,6 +93,10 @@ class Driver:
         if self.tracker is not None:
             lines.append(self.directory.refits, json.dumps(figures).encode())
 
+    def show(self, turn: int, role: str, samples: Sequence[Sample]) -> None:
+        if self.tracker is not None:
+            self.tracker.show(turn, role, samples)
+
     def say(self, text: str) -> None:
         if self.console is not None:
             self.console.message(text)
@@ -117,7 +122,8 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
     `shared`: a directory that all ranks see, where they meet. `deterministic`: of
     kernels that do the same torch takes those that give the same bits every time; it warns where it has none.
     """
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports torch's compiler: seconds
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.basicConfig(
@@ -195,7 +201,7 @@ def _opened(
         yield driver
         return
     with RunConsole(directory.logs / "driver.log", total_turns, first_turn=done, stream=sys.stdout) as console:
-        sinks = [console, *configured_sinks(config.sinks, config.run.name, directory.logs, first_turn=done)]
+        sinks = [console, *configured_sinks(config, directory.logs, first_turn=done, say=console.message)]
         with Tracker(directory.metrics, sinks) as tracker:
             driver.tracker, driver.console = tracker, console
             if finished:

@@ -47,6 +47,11 @@ class Fleet:
 
     engines: dict[str, Engine] = field(default_factory=dict)
     refits: dict[str, Callable[[int], None]] = field(default_factory=dict)
+    pools: dict[str, Pool] = field(default_factory=dict)  # of servers, by role, on the driver
+
+    def loads(self) -> dict[str, dict[str, float]]:
+        """Returns what each server of the pools does, by its name."""
+        return {name: found for pool in self.pools.values() for name, found in pool.members.loads().items()}
 
     def tend(self) -> None:
         """Looks after the servers while the driver has nothing else to do: those that came back take the weights."""
@@ -158,7 +163,7 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     for name in config.engine_roles:
         pool = _pool(session, settings, name, started[name]) if session.world.rank == 0 else None
         if pool is not None:
-            fleet.engines[name] = pool
+            fleet.engines[name] = fleet.pools[name] = pool
         policy = session.policies.get(name)
         if policy is None:
             continue

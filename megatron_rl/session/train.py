@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import threading
 import time
@@ -19,13 +20,16 @@ from megatron_rl.chat import tokenizer_of
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins, sources
+from megatron_rl.config.absent import absent_recipe_files
 from megatron_rl.config.schema import ConfigError, JobConfig, Launch, Sinks, TrainConfig, Use
 from megatron_rl.data.problems import PromptReader
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.rewards.pool import Graded, GradePool
 from megatron_rl.run.checkpoint import STATE, read_json
+from megatron_rl.run.console import before_after
 from megatron_rl.run.directory import Interrupts
-from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.run.lines import DiskError
+from megatron_rl.run.metrics import Sample, Stopwatch
 from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
 from megatron_rl.session.fleet import Fleet, open_fleet
@@ -35,8 +39,8 @@ from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
 from megatron_rl.training.player import Player, ReplayPlayer, TurnMaker, TurnPlayer, upcoming
 from megatron_rl.training.store import ROLLOUTS, TurnStore, fingerprint, open_replay
-from megatron_rl.training.turns import Grade, Recipe, Table
-from megatron_rl.types import Prompt
+from megatron_rl.training.turns import Grade, Recipe, Table, Turn
+from megatron_rl.types import Prompt, Rollout
 from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
@@ -45,12 +49,10 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
     """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. Returns 0 when all
     steps are done, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
-    plugins.build(
-        Use(target=config.reward.target, args=config.reward.args)
-    )  # workers build their own; this raises errors early
+    plugins.look_at(Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
     config_checks.check_recipe(config, recipe)
-    if absent := config_checks.absent_recipe_files(recipe):
-        raise ConfigError("; ".join(map(str, absent)))
+    if absent := absent_recipe_files(recipe):
+        raise ConfigError("\n  ".join(str(one.problem) for one in absent))
     with open_world_for(config, place, deterministic=config.run.deterministic) as world:
         return _run(config, place, world, recipe, fresh)
 
@@ -75,12 +77,17 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             return 0
         driver.summary({"planned": turns, "finished": False})  # one that was finished goes on, with more steps
         pool = stack.enter_context(GradePool(config.reward))
+        if world.rank == 0:
+            pool.start()  # its workers import the reward while models are read
         for line in config_checks.explain_recipe(config, recipe, place.world_size):
             driver.say(line)
-        models = _open_models(config, recipe)
+        models = _open_models(config, recipe, driver)
         progress = _restore(driver, config, recipe, models, world)
         leave = lambda: interrupts.requested or driver.leave.asked()  # noqa: E731
+        driver.say(f"opening the engines ({config.engine.kind}) of {', '.join(config.engine_roles)}")
         fleet = open_fleet(config, world, models.tokenizers, models.policies, driver, stack, leave)
+        if driver.tracker is not None:
+            driver.tracker.watch(fleet.loads)
         table = parts.table(config, fleet.engines, models.tokenizers, _one_at_a_time(pool.grade), driver)
         player = None
         if world.rank == 0:
@@ -95,7 +102,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             table=table,
             turns=player,
             held_out=models.held_out,
-            hooks=_hooks(config, world, driver, _Saved(recipe, models.policies, progress, player), interrupts),
+            hooks=_hooks(config, world, driver, _Saved(recipe, models, progress, player), interrupts),
         )
         started, before = time.monotonic(), _seconds_before(driver)
         driver.leave.begin()
@@ -106,9 +113,11 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
     return 0 if finished else 130
 
 
-def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
+def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver) -> _Models:
+    driver.say(f"reading tokenizers and data: {config.data.path}")
     tokenizers = {n: tokenizer_of(role.model) for n, role in config.roles.items()}
     readers, held_out = parts.prompts(config, recipe, tokenizers)
+    driver.say(f"reading models: {', '.join(n for n, role in config.roles.items() if role.has_policy)}")
     return _Models(
         tokenizers=tokenizers, readers=readers, held_out=held_out, policies=parts.policies(config, recipe)
     )  # fmt: skip
@@ -125,8 +134,24 @@ def _finish(
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+        if driver.tracker is not None:
+            driver.tracker.keep_model(name, target)
     driver.summary({"finished": True})
-    driver.done(f"{driver.directory.path} (megatron-rl report {driver.directory.path})")
+    if progress.last_evaluation:
+        driver.say(before_after(progress.first_evaluation, progress.last_evaluation))
+    driver.done(str(driver.directory.path))
+    if world.rank == 0:
+        driver.say(_report(driver.directory.path))
+
+
+def _report(run: Path) -> str:
+    """Writes the run's report. Returns a line with its path, or with why there is none: the run is done anyhow."""
+    from megatron_rl.run.report import write_report  # not needed before the end
+
+    try:
+        return f"report: {write_report(run)}"
+    except (OSError, DiskError) as error:
+        return f"no report was written ({error}); megatron-rl report {run}"
 
 
 @contextlib.contextmanager
@@ -147,7 +172,7 @@ class _Saved:
     """The state that a checkpoint holds beside the files of the policies."""
 
     recipe: Recipe
-    policies: Mapping[str, MegatronPolicy]
+    models: _Models
     progress: loop.Progress
     player: Player | None  # on the driver: only it reads data and plays
 
@@ -247,8 +272,9 @@ def _plan(config: TrainConfig, models: _Models, recipe: Recipe, steps: int) -> l
 def _gate(config: TrainConfig, prompts: list[Prompt]) -> GatePlan:
     reward = config.reward
     return GatePlan(
-        settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format
-    )
+        settings=config.gate, prompts=prompts, wrong_answer=reward.wrong_answer, answer_format=reward.answer_format,
+        bounds=reward.range,
+    )  # fmt: skip
 
 
 def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Models, world: TorchWorld) -> loop.Progress:
@@ -268,14 +294,33 @@ def _restore(driver: Driver, config: TrainConfig, recipe: Recipe, models: _Model
 def _hooks(
     config: TrainConfig, world: TorchWorld, driver: Driver, saved: _Saved, interrupts: Interrupts
 ) -> loop.Hooks:  # fmt: skip
-    trained = {name: saved.policies[name] for name in parts.trained_policies(config, saved.recipe)}
+    trained = {name: saved.models.policies[name] for name in parts.trained_policies(config, saved.recipe)}
     saver = Saver(world, driver, trained, background=config.run.async_save)
     return loop.Hooks(
         log=driver.log,
+        say=driver.say,
+        show=functools.partial(_show, driver, saved.models.tokenizers),
         save=lambda number: saver.save(number, saved.state()),
         settle=lambda wait: saver.settle(wait=wait),
         should_stop=lambda: interrupts.requested or (world.rank == 0 and driver.leave()),
     )
+
+
+def _show(driver: Driver, tokenizers: Mapping[str, Any], turn: Turn, rollouts: Mapping[str, Sequence[Rollout]]) -> None:
+    """Shows some rollouts of a turn to the sinks that want texts."""
+    wanted = driver.tracker.num_samples if driver.tracker is not None else 0
+    for role, own in rollouts.items():
+        samples = [_sample(tokenizers[role], rollout) for rollout in own[:wanted]]
+        if samples:
+            driver.show(turn.number, role, samples)
+
+
+def _sample(tokenizer: Any, rollout: Rollout) -> Sample:
+    text = lambda tokens: decode(tokenizer, tokens).text  # noqa: E731
+    return Sample(
+        group=rollout.group, prompt=text(rollout.tokens[: rollout.start]), response=text(rollout.response),
+        rewards=rollout.rewards, length=rollout.length,
+    )  # fmt: skip
 
 
 def _seconds_before(driver: Driver) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -22,10 +23,8 @@ from megatron_rl.types import Outcome, Prompt, Rollout
 from megatron_rl.world import World
 
 PROBE_TOKENS = 64  # sampled per prompt for the comparison of log-probs
-RIGHT_SHARE, WRONG_SHARE = (
-    0.75,
-    0.25,
-)  # of known right answers that must be accepted at least, of known wrong ones at most
+# Of the way from the least to the greatest score: known right answers get this much at least, wrong ones at most.
+RIGHT_SHARE, WRONG_SHARE = 0.75, 0.25
 
 
 class GateFailure(RuntimeError):
@@ -40,10 +39,14 @@ class GatePlan:
     prompts: Sequence[Prompt]
     wrong_answer: str = "-123456.789"
     answer_format: str = "<answer>\\boxed{{answer}}</answer>"
+    bounds: tuple[float, float] = (0.0, 1.0)  # reward.range
 
 
-def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str) -> dict[str, float]:
-    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it.
+def check_reward(
+    grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, answer_format: str,
+    *, bounds: tuple[float, float] = (0.0, 1.0),
+) -> dict[str, float]:  # fmt: skip
+    """Grades `answer_format` with each problem's own answer and with `wrong_answer` in it; `bounds` is reward.range.
 
     Returns the mean scores; called on the driver.
 
@@ -52,6 +55,8 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
     grading that times out counts neither way, unless all do.
     """
     payloads = [p.payload for p in prompts]
+    low, high = bounds
+    least, most = (low + share * (high - low) for share in (RIGHT_SHARE, WRONG_SHARE))
     without = [p for p in payloads if "answer" not in p]
     if without:
         raise GateFailure(
@@ -59,14 +64,17 @@ def check_reward(grade: Grade, prompts: Sequence[Prompt], wrong_answer: str, ans
             "data.fields, or switch this check off by gate.reward=false"
         )
     scores = {}
-    for name, answers in (("right", [str(p["answer"]) for p in payloads]), ("wrong", [wrong_answer] * len(payloads))):
+    for name, answers in (
+        ("right", [str(p["answer"]) for p in payloads]),
+        ("wrong", [wrong_answer] * len(payloads)),
+    ):
         responses = [fill(answer_format, answer=a) for a in answers]
         scores[name] = _mean_score(name, responses, payloads, grade(responses, payloads))
-        if name == "right" and scores[name] < RIGHT_SHARE or name == "wrong" and scores[name] > WRONG_SHARE:
+        if name == "right" and scores[name] < least or name == "wrong" and scores[name] > most:
             raise GateFailure(
                 f"the reward gives {scores[name]:.2f} on average to {len(answers)} known {name} answers, e.g. to the "
                 f"response {responses[0]!r} for the gold answer {payloads[0]['answer']!r} (right ones need at least "
-                f"{RIGHT_SHARE}, wrong ones at most {WRONG_SHARE}): look at data.fields, data.answer_pattern and "
+                f"{least:g}, wrong ones at most {most:g}): look at data.fields, data.answer_pattern and "
                 "reward.target, say in reward.answer_format how a response states its answer, or switch this check "
                 "off by gate.reward=false"
             )
@@ -140,7 +148,8 @@ def check(
         raise GateFailure("no prompts for the gate: give some, or set gate.enabled=false")
     scores: dict[str, float] = {}
     if plan.settings.reward:
-        scores = world.from_driver(check_reward, table.grade, chosen, plan.wrong_answer, plan.answer_format)
+        tried = partial(check_reward, bounds=plan.bounds)
+        scores = world.from_driver(tried, table.grade, chosen, plan.wrong_answer, plan.answer_format)
     texts = [recipe.prompt(p.payload) for p in chosen]
     return scores | check_logprobs(world, table, trainees, texts=texts, limit=plan.settings.max_logprob_gap)
 

@@ -16,6 +16,11 @@ from megatron_rl.types import Prompt, Rollout
 from megatron_rl.world import World
 
 ROUNDING = 1e-6  # the mean of equal rewards may miss them by 1e-16, which a group's std + 1e-6 divides
+# Figures that show why a turn had nothing to learn from, by the names that recipes log.
+TELLING = (
+    "groups_without_signal", "alike", "groups_alike", "reward/trained", "outcome_of_all", "samples", "rounds",
+    "ungraded", "graded/timeout", "graded/error",
+)  # fmt: skip
 
 
 class NothingTrained(RuntimeError):
@@ -58,7 +63,7 @@ class Plan:
 class Hooks:
     """The actions of a run beside training.
 
-    Every rank calls `save`, `settle` and `log`; rank 0 alone calls `should_stop`.
+    Every rank calls `save`, `settle`, `log` and `say`; rank 0 alone calls `should_stop`.
 
     `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become
     complete.
@@ -68,6 +73,8 @@ class Hooks:
     save: Callable[[int], int | None] = lambda number: number  # number of turns done
     settle: Callable[[bool], int | None] = lambda wait: None
     should_stop: Callable[[], bool] = lambda: False  # a signal or the time limit asks to save and leave
+    say: Callable[[str], None] = lambda text: None  # tells a person what takes time now
+    show: Callable[[Turn, Mapping[str, Sequence[Rollout]]], None] = lambda turn, rollouts: None  # on the driver alone
 
 
 @dataclass(kw_only=True)
@@ -85,9 +92,10 @@ class Progress:
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # Table.kept
+    last_figures: dict[str, dict[str, float]] = field(default_factory=dict)  # of each role's last turn, on the driver
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "last_figures"}
 
     def next_turn(self, roles: tuple[str, ...]) -> Turn:
         return Turn(step=self.step, index=self.index, roles=roles, number=self.number, updates=dict(self.turns))
@@ -125,8 +133,12 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     if not any(schedule):
         raise NothingTrained(f"{plan.steps} steps hold no turn: set run.steps or the recipe's updates above 0")
     _start(setup, plan, progress)
+    told = False
     while progress.step < len(schedule):
         _evaluate_if_due(setup, plan, progress, len(schedule))
+        if not told:
+            setup.hooks.say("writing the first rollouts")
+            told = True
         for roles in schedule[progress.step][progress.index :]:
             _turn(setup, plan, progress, roles)
             _settle(setup, wait=False)
@@ -139,14 +151,27 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
         if plan.save_every and progress.step % plan.save_every == 0:
             _save(setup, progress)
     if not sum(progress.updates.values()):
-        raise NothingTrained(
-            f"{progress.number} turns and no update: every group of samples had equal rewards; look at reward/* and "
-            "groups_without_signal in metrics.jsonl, or at outcome_of_all where the recipe leaves such groups out"
-        )
+        raise NothingTrained(_why_nothing(progress))
     _save(setup, progress)
     _settle(setup, wait=True)
     _evaluate_if_due(setup, plan, progress, len(schedule))
     return True
+
+
+def _why_nothing(progress: Progress) -> str:
+    """Returns why no turn had anything to learn from, by the figures of the last turn that show it."""
+    shown = {
+        role: ", ".join(f"{name} = {found[name]:.4g}" for name in TELLING if name in found)
+        for role, found in progress.last_figures.items()
+    }
+    figures = "; ".join(f"{role}: {text}" for role, text in shown.items() if text)
+    told = f" (the last turn's figures: {figures})" if figures else ""
+    return (
+        f"{progress.number} turns and no update: every group of samples had equal rewards, or was left out{told}. "
+        "Where the reward is the least there is, the model solves nothing, or the reward does not understand its "
+        "answers; where it is the greatest, the problems are too easy; where graded/error or graded/timeout counts, "
+        "the reward failed. The answers stand in the run's rollouts: megatron-rl report RUN"
+    )
 
 
 def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
@@ -157,10 +182,12 @@ def _start(setup: Setup, plan: Plan, progress: Progress) -> None:
     for trainee in setup.trainees.values():
         if trainee.sleeps:
             trainee.policy.sleep()
+    setup.hooks.say("giving the engines the policies' weights")
     with watch("refit"):
         for name in setup.trainees:
             _refit(setup, progress, name)
     if plan.gate is not None:
+        setup.hooks.say("gate: trying the reward and the log-probabilities of the engines")
         with watch("gate"):
             found = gate.check(setup.world, setup.table, setup.recipe, setup.trainees, plan.gate)
         if found and progress.number == 0:
@@ -176,8 +203,13 @@ def _turn(setup: Setup, plan: Plan, progress: Progress, roles: tuple[str, ...]) 
         figures = {"skipped": 0.0 if signal else 1.0}  # no signal: all rewards of every group were equal
         if signal:
             figures |= _learn(setup, plan, progress, name, due.usable.get(name))
+        figures["update"] = float(progress.updates.get(name, 0))  # of the policy, with this one
         for role in (r for r in roles if setup.policy_of[r] == name):
-            setup.hooks.log(turn.step, role, due.metrics(role, version) | figures, turn=turn.number)
+            found = due.metrics(role, version)
+            progress.last_figures[role] = found
+            setup.hooks.log(turn.step, role, found | figures, turn=turn.number)
+    if setup.world.rank == 0:
+        setup.hooks.show(turn, due.rollouts)
     progress.turn_done(turn)
     if setup.turns is not None:
         setup.turns.trained()
@@ -202,6 +234,11 @@ class _Due:
             usable = [r for r in self._played.rollouts.get(role, ()) if self._is_usable(r)]
             self.usable.setdefault(self._setup.policy_of[role], []).extend(usable)
         return [(name, self._has_signal(name)) for name in self.usable]
+
+    @property
+    def rollouts(self) -> Mapping[str, Sequence[Rollout]]:
+        """Returns the turn's rollouts by role; none on other ranks than the driver."""
+        return self._played.rollouts
 
     def metrics(self, role: str, version: int) -> dict[str, float]:
         """Figures of the role's rollouts, none on other ranks than the driver.
@@ -266,6 +303,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
         return
     table = replace(setup.table, kept=progress.kept)
+    setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after step {step}")
     figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, table)
     progress.evaluated, progress.last_evaluation = step, figures
     if not progress.first_evaluation:

@@ -21,6 +21,11 @@ def scaled(response, payload, *, scale):
     return scale * float(response == payload["answer"])
 
 
+def by_answer(response, payload):
+    """Grades by the problem alone: every third is right, the next wrong, the last cannot be graded."""
+    return (1.0, 0.0, "none")[int(payload["answer"]) % 3]
+
+
 def loop(payload):
     while True:
         time.sleep(0.01)

@@ -160,7 +160,9 @@ def test_a_turn_without_signal_is_skipped_and_a_run_of_such_turns_is_no_success(
     log = Log()
     nothing = graded(lambda response, payload: 0.0)
     setup, progress = make(template, log, tmp_path / "turns", grade=nothing)
-    with pytest.raises(loop.NothingTrained, match="2 turns and no update"):
+    with pytest.raises(
+        loop.NothingTrained, match="2 turns and no update.*groups_without_signal = 1, reward/trained = 0"
+    ):
         loop.train(setup, loop.Plan(steps=2), progress)
     assert log.series("skipped") == [1.0, 1.0] and log.series("loss") == []
     assert log.series("groups_without_signal") == [1.0, 1.0]

@@ -339,7 +339,7 @@ def model(tmp_path):
 
 
 def lines(schema, *words):
-    return check_data.data_lines(config_files.load(schema, [], words))
+    return check_data.data_lines(config_files.load(schema, [], words), deep=True)
 
 
 def train_words(model, path, *words):
@@ -392,13 +392,13 @@ def test_the_command_prints_what_it_found_and_fails_with_the_row(model, tmp_path
     (tmp_path / "own.jinja").write_text(CHATML)
     words = ["roles.generator.max_prompt_tokens=100", f"roles.generator.model.chat_template={tmp_path}/own.jinja"]
     chats = jsonl(tmp_path / "chats.jsonl", VERL)
-    assert main(["check", *train_words(model, chats, *words), "--ranks", "1"]) == 0
+    assert main(["check", *train_words(model, chats, *words), "--ranks", "1", "--deep"]) == 0
     line = (
         f"# data: 1 problems; prompts: column `prompt`, messages, rendered with the file {tmp_path}/own.jinja; answers"
     )
     assert line in capsys.readouterr().out
     bad = jsonl(tmp_path / "bad.jsonl", VERL, {**VERL, "prompt": [said("bot", "a")]})
-    assert main(["check", *train_words(model, bad, *words), "--ranks", "1"]) == 2
+    assert main(["check", *train_words(model, bad, *words), "--ranks", "1", "--deep"]) == 2
     assert f"{bad}:2: prompt.0.role is 'bot'" in capsys.readouterr().err
 
 

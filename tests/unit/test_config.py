@@ -16,6 +16,7 @@ import yaml
 from example_home import make_home
 
 from megatron_rl.config import checks as config_checks
+from megatron_rl.config.absent import absent_files
 from megatron_rl.config.base import field_comments
 from megatron_rl.config.files import dump, load, read_keys
 from megatron_rl.config.schema import (
@@ -462,7 +463,7 @@ def test_shipped_configs_are_valid(file, capsys, monkeypatch, tmp_path):
     if file.stem.startswith("search"):
         pytest.importorskip("bm25s")
     monkeypatch.chdir(make_home(tmp_path))
-    assert main(["check", str(file), "--ranks", "64"]) == 0, capsys.readouterr().err
+    assert main(["check", str(file), "--ranks", "64", "--elsewhere"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -515,12 +516,13 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
 
 def test_files_that_are_not_there_yet_are_named():
     files = [Path(__file__).parents[2] / "examples/tango_qwen2.5_7b.yaml"]
-    notes = config_checks.absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
-    assert [note.on_hub for note in notes] == [False, True, False, False]
+    notes = absent_files(load(TrainConfig, files, ["data.path=nofile.jsonl", "debug.replay=no/such/dir"]))
+    assert [note.on_hub for note in notes] == [False, True, False, True, False]
     assert [*map(str, notes)] == [
         "roles.generator.model.path = runs/sft_qwen2.5_math_7b/model is not there yet",
         "roles.verifier.model.path = Qwen/Qwen2.5-7B is no directory here, so it is taken for a hub name",
         "data = nofile.jsonl is not there yet",
+        "evaluation.prompts = HuggingFaceH4/MATH-500 is no directory here, so it is taken for a hub name",
         "debug.replay = no/such/dir is not there yet",
     ]
 

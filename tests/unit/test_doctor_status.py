@@ -219,9 +219,8 @@ def run(tmp_path) -> Path:
     slices.begin(directory, JOB, "n[1-2]", 3)
     with Tracker(RunDirectory(directory).metrics) as tracker:
         for turn in range(2):
-            tracker.log(
-                turn, "generator", {"loss": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}, turn=turn
-            )
+            figures = {"loss": 0.5, "reward/trained": 0.5, "staleness": 1.0, "seconds/play": 2.0, "seconds/train": 1.0}
+            tracker.log(turn, "generator", figures, turn=turn)
         tracker.log(2, "eval", {"accuracy": 0.25}, turn=1)
     checkpoints = Checkpoints(RunDirectory(directory).checkpoints)
     (checkpoints.begin(1) / "weights").write_text("w")
@@ -245,7 +244,8 @@ def test_a_running_run_is_shown_with_its_job_rate_and_last_figures(run, fake_slu
     said = shown(run)
     assert "running; 2 of 4 turns, 1 saved; 3.0 s a turn, 0 min to go" in said
     assert "0:50:00" in said and "it runs, or has just ended" in said
-    assert "generator at turn 1: loss 0.5, staleness 1" in said and "eval at turn 1: accuracy 0.25" in said
+    assert "generator at turn 2 (step 2): loss 0.5, reward/trained 0.5, staleness 1" in said
+    assert "eval after step 2: accuracy 0.25" in said
     assert any("--jobs=17 " in line for line in asked())
 
 

@@ -420,3 +420,13 @@ def test_beats_go_on_after_a_disk_was_full(tmp_path, caplog):
         last = roster.read(ROLE)[0].beat
         until("another beat", lambda: roster.read(ROLE)[0].beat > last)
     assert roster.read(ROLE) == [] and asdict(own)["beat"] == 0
+
+
+def test_what_the_servers_do_is_told_by_name(fleet: Fleet):
+    fleet.start(0)
+    pool = fleet.serving(replicas=1)
+    complete(pool, PROMPTS, SAMPLING)
+    [(name, found)] = pool.members.loads().items()
+    assert name.startswith(ROLE) and found == {
+        "lives": 1.0, "serves": 1.0, "version": 1.0, "sequences": 0.0, "requests": 0.0,
+    }  # fmt: skip

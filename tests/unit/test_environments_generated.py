@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import checks, plugins
+from megatron_rl.config.absent import absent_files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.data_settings import generated_name, generated_names, resolve
 from megatron_rl.config.files import load
@@ -307,7 +308,7 @@ def test_the_two_splits_stand_beside_each_other(tmp_path, monkeypatch):
     text = "data: {path: 'reasoning_gym:gcd'}\nevaluation: {prompts: {path: 'reasoning_gym:gcd', split: test}}"
     made = config(tmp_path, text)
     checks.check(made, 1)
-    assert not [absent for absent in checks.absent_files(made) if "reasoning_gym" in absent.path]
+    assert not [absent for absent in absent_files(made) if "reasoning_gym" in absent.path]
     assert resolve(made.data).fields == {"question": "question", "entry": "entry"}
     with pytest.raises(ConfigError, match="seed"):
         config(tmp_path, "data: {path: 'reasoning_gym:gcd', generated: {seed: 2147483648}}")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import plugins
+from megatron_rl.config.absent import absent_recipe_files
 from megatron_rl.config.base import ConfigError, Use
-from megatron_rl.config.checks import absent_recipe_files
 from megatron_rl.environments.moves import EnvironmentFailure
 from megatron_rl.recipes.agents import Agents
 

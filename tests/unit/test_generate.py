@@ -18,6 +18,7 @@ from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, GenerateConfig, SftData
 from megatron_rl.data.rows import DataError
 from megatron_rl.data.sft import read_samples
+from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.session.launch import Place
 
 ROOT = Path(__file__).parents[2]
@@ -143,3 +144,18 @@ def test_the_embedded_engine_answers_and_goes_on_from_its_parts(settings, tmp_pa
     names = {row["question"] for rows in in_parts.values() for row in rows}
     assert names == {row["question"] for rows in whole.values() for row in rows} and len(names) == COUNT
     assert not (tmp_path / "pairs/parts").exists()
+
+
+def test_trust_answers_that_nobody_graded_are_not_kept_silently(settings, tmp_path, fake, capsys):
+    words = [*settings, *served(tmp_path, fake), "keep_cut=true"]
+    generated(tmp_path, *words)
+    assert "no answer was graded, so that wrong ones are among the pairs" in capsys.readouterr().out
+    graded = ["reward={target: 'bad_rewards:by_answer', workers: 1, max_failure_share: 1.0}"]
+    found = generated(tmp_path, *words, *graded)
+    rows = {name: {int(row["answer"]) for row in part} for name, part in found.items()}
+    assert rows["wrong"] == {1, 4, 7} and rows["ungraded"] == {2, 5, 8}
+    assert rows["train"] | rows["validation"] == {0, 3, 6, 9}
+    said = capsys.readouterr().out
+    assert "3 wrong answers stand in wrong.parquet, and 3 that could not be graded in ungraded.parquet" in said
+    with pytest.raises(RewardFailure, match="3 of 10 gradings failed"):
+        generated(tmp_path, *words, "reward={target: 'bad_rewards:by_answer', workers: 1}")

@@ -88,7 +88,7 @@ def test_the_detail_says_what_went_wrong(pool):
         graded,
         [
             "no such thing",
-            "number in [0, 1]",
+            "number in reward.range = [0, 1]",
             "status 3",
             "reward.timeout_s = 0.7",
             "reward.memory_mib = 1024",

@@ -13,7 +13,7 @@ from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 LAYERS = [
-    ["types", "config", "models"],
+    ["types", "config", "models", "later"],
     [
         *("algorithms", "batches", "rewards", "weights", "planning", "text", "chat", "control_tokens", "processes"),
         *("engines.base", "refit.base"),

@@ -277,7 +277,7 @@ def test_rounds_that_run_out_leave_a_turn_without_rollouts_and_a_run_of_such_tur
     )  # fmt: skip
     log, nothing = Log(), graded(lambda response, payload: 0.0)
     setup, progress = make_loop(recipe.template, log, tmp_path / "turns", recipe=recipe, grade=nothing)
-    with pytest.raises(loop.NothingTrained, match="2 turns and no update.*outcome_of_all"):
+    with pytest.raises(loop.NothingTrained, match="2 turns and no update.*alike = 1, outcome_of_all = 0"):
         loop.train(setup, loop.Plan(steps=2, evaluate_at_start=False), progress)
     assert log.series("rounds") == [3.0, 3.0] and log.series("samples") == [0.0, 0.0]
     assert log.series("skipped") == [1.0, 1.0] and log.series("alike") == [1.0, 1.0]

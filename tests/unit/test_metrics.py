@@ -4,13 +4,20 @@ import io
 import json
 import logging
 import math
+import re
+import socket
 import struct
+import urllib.error
+import urllib.request
 
 import pytest
+import wandb_log
 
-from megatron_rl.config.schema import Sinks
-from megatron_rl.run.console import RunConsole, headline, line
-from megatron_rl.run.metrics import MetricsRow, Stopwatch, TensorBoard, Tracker, WandB, configured_sinks, read_metrics
+from megatron_rl.config.schema import Model, SftConfig, SftData, Sinks
+from megatron_rl.run import console as console_module
+from megatron_rl.run.console import RunConsole, before_after, headline, line
+from megatron_rl.run.metrics import MetricsRow, Sample, Stopwatch, Tracker, read_metrics
+from megatron_rl.run.sinks import Prometheus, TensorBoard, WandB, configured_sinks
 
 
 class Recorder:
@@ -150,23 +157,131 @@ def test_tensorboard_holds_every_scalar_of_the_resumed_run_once(tmp_path):
     ]
 
 
-def test_wandb_writes_offline(tmp_path, monkeypatch):
+SAMPLES = [
+    Sample(
+        group="0:a", prompt="1 + 1?", response="2 <script>alert(1)</script>\n# two", rewards={"outcome": 1.0}, length=2
+    ),
+    Sample(group="0:a", prompt="1 + 1?", response="3", rewards={"outcome": 0.0}, length=1),
+]
+
+
+def test_tensorboard_holds_samples_as_code(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with Tracker(tmp_path / "metrics.jsonl", [TensorBoard(tmp_path / "tb", num_samples=2)]) as tracker:
+        assert tracker.num_samples == 2
+        tracker.log(0, "generator", {"loss": 1.0}, turn=7)
+        tracker.show(7, "generator", SAMPLES)
+        assert tracker.failures == {"tensorboard": 0}
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0})
+    events.Reload()
+    (first,) = events.Tensors("generator/rollout_0/text_summary")
+    text = first.tensor_proto.string_val[0].decode()
+    assert first.step == 7 and text.startswith("outcome 1; 2 tokens\n")
+    assert "    2 <script>alert(1)</script>\n    # two" in text  # a block of code, and no markup
+
+
+def test_sinks_without_texts_and_lines_alone_get_none(tmp_path):
+    recorder = Recorder()
+    with Tracker(tmp_path / "metrics.jsonl", [recorder]) as tracker:
+        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
+        tracker.show(0, "generator", SAMPLES)
+        tracker.keep_model("generator", tmp_path)
+        assert tracker.num_samples == 0 and tracker.failures == {"recorder": 0}
+
+
+def test_wandb_gets_config_tags_tables_and_models_and_all_starts_are_one_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with Tracker(tmp_path / "metrics.jsonl", [WandB("project", "name", tmp_path / "wandb")]) as tracker:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    for turn in range(2):  # the second is the start after an interruption
+        sink = WandB(
+            "project", "name", tmp_path / "logs", entity="team", tags=["a", "b"], num_samples=2,
+            config={"lr": 0.5, "run": {"seed": 3}},
+        )  # fmt: skip
+        with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
+            tracker.log(0, "generator", {"loss": 1.0}, turn=turn)
+            tracker.show(turn, "generator", SAMPLES)
+            tracker.keep_model("generator", tmp_path / "model")
+            assert tracker.failures == {"wandb": 0}
+    starts = sorted((tmp_path / "logs/wandb").glob("offline-run-*"))
+    kept = (tmp_path / "logs/wandb_id").read_text()
+    assert len(starts) == 2 and all(start.name.endswith(f"-{kept}") for start in starts)
+    for turn, start in enumerate(starts):
+        records = list(wandb_log.read(start))
+        (run,) = [r.run for r in records if r.WhichOneof("record_type") == "run"]
+        assert (run.run_id, run.project, run.entity, run.display_name) == (kept, "project", "team", "name")
+        assert sorted(run.tags) == ["a", "b"]
+        settings = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert settings["lr"] == 0.5 and settings["run"] == {"seed": 3}
+        history = [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in r.history.item}
+            for r in records
+            if r.WhichOneof("record_type") == "history"
+        ]
+        assert any(row.get("generator/loss") == 1.0 and row["turn"] == turn for row in history)
+        assert any("generator/rollouts" in "".join(row) for row in history)
+        (table,) = start.rglob("*.table.json")
+        assert json.loads(table.read_text())["data"][0][3] == SAMPLES[0].response
+        artefacts = [r.request.log_artifact.artifact for r in records if r.request.HasField("log_artifact")]
+        artefacts += [r.artifact for r in records if r.WhichOneof("record_type") == "artifact"]
+        (model,) = [a for a in artefacts if a.type == "model"]
+        (entry,) = model.manifest.contents
+        assert model.name == "name-generator" and entry.ref == (tmp_path / "model/config.json").as_uri()
+
+
+def test_prometheus_reads_the_newest_figures_over_http(tmp_path):
+    said = []
+    sink = Prometheus("127.0.0.1", 0, say=said.append)
+    with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
+        for turn in range(2):
+            tracker.log(
+                turn // 2, "generator", {"reward/trained": turn / 2, 'a"b\n': math.nan, "seconds/train": 1.5}, turn=turn
+            )
+        tracker.log(0, "verifier", {"loss": math.inf}, turn=1)
+        tracker.watch(lambda: {"generator_0": {"lives": 1.0, "sequences": 12.0}})
+        assert said == [f"metrics for Prometheus: http://127.0.0.1:{sink.port}/metrics"]
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+            assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/other", timeout=10)
+    lines = text.splitlines()
+    assert 'megatron_rl_figure{scope="generator",name="reward/trained"} 0.5' in lines
+    assert 'megatron_rl_figure{scope="generator",name="a\\"b\\n"} NaN' in lines
+    assert 'megatron_rl_figure{scope="verifier",name="loss"} +Inf' in lines
+    assert 'megatron_rl_turn{scope="generator"} 2.0' in lines and 'megatron_rl_step{scope="generator"} 1.0' in lines
+    assert 'megatron_rl_seconds{scope="generator",phase="train"} 1.5' in lines
+    assert 'megatron_rl_engine{server="generator_0",name="sequences"} 12.0' in lines
+    assert lines.count("# TYPE megatron_rl_figure gauge") == 1
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=1)
+
+
+def test_the_endpoint_for_prometheus_is_off_and_on_the_loopback_address_unless_asked_for():
+    assert Sinks().prometheus_port is None and Sinks().prometheus_host == "127.0.0.1"
+
+
+def test_a_silent_connection_keeps_nobody_from_the_figures(tmp_path):
+    sink = Prometheus("127.0.0.1", 0)
+    with Tracker(tmp_path / "metrics.jsonl", [sink]) as tracker:
         tracker.log(0, "generator", {"loss": 1.0}, turn=0)
-        tracker.log(0, "generator", {"loss": 1.0}, turn=0)
-    assert tracker.failures == {"wandb": 0}
-    assert list(tmp_path.glob("wandb/**/*.wandb"))
+        with (
+            socket.create_connection(("127.0.0.1", sink.port)),
+            urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=20) as answer,
+        ):
+            assert b"megatron_rl_turn" in answer.read()
 
 
 def test_the_config_chooses_the_sinks(tmp_path):
-    assert configured_sinks(Sinks(), "demo", tmp_path) == []
-    assert [sink.name for sink in configured_sinks(Sinks(tensorboard=True, wandb_project="p"), "demo", tmp_path)] == [
-        "tensorboard",
-        "wandb",
-    ]
+    def chosen(sinks):
+        config = SftConfig(model=Model(path="m"), data=SftData(train="d"), sinks=sinks)
+        return [sink.name for sink in configured_sinks(config, tmp_path)]
+
+    assert chosen(Sinks()) == []
+    assert chosen(Sinks(tensorboard=True, wandb_project="p")) == ["tensorboard", "wandb"]
+    assert chosen(Sinks(prometheus_port=0)) == ["prometheus"]
 
 
 def test_stopwatch_adds_up_by_name_and_starts_again():
@@ -200,8 +315,8 @@ def test_plain_lines_when_no_terminal(tmp_path):
         console.log(row(scope="eval", metrics={"generator/accuracy_sampled": 0.25}))
         logging.getLogger("megatron_rl.rewards").warning("3 of 9 gradings timed out")
     expected = [
-        "turn 12/40  generator  reward 0.500  loss -0.012  3.5 s",
-        "step 4  eval  generator/accuracy_sampled 0.250",
+        "turn 12/40 (step 5)  generator  reward 0.500  loss -0.012  3.5 s",
+        "after step 4  eval  generator/accuracy_sampled 0.250",
     ]
     expected.append("warning: 3 of 9 gradings timed out")
     assert stream.getvalue().splitlines() == expected
@@ -229,10 +344,52 @@ def test_a_terminal_gets_one_row_per_role_and_the_progress(tmp_path, monkeypatch
     assert len((tmp_path / "driver.log").read_text().splitlines()) == 3
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def screens(text):
+    """The lines that a terminal was told to show, without colours and movements."""
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", part).rstrip() for part in re.split(r"[\r\n]+", text)]
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_the_live_table_fits_80_columns_with_evaluations_and_the_time_to_go(tmp_path, monkeypatch, width):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", width)
+    clock = iter(range(0, 10**6, 30))
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: float(next(clock)))
+    stream = Terminal()
+    every = {names[0]: -123.456 for names in console_module.COLUMNS.values()} | {"update": 12345.0}
+    accuracy = "generator/a_figure_with_a_name_that_is_longer_than_any_table_has_room_for"
+    with RunConsole(tmp_path / "driver.log", 40, stream=stream) as console:
+        console.log(MetricsRow(turn=0, step=0, scope="eval", time={}, metrics={"g/accuracy": 0.25, accuracy: 0.5}))
+        for turn in range(3):
+            console.log(row(turn, scope="a_role_with_a_name", metrics=every, time={"rollout": 12345.6}))
+            console.log(row(turn, scope="verifier", metrics=every))
+        console.log(MetricsRow(turn=3, step=2, scope="eval", time={}, metrics={"g/accuracy": 0.75, accuracy: 0.5}))
+    lines = screens(stream.getvalue())
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    last = "\n".join(lines[-20:])
+    assert re.search(r"evaluation +step 0 +step 2", last) and re.search(r"g/accuracy +0\.250 +0\.750", last)
+    assert re.search(r"3/40 step 5 .* \d+ min to go", last), last
+    assert "reward" in last and "update" in last
+
+
+def test_the_table_of_the_end_has_the_figures_before_and_after():
+    before = {"g/accuracy": 0.25, "g/num_problems": 8.0}
+    assert before_after(before, {"g/accuracy": 0.5, "g/num_problems": 8.0, "v/f1": 0.125}).splitlines() == [
+        "held-out problems    before     after",
+        "g/accuracy            0.250     0.500",
+        "v/f1                      -     0.125",
+    ]
+
+
 def test_the_headline_takes_the_best_known_name():
     assert headline({"reward/a": 1.0, "reward/outcome": 2.0}) == {"reward": 2.0}
     assert headline({"reward/b": 1.0, "reward/a": 2.0}) == {"reward": 2.0}
     assert headline({"reward/outcome": 1.0, "reward/trained": 2.0}) == {"reward": 2.0}
     assert headline({"generator/accuracy": 1.0}) == {"generator/accuracy": 1.0}
     assert headline({"turns": 2.5, "tool_calls": 1.0, "length": 8.0}) == {"length": 8.0, "answers": 2.5}
-    assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12  generator  kl 1.0e-05"
+    assert line(row(metrics={"kl_ref": 0.00001}), None) == "turn 12 (step 5)  generator  kl 1.0e-05"

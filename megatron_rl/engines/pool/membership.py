@@ -84,6 +84,21 @@ class Members:
     def serving(self) -> list[Member]:
         return [m for m in self.living() if m.version == self.version >= 0]
 
+    def loads(self) -> dict[str, dict[str, float]]:
+        """Returns what each server does, by its name: whether it lives and serves (1 or 0), the version of its weights
+        (-1: none that counts), and its sequences and requests under way."""
+        with self.change:
+            return {
+                m.listing.name: {
+                    "lives": float(m.lost is None),
+                    "serves": float(m.lost is None and m.version == self.version >= 0),
+                    "version": float(-1 if m.version is None else m.version),
+                    "sequences": float(m.load),
+                    "requests": float(m.requests),
+                }
+                for m in self.by_replica.values()
+            }
+
     def serves(self, member: Member, version: int) -> bool:
         """Tells whether the member lives and its weights are of this version."""
         with self.change:

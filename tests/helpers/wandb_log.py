@@ -1,0 +1,36 @@
+"""Reads the records that Weights & Biases keeps of an offline run, out of its file in LevelDB's log format."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BLOCK, HEAD = 32768, struct.Struct("<IHB")  # checksum, length, kind of a piece
+FULL, FIRST, LAST = 1, 2, 4
+
+
+def read(run: Path) -> Iterator[Any]:
+    """Yields the records (wandb_internal_pb2.Record) of the one .wandb file in a run's directory."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = run.glob("*.wandb")
+    for data in _records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    place, whole = 7, b""  # behind the file's own header
+    while place + HEAD.size <= len(data):
+        if BLOCK - place % BLOCK < HEAD.size:  # a block's end that no piece fits in
+            place += BLOCK - place % BLOCK
+            continue
+        _, length, kind = HEAD.unpack_from(data, place)
+        piece = data[place + HEAD.size : place + HEAD.size + length]
+        place += HEAD.size + length
+        whole = piece if kind in (FULL, FIRST) else whole + piece
+        if kind in (FULL, LAST):
+            yield whole
