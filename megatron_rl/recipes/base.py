@@ -86,7 +86,7 @@ def solve(
         for place, (rollout, text), result in zip(places, read, graded, strict=True):
             found[place] = rollout, text, result
             if result.outcome is Outcome.SCORE:
-                solutions[place] = _solution(rollout, text, result.score)
+                solutions[place] = _solution(rollout, text, result)
                 then(place, solutions[place])
         table.watch.beat()
 
@@ -214,10 +214,10 @@ def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
     return mark_steps(rollout, decoded), decoded.text
 
 
-def _solution(rollout: Rollout, text: str, score: float) -> Solution:
-    correct = score > RIGHT
+def _solution(rollout: Rollout, text: str, graded: Graded) -> Solution:
+    correct = graded.score > RIGHT
     payload = {**rollout.payload, "correct": correct, "grading": Outcome.SCORE.value}
-    rewards = {**rollout.rewards, "outcome": score}
+    rewards = {**rollout.rewards, **graded.figures, "outcome": graded.score}
     return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=correct)
 
 

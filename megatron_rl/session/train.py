@@ -31,6 +31,7 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place, run_directory
+from megatron_rl.session.listening import Listener, listening
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
@@ -42,9 +43,10 @@ from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 
-def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
-    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. Returns 0 when all
-    steps are done, 130 when a signal asked to leave (everything is saved)."""
+def run(config: TrainConfig, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
+    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. `events`: the socket
+    of a program that is told of the run (session.listening). Returns 0 when all steps are done or that program asked to
+    stop, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
     plugins.build(
         Use(target=config.reward.target, args=config.reward.args)
@@ -53,7 +55,8 @@ def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
     if absent := config_checks.absent_recipe_files(recipe):
         raise ConfigError("; ".join(map(str, absent)))
     with open_world(place, run_directory(config), deterministic=config.run.deterministic) as world:
-        return _run(config, place, world, recipe, fresh)
+        listener = Listener.at(events) if events is not None and world.rank == 0 else None
+        return _run(config, place, world, recipe, fresh=fresh, listener=listener)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,9 @@ class _Models:
     policies: Mapping[str, MegatronPolicy]
 
 
-def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, fresh: bool) -> int:
+def _run(
+    config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, *, fresh: bool, listener: Listener | None
+) -> int:  # fmt: skip
     schedule = recipe.schedule()[: config.run.steps]
     turns = sum(map(len, schedule))
     with contextlib.ExitStack() as stack:
@@ -89,6 +94,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             store = _store(config, models, driver, progress, fresh)
             player = _player(config, recipe, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
+        hooks = _hooks(config, world, driver, _Saved(recipe, models.policies, progress, player), interrupts)
         setup = loop.Setup(
             world=world,
             trainees={n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()},
@@ -97,15 +103,21 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             table=table,
             turns=player,
             held_out=models.held_out,
-            hooks=_hooks(config, world, driver, _Saved(recipe, models.policies, progress, player), interrupts),
+            hooks=hooks if listener is None else listening(hooks, listener, progress, turns),
         )
         started, before = time.monotonic(), _seconds_before(driver)
         driver.leave.begin()
+        if listener is not None:
+            listener.begin(turns=turns, turn=progress.number)
         stack.enter_context(freeze_garbage_collector())
         finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
-        _finish(config, world, driver, recipe, models, progress, finished=finished, turns=turns)
-    return 0 if finished else 130
+        whole = finished or world.broadcast(listener is not None and listener.stopped)
+        if not finished:
+            driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
+        if whole:
+            _finish(config, world, driver, recipe, models, finished=finished)
+    return 0 if whole else 130
 
 
 def _check_sums(config: TrainConfig) -> None:
@@ -124,17 +136,14 @@ def _open_models(config: TrainConfig, recipe: Recipe) -> _Models:
 
 
 def _finish(
-    config: TrainConfig, world: TorchWorld, driver: Driver, recipe: Recipe, models: _Models, progress: loop.Progress,
-    *, finished: bool, turns: int,
-) -> None:  # fmt: skip
-    """Exports the trained models of a run that is finished, and says where things are. Collective."""
-    if not finished:
-        driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
-        return
+    config: TrainConfig, world: TorchWorld, driver: Driver, recipe: Recipe, models: _Models, *, finished: bool
+) -> None:
+    """Exports the trained models of a run that is finished, or was asked to stop as if it were, and says where things
+    are. Collective."""
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
-    driver.summary({"finished": True})
+    driver.summary({"finished": finished})
     driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
 
 
