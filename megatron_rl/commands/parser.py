@@ -6,15 +6,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import cluster, conversions, plan
+from megatron_rl.commands import cluster, conversions, init, plan
 from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
-from megatron_rl.config.describe import describe
 
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
   megatron-rl train examples/last_letter/tango.yaml run.seed=1 roles.generator.optimizer.lr=2e-4
-Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here."""
+Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here.
+To begin: megatron-rl init grpo my.yaml. From Python: from megatron_rl import Trainer."""
+RUN_DESCRIPTION = """{help}
+
+Settings come from YAML files, left to right, then from a.b=c words:
+  megatron-rl {name} my.yaml run.seed=1
+All settings, or those of a section, with their defaults and meaning:
+  megatron-rl settings --command {name} [PREFIX]
+What a config means, and what is wrong with it:
+  megatron-rl check my.yaml"""
 HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
@@ -33,6 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
         _add_run_command(commands, name)
     _add_drift(commands)
     _add_check(commands)
+    _add_init(commands)
+    _add_settings(commands)
     plan.add_parser(commands)
     convert = commands.add_parser(
         "convert", help="weights from one form into another: Hugging Face, Megatron, another layout"
@@ -56,7 +66,7 @@ def _add_run_command(commands: Any, name: str) -> None:
     parser = commands.add_parser(
         name,
         help=text,
-        description=text + "\n\n" + describe(SCHEMAS[name]),
+        description=RUN_DESCRIPTION.format(help=text, name=name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     nargs = "*" if name == "eval" else "+"
@@ -67,6 +77,7 @@ def _add_run_command(commands: Any, name: str) -> None:
         parser.add_argument(
             "--fresh", action="store_true", help="play the turns again that a run had played when it stopped"
         )
+        parser.add_argument("--events", help=argparse.SUPPRESS)  # the socket of a program that is told of the run
 
 
 def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +113,29 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--ranks", type=positive, help="number of ranks it will run on (default: launch.nproc)")
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in"
+    )
+
+
+def _add_init(commands: Any) -> None:
+    parser = commands.add_parser("init", help="write a commented config to begin with: grpo, tango or agents")
+    parser.add_argument("kind", choices=init.KINDS, help="the recipe")
+    parser.add_argument("file", metavar="FILE.yaml", help="the file to write")
+    parser.add_argument("--model", help=f"a Hugging Face directory or hub name (default: {init.HUB['model']})")
+    parser.add_argument("--data", help=f"rows, see docs/your_data.md (default: {init.HUB['data']})")
+    parser.add_argument(
+        "--tiny", metavar="DIR", help="make a tiny model and problems in DIR, for a first run in seconds without a GPU"
+    )
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+
+
+def _add_settings(commands: Any) -> None:
+    parser = commands.add_parser("settings", help="list settings, their defaults and what they mean")
+    parser.add_argument(
+        "prefix", nargs="?", default="", metavar="PREFIX",
+        help="the beginning of a dotted name, such as run or roles.NAME.loss, or a word in it, such as lr",
+    )  # fmt: skip
+    parser.add_argument(
+        "--command", dest="schema", choices=SCHEMAS, default="train", help="the command whose settings are listed"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import types
@@ -146,9 +147,7 @@ def load(
     tree = _merged(schema, sources)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
-        made = pydantic.TypeAdapter(schema).validate_json(
-            json.dumps(_with_defaults(schema, _with_kinds(tree, [schema])))
-        )
+        made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
     except pydantic.ValidationError as error:
         lines = sorted({_explain_error(schema, problem, sources) for problem in error.errors()})
         raise ConfigError("\n  ".join(lines)) from error
@@ -164,7 +163,7 @@ def load(
 
 def dump(config: Any) -> str:
     """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
-    tree = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+    tree = _adapter(type(config)).dump_python(config, mode="json")
     return dump_tree(tree)
 
 
@@ -198,6 +197,12 @@ def read_yaml(path: Path) -> Any:
         return parse(_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+@functools.lru_cache
+def _adapter(schema: type[T]) -> pydantic.TypeAdapter[T]:
+    """Returns what reads and writes values of a schema; building it takes longer than using it."""
+    return pydantic.TypeAdapter(schema)
 
 
 def _sources(
