@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
-  megatron-rl train examples/last_letter/tango.yaml run.seed=1 roles.generator.optimizer.lr=2e-4
-Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here.
+  megatron-rl train examples/last_letter/tango.yaml run.seed=1
+Ranks are those of torchrun or srun; else launch.nproc ranks are started here.
 To begin: megatron-rl init grpo my.yaml. From Python: from megatron_rl import Trainer."""
 RUN_DESCRIPTION = """{help}
 
@@ -66,7 +67,7 @@ def _add_run_command(commands: Any, name: str) -> None:
     parser = commands.add_parser(
         name,
         help=text,
-        description=RUN_DESCRIPTION.format(help=text, name=name),
+        description=RUN_DESCRIPTION.format(help=textwrap.fill(text, 78), name=name),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     nargs = "*" if name == "eval" else "+"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -38,7 +39,11 @@ def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        Qwen2ForCausalLM(config).save_pretrained(path)
+        weights = Qwen2ForCausalLM(config).state_dict()
+    path.mkdir(parents=True, exist_ok=True)
+    config.architectures = [Qwen2ForCausalLM.__name__]
+    config.save_pretrained(path)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(path)
     return path
 

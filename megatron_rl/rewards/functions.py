@@ -43,6 +43,8 @@ class Function:
     name: str = ""  # name in the metrics; empty: the function's own
     args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments for it
 
+    __pydantic_config__ = {"extra": "forbid"}  # of its entry in a config
+
     def load(self) -> Callable[..., Any]:
         """Returns the function. Raises ValueError that says why it cannot be used."""
         where = self.target if self.pickled is None else self.pickled
@@ -309,10 +311,10 @@ def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
     if isinstance(value, Exception):
         return [value] * count
     try:
-        found = list(value)
+        found = None if isinstance(value, (str, Mapping)) else list(value)
     except TypeError:
         found = None
-    if found is None or isinstance(value, (str, Mapping)) or len(found) != count:
+    if found is None or len(found) != count:
         what = f"{len(found)} values" if found is not None else f"a {type(value).__name__}"
         text = f"{one.name} returned {what} for {count} completions: return a list with one for each"
         return [ValueError(text)] * count
