@@ -13,6 +13,7 @@ from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
 
 UPDATES = "updates"
+OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # arguments of a Trainer
 # Short name -> dotted key; `*` stands for every role that the recipe trains or asks.
 SHORT: Mapping[str, str] = {
     UPDATES: "recipe.args.updates",  # of recipes whose argument is called otherwise, that argument
@@ -74,7 +75,7 @@ def _unknown(name: str, sections: set[str]) -> str:
     if name in TRL:
         key = SHORT.get(TRL[name])
         return f"this is TRL's name; here it is {TRL[name]}" + (f" ({key})" if key else "")
-    close = difflib.get_close_matches(name, [*SHORT, *sections, *TRL], n=1)
+    close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections, *TRL], n=1)
     if close:
         return f"unknown setting; did you mean {TRL.get(close[0], close[0])!r}?"
     return f"unknown setting; there are {', '.join(SHORT)}, the sections of the config, and dotted keys"

@@ -21,6 +21,7 @@ from megatron_rl.api.recipes import fields_of, use_of
 from megatron_rl.api.result import TrainResult, read_result
 from megatron_rl.commands import check
 from megatron_rl.commands.parser import build_parser
+from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
@@ -64,7 +65,8 @@ class Trainer:
         process.refuse_ranks()
         self.callbacks = list(callbacks)
         base = Config.of(config)
-        base = base | _recipe(base, recipe) if recipe is not None or base.get("recipe") is None else base
+        if recipe is not None or base.get("recipe.target") is None:
+            base = base | _recipe(base, recipe)
         target = base.get("recipe.target")
         given = settings_of(settings, target, ())
         made = plugins.build(Use(target=target, args=(base | given).get("recipe.args", {})))
@@ -83,7 +85,7 @@ class Trainer:
         self.config = _named(whole)
         self._file = directory / f"{self.config.get('run.name')}.yaml"
         self._write()
-        _check(self._file)
+        _check(self._file, self.config.resolve())
 
     def train(self, *, fresh: bool = False) -> TrainResult:
         """Runs to the end, or until a callback stops it, in processes of its own (`ranks` of them), and returns what
@@ -293,7 +295,9 @@ def _named(config: Config) -> Config:
     return config | {"run.name": f"{word}-{hashlib.sha256(str(config).encode()).hexdigest()[:8]}"}
 
 
-def _check(file: Path) -> None:
-    """Raises ConfigError for what `megatron-rl check` refuses."""
+def _check(file: Path, config: TrainConfig) -> None:
+    """Raises ConfigError for what `megatron-rl check` refuses, and for files that are to be made yet."""
     with contextlib.redirect_stdout(io.StringIO()):
         check.run(build_parser().parse_args(["check", str(file), "--command", "train"]))
+    if absent := [one for one in config_checks.absent_files(config) if not one.on_hub]:
+        raise ConfigError(f"{absent[0].name} = {absent[0].path} is not there: give a file or directory that is")
