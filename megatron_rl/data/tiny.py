@@ -34,7 +34,7 @@ def write_tiny_model(directory: str | Path, *, seed: int = 0) -> Path:
     tokenizer.chat_template = CHAT
     config = Qwen2Config(
         vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
