@@ -66,7 +66,7 @@ class Trainer:
         self.callbacks = list(callbacks)
         base = Config.of(config)
         if recipe is not None or base.get("recipe.target") is None:
-            base = base | _recipe(base, recipe)
+            base = _without(base, "recipe", "args") | _recipe(base, recipe)
         target = base.get("recipe.target")
         given = settings_of(settings, target, ())
         made = plugins.build(Use(target=target, args=(base | given).get("recipe.args", {})))
