@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["recipes/prompts/*.txt"]},
+    package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",
@@ -34,6 +34,7 @@ setup(
         "matplotlib>=3.8",
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits
+        "cloudpickle>=3",  # reward functions of notebooks and scripts
     ],
     extras_require={
         "vllm": ["vllm"],

@@ -1,3 +1,39 @@
-"""Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core."""
+"""Co-training of a generator and a generative verifier by reinforcement learning on Megatron-core.
+
+From Python: `from megatron_rl import Trainer`. The names of `__all__` are loaded when they are first asked for, so that
+importing the package costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rl.api.callbacks import Callback, RunState
+    from megatron_rl.api.config import Config
+    from megatron_rl.api.process import RunFailed
+    from megatron_rl.api.result import TrainResult
+    from megatron_rl.api.trainer import Trainer
+    from megatron_rl.config.base import ConfigError
 
 __version__ = "0.1.0"
+__all__ = ["Callback", "Config", "ConfigError", "RunFailed", "RunState", "TrainResult", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name of `__all__`. Raises AttributeError for any other."""
+    homes = {
+        "Callback": "api.callbacks",
+        "Config": "api.config",
+        "ConfigError": "config.base",
+        "RunFailed": "api.process",
+        "RunState": "api.callbacks",
+        "TrainResult": "api.result",
+        "Trainer": "api.trainer",
+    }
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return vars(importlib.import_module(f"{__name__}.{homes[name]}"))[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

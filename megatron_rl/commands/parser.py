@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import argparse
 import functools
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands import cluster
 from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
-from megatron_rl.config.describe import describe
 
 DESCRIPTION = """Co-train a generator and a verifier by reinforcement learning on Megatron-core.
 
 Settings come from YAML files, left to right, then from a.b=c arguments:
-  megatron-rl train examples/last_letter/tango.yaml run.seed=1 roles.generator.optimizer.lr=2e-4
-Ranks are those of torchrun or srun; without one of these, launch.nproc ranks are started here."""
+  megatron-rl train examples/last_letter/tango.yaml run.seed=1
+Ranks are those of torchrun or srun; else launch.nproc ranks are started here.
+To begin: megatron-rl init grpo my.yaml. From Python: from megatron_rl import Trainer."""
+RUN_DESCRIPTION = """{help}
 
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose help lists the settings of a schema too, which are collected when help is asked for."""
-
-    schema: Any = None
-
-    def format_help(self) -> str:
-        """Returns the help, with the settings behind the description."""
-        schema, self.schema = self.schema, None
-        if schema is not None:
-            self.description = f"{self.description}\n\n{describe(schema)}"
-        return super().format_help()
-
-
+Settings come from YAML files, left to right, then from a.b=c words:
+  megatron-rl {name} my.yaml run.seed=1
+All settings, or those of a section, with their defaults and meaning:
+  megatron-rl settings --command {name} [PREFIX]
+What a config means, and what is wrong with it:
+  megatron-rl check my.yaml"""
 HELP = {
     "train": "reinforcement learning of one or more roles by a recipe (Tango, GRPO)",
     "sft": "supervised fine-tuning on prompt/response pairs; writes a Hugging Face directory",
@@ -45,10 +39,11 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-rl", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adders: dict[str, Callable[[Any], None]] = {name: functools.partial(_add_run_command, name=name) for name in HELP}
-    adders |= {"drift": _add_drift, "check": _add_check, "plan": _add_plan, "convert": _add_convert}
-    adders |= {"serve": _add_serve, **dict.fromkeys(cluster.NAMES, cluster.add_parsers), "report": _add_report}
+    adders |= {"drift": _add_drift, "check": _add_check, "init": _add_init, "settings": _add_settings}
+    adders |= {"plan": _add_plan, "convert": _add_convert, "serve": _add_serve}
+    adders |= {**dict.fromkeys(cluster.NAMES, cluster.add_parsers), "report": _add_report}
     for add in dict.fromkeys([adders[command]] if command in adders else adders.values()):
         add(commands)
     return parser
@@ -83,9 +78,11 @@ def _add_run_command(commands: Any, name: str) -> None:
     """Adds a command that runs on ranks: train, sft, generate or eval."""
     text = HELP[name]
     parser = commands.add_parser(
-        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=text,
+        description=RUN_DESCRIPTION.format(help=textwrap.fill(text, 78), name=name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.schema = SCHEMAS[name]
     nargs = "*" if name == "eval" else "+"
     parser.add_argument("settings", nargs=nargs, metavar=METAVAR, help="YAML files, then overrides")
     if name == "eval":
@@ -94,6 +91,7 @@ def _add_run_command(commands: Any, name: str) -> None:
         parser.add_argument(
             "--fresh", action="store_true", help="play the turns again that a run had played when it stopped"
         )
+        parser.add_argument("--events", help=argparse.SUPPRESS)  # the socket of a program that is told of the run
 
 
 def _add_evaluation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +137,31 @@ def _add_check(commands: Any) -> None:
     )
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in"
+    )
+
+
+def _add_init(commands: Any) -> None:
+    from megatron_rl.commands import init
+
+    parser = commands.add_parser("init", help="write a commented config to begin with: grpo, tango or agents")
+    parser.add_argument("kind", choices=init.KINDS, help="the recipe")
+    parser.add_argument("file", metavar="FILE.yaml", help="the file to write")
+    parser.add_argument("--model", help=f"a Hugging Face directory or hub name (default: {init.HUB['model']})")
+    parser.add_argument("--data", help=f"rows, see docs/your_data.md (default: {init.HUB['data']})")
+    parser.add_argument(
+        "--tiny", metavar="DIR", help="make a tiny model and problems in DIR, for a first run in seconds without a GPU"
+    )
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+
+
+def _add_settings(commands: Any) -> None:
+    parser = commands.add_parser("settings", help="list settings, their defaults and what they mean")
+    parser.add_argument(
+        "prefix", nargs="?", default="", metavar="PREFIX",
+        help="the beginning of a dotted name, such as run or roles.NAME.loss, or a word in it, such as lr",
+    )  # fmt: skip
+    parser.add_argument(
+        "--command", dest="schema", choices=SCHEMAS, default="train", help="the command whose settings are listed"
     )
 
 

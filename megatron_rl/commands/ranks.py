@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import gc
 import os
@@ -76,7 +77,18 @@ def _run_on_rank(args: argparse.Namespace, config: Any, place: launch.Place) -> 
         if place.local_rank == 0 and not isinstance(error, errors.DriverError):
             where = f"rank {place.rank}: " if place.rank else ""
             print(f"megatron-rl {args.command}: {where}{error}", file=sys.stderr)
+            _tell(args, error)
         return 2 if isinstance(error, configs.ConfigError) else 1
+
+
+def _tell(args: argparse.Namespace, error: BaseException) -> None:
+    """Tells the program that started this one, where there is such a one, why the run ended."""
+    if args.command != "train" or args.events is None:
+        return
+    from megatron_rl.session.listening import Listener
+
+    with contextlib.suppress(OSError):  # it is gone
+        Listener.at(args.events).failed(error)
 
 
 def _command(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
@@ -92,7 +104,8 @@ def _imported(args: argparse.Namespace) -> Callable[[Any, launch.Place], int]:
     if args.command == "train":
         from megatron_rl.session import train
 
-        run = functools.partial(train.run, fresh=args.fresh) if args.fresh else train.run
+        given = {name: value for name, value in (("fresh", args.fresh), ("events", args.events)) if value}
+        run = functools.partial(train.run, **given) if given else train.run
     elif args.command == "drift":
         from megatron_rl.session import drift
 

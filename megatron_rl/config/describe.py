@@ -1,9 +1,10 @@
-"""Describes a schema's settings as text: names, defaults and the comments in the schema's source."""
+"""Describes a schema's settings as text, by their comments in the schema's source, and finds some by their names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from typing import Any
 
@@ -11,8 +12,38 @@ from megatron_rl.config.base import field_comments
 
 
 def describe(schema: Any) -> str:
-    """Returns every setting with its default and its comment in the schema's source, for --help."""
+    """Returns every setting with its default and its comment in the schema's source, one a line."""
     return "\n".join(["settings, their defaults and what they mean:", *_lines(schema, "")])
+
+
+def settings_of(schema: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Returns (`name = default`, comment) of the settings whose dotted name begins with `prefix`, in which a role's own
+    name stands for NAME; where there are none, of those whose name holds it. Neither: an empty list."""
+    rows = [_row(line.strip()) for line in describe(schema).splitlines()[1:]]
+    words = [word for word in prefix.split(".") if word]
+    for fits in (_begins, _holds):
+        if chosen := [row for row in rows if fits(row[0].partition(" = ")[0].split("."), words)]:
+            return chosen
+    return []
+
+
+def _row(line: str) -> tuple[str, str]:
+    """Parts a line of `describe` into the setting and its comment; a section has the form `name: comment`."""
+    if section := re.match(r"([\w.]+): (.*)", line):
+        return section[1], section[2]
+    text, _, comment = line.partition("  # ")
+    return text, comment
+
+
+def _begins(parts: list[str], words: list[str]) -> bool:
+    return len(words) <= len(parts) and all(
+        part in (word, "NAME") or (place == len(words) - 1 and part.startswith(word))
+        for place, (part, word) in enumerate(zip(parts, words, strict=False))
+    )
+
+
+def _holds(parts: list[str], words: list[str]) -> bool:
+    return any(parts[place : place + len(words)] == words for place in range(len(parts)))
 
 
 def _lines(schema: Any, prefix: str, made: Any = None) -> list[str]:

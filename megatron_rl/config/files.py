@@ -129,8 +129,13 @@ _Loader.yaml_implicit_resolvers = _resolvers()
 _Dumper.add_representer(str, _represent_text)
 
 
-def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> T:
-    """Returns a validated `schema` from its defaults, YAML files and `a.b=c` overrides.
+def load(
+    schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] = (),
+    *, trees: Sequence[tuple[str, Mapping[str, Any]]] = (),
+) -> T:  # fmt: skip
+    """Returns a validated `schema` from its defaults, YAML files, `trees` and `a.b=c` overrides.
+
+    A tree is (name, settings): nested mappings as a file would have them, and what messages call them.
 
     A file's `base: other.yaml` (relative to the file; or a list) is read before it. Merging is by key. In a union of
     dataclasses (`Annotated[A | B, Field(discriminator="kind")]`), a new `kind` drops the old variant's keys. Keys given
@@ -138,13 +143,8 @@ def load(schema: type[T], files: Sequence[Path] = (), overrides: Sequence[str] =
     `families`. Raises ConfigError that names every unknown key, wrong type and bad value, with the file or override
     where it stands.
     """
-    found: list[_Source] = []
-    for file in files:
-        _read(Path(file), (), found)
-    sources = [*found, *(_override(text) for text in overrides)]
-    tree: dict[str, Any] = {}
-    for source in sources:
-        tree = _merge(tree, source.tree, [schema], None)
+    sources = _sources(files, trees, overrides)
+    tree = _merged(schema, sources)
     try:
         # JSON mode is strict about types and still takes lists for tuples.
         made = _adapter(schema).validate_json(json.dumps(_with_defaults(schema, _with_kinds(tree, [schema]))))
@@ -170,15 +170,31 @@ def _adapter(schema: type) -> pydantic.TypeAdapter[Any]:
 def dump(config: Any) -> str:
     """Returns the whole resolved config as YAML. `load` reads it back as an equal value."""
     tree = _adapter(type(config)).dump_python(config, mode="json")
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return dump_tree(tree)
+
+
+def dump_tree(tree: Mapping[str, Any]) -> str:
+    """Returns settings, nested mappings of plain values, as YAML. Raises ConfigError for a value that YAML lacks."""
+    try:
+        return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"settings cannot be written as YAML: {error}; use numbers, text, lists and mappings"
+        ) from error
+
+
+def read_tree(
+    schema: Any, files: Sequence[Path] = (), overrides: Sequence[str] = (),
+    *, trees: Sequence[tuple[str, Mapping[str, Any]]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what YAML files, `trees` and overrides set together, merged as `load` does, without any default. Values
+    are not checked. Raises ConfigError for a file or an override that cannot be read."""
+    return _merged(schema, _sources(files, trees, overrides))
 
 
 def read_keys(files: Sequence[Path]) -> set[str]:
     """Returns the top-level keys of YAML files and of their bases."""
-    found: list[_Source] = []
-    for file in files:
-        _read(Path(file), (), found)
-    return {key for source in found for key in source.tree}
+    return {key for source in _sources(files, (), ()) for key in source.tree}
 
 
 def read_yaml(path: Path) -> Any:
@@ -187,6 +203,29 @@ def read_yaml(path: Path) -> Any:
         return parse(_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+@functools.lru_cache
+def _adapter(schema: type[T]) -> pydantic.TypeAdapter[T]:
+    """Returns what reads and writes values of a schema; building it takes longer than using it."""
+    return pydantic.TypeAdapter(schema)
+
+
+def _sources(
+    files: Sequence[Path], trees: Sequence[tuple[str, Mapping[str, Any]]], overrides: Sequence[str]
+) -> list[_Source]:  # fmt: skip
+    """Reads all places that set something, in the order in which later ones win."""
+    found: list[_Source] = []
+    for file in files:
+        _read(Path(file), (), found)
+    return [*found, *(_Source(name, dict(tree)) for name, tree in trees), *(_override(text) for text in overrides)]
+
+
+def _merged(schema: Any, sources: Sequence[_Source]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for source in sources:
+        tree = _merge(tree, source.tree, [schema], None)
+    return tree
 
 
 def _text(path: Path) -> str:

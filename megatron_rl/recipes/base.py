@@ -216,7 +216,7 @@ def _read(rollout: Rollout, tokenizer: Any) -> tuple[Rollout, str]:
 
 def _solution(rollout: Rollout, text: str, graded: Graded) -> Solution:
     payload = {**rollout.payload, "correct": graded.right, "grading": Outcome.SCORE.value}
-    rewards = {**rollout.rewards, "outcome": graded.score}
+    rewards = {**rollout.rewards, **graded.figures, "outcome": graded.score}
     return Solution(rollout=replace(rollout, payload=payload, rewards=rewards), text=text, correct=graded.right)
 
 

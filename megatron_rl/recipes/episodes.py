@@ -106,7 +106,7 @@ class OverEpisodes(EpisodeSettings):
                 grading = scores.get((one.number, rollout.payload[SEAT]))
                 if grading is not None and grading.outcome is not Outcome.SCORE:
                     continue
-                extra = {} if grading is None else {OUTCOME: grading.score}
+                extra = {} if grading is None else {**grading.figures, OUTCOME: grading.score}
                 payload = {**rollout.payload, EPISODE: str(one.number)}
                 group = f"{one.number // each}:{one.task.id}"
                 rollouts.append(replace(rollout, group=group, payload=payload).with_rewards(**extra))

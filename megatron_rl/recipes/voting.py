@@ -45,7 +45,7 @@ def solve_by_vote(
         if result.outcome is Outcome.SCORE:
             correct = result.right
             payload = {**payloads[k], "correct": correct, "grading": result.outcome.value}
-            rollout = replace(rollouts[k].with_rewards(outcome=result.score), payload=payload)
+            rollout = replace(rollouts[k].with_rewards(**result.figures, outcome=result.score), payload=payload)
             solutions.append(Solution(rollout=rollout, text=texts[k], correct=correct))
     failed = Counter(result.outcome for result in graded)
     return solutions, {f"graded/{kind.value}": float(failed[kind]) for kind in (Outcome.TIMEOUT, Outcome.ERROR)}

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import keeper
-from megatron_rl.rewards.worker import HEADER, frame
+from megatron_rl.rewards.worker import HEADER, TOGETHER, frame
 from megatron_rl.types import Outcome
 
 CHUNK = 16  # most gradings that a worker holds at once
@@ -59,6 +59,7 @@ class Graded:
     cut_off: bool = False
     excused: bool = False
     half: float = 0.5  # the middle of reward.range
+    figures: Mapping[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
 
     @property
     def right(self) -> bool:
@@ -76,6 +77,7 @@ class _Worker:
     inbox: bytearray = field(default_factory=bytearray)  # bytes read that are no whole frame yet
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
     ready: bool = False  # the worker has imported the function
+    together: bool = False  # it grades what it holds as one batch, so that its end says nothing of the first item
     ended: str = ""  # why nothing more comes from the worker
     refusal: str = ""  # why the worker cannot use the function
 
@@ -100,6 +102,7 @@ class GradePool:
         self._starter: ThreadPoolExecutor | None = None  # the thread that starts workers, see _start
         self._proven = False  # some worker has imported the function
         self._failed_starts = 0  # in a row
+        self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
         self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
 
     def __enter__(self) -> GradePool:
@@ -158,6 +161,7 @@ class GradePool:
         items = [(response, dict(payload)) for response, payload in zip(responses, payloads, strict=True)]
         results: dict[int, Graded] = {}
         waiting = deque(range(len(items)))
+        self._alone = set()
         try:
             self._ensure_workers(min(self.reward.workers, len(items)))
             while len(results) < len(items):
@@ -216,9 +220,10 @@ class GradePool:
         if worker.busy or worker.ended or not waiting:
             return
         for _ in range(min(CHUNK, -(-len(waiting) // len(self._workers)))):
-            item = waiting.popleft()
-            worker.held.append(item)
-            worker.outbox += frame(pickle.dumps((self._items_before + item, *items[item])))
+            if worker.held and not self._alone.isdisjoint((worker.held[0], waiting[0])):
+                break
+            worker.held.append(waiting.popleft())
+        worker.outbox += frame(pickle.dumps([(self._items_before + item, *items[item]) for item in worker.held]))
         worker.since = time.monotonic()
 
     def _exchange(self, results: dict[int, Graded]) -> None:
@@ -255,23 +260,19 @@ class GradePool:
 
     def _answer(self, worker: _Worker, answer: Any, results: dict[int, Graded]) -> None:
         if not worker.ready:
-            worker.ready = answer is None
+            worker.ready, worker.together = answer in (None, TOGETHER), answer == TOGETHER
             if worker.ready:
                 self._proven, self._failed_starts = True, 0
             else:
                 worker.refusal = worker.ended = str(answer)
             return
-        serial, score, detail, seconds, exhausted = answer
+        serial, score, detail, seconds, exhausted, figures = answer
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
         results[worker.held.popleft()] = Graded(
-            Outcome.ERROR if score is None else Outcome.SCORE,
-            score or 0.0,
-            detail,
-            seconds,
-            cut_off=exhausted,
-            half=self.reward.half,
-        )
+            Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted,
+            half=self.reward.half, figures=figures,
+        )  # fmt: skip
         if exhausted:
             worker.ended = EXHAUSTED
 
@@ -288,7 +289,8 @@ class GradePool:
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
         """Replaces workers that are dead or past their deadline.
 
-        The first item that such a worker holds fails; the others go back to the front of the queue.
+        The first item that such a worker holds fails; the others go back to the front of the queue. Where it graded
+        several as one batch all go back, and each is graded alone.
         """
         for i, worker in enumerate(self._workers):
             dead = worker.process.poll() is not None
@@ -303,7 +305,9 @@ class GradePool:
             killed = ended == "ended" and status == -signal.SIGKILL  # by somebody else, which says nothing about it
             if not worker.ready and self._gives_up(killed=killed):
                 raise RewardFailure(self._why_not(worker, status))
-            if worker.held and ended != EXHAUSTED:
+            if worker.together and len(worker.held) > 1:
+                self._alone.update(worker.held)
+            elif worker.held and ended != EXHAUSTED:
                 results[worker.held.popleft()] = (
                     Graded(Outcome.ERROR, detail=f"its worker {ended} (status {status})", seconds=taken, cut_off=True)
                     if ended

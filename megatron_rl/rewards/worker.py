@@ -7,7 +7,6 @@ import functools
 import importlib
 import json
 import logging
-import numbers
 import os
 import pickle
 import resource
@@ -15,13 +14,17 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:  # else `main` imports it, once it knows where to look
+    from megatron_rl.rewards.functions import Grader
 
 from megatron_rl import processes
 
 HEADER = struct.Struct("<I")  # a frame's length
+TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
@@ -33,6 +36,7 @@ class Answer:
     detail: str
     seconds: float
     exhausted: bool = False  # the process ran out of memory and must not be used again
+    figures: dict[str, float] = field(default_factory=dict)  # further numbers that the reward told, by name
 
 
 def frame(data: bytes) -> bytes:
@@ -43,8 +47,9 @@ def frame(data: bytes) -> bytes:
 def main(keeper: int | None) -> None:
     """Reads pickled frames from standard input and writes JSON frames to standard output.
 
-    In: (target, args, memory_mib, (least score, greatest score), sys.path), then items. Out: null or why the target
-    cannot be used, then [serial, score or null, detail, seconds, exhausted] for each item.
+    In: (target, args, memory_mib, (least score, greatest score), sys.path), then batches, lists of items. Out: null,
+    TOGETHER or why the target cannot be used, then [serial, score or null, detail, seconds, exhausted, figures] for
+    each item.
 
     `keeper` is the process that started this one. With one, what a grading started and what then left this process, by
     a session of its own or by its parent's end, is gone before the answer is given.
@@ -57,17 +62,16 @@ def main(keeper: int | None) -> None:
         signal.signal(getattr(signal, name), _ignore_signal)
     target, args, memory_mib, bounds, sys.path[:] = pickle.loads(_read(requests))
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    found = _find(target, args)
+    found = _find(target, args, bounds)
     _limit_memory(memory_mib)
-    _write(answers, found if isinstance(found, str) else None)
+    _write(answers, found if isinstance(found, str) else TOGETHER if found.together else None)
     while not isinstance(found, str) and (data := _read(requests)):
-        serial, response, payload = pickle.loads(data)
-        answer = _grade(found, response, payload, memory_mib, bounds)
-        if os.getpid() != own:
-            os._exit(1)  # the function forked and came back twice
-        if keeper is not None and not answer.exhausted:  # the pool ends a worker without memory, with all it started
-            processes.end_strays(keeper, own)
-        _write(answers, [serial, answer.score, answer.detail, answer.seconds, answer.exhausted])
+        for serial, answer in _grade(found, pickle.loads(data), memory_mib):
+            if os.getpid() != own:
+                os._exit(1)  # the function forked and came back twice
+            if keeper is not None and not answer.exhausted:  # the pool ends a worker without memory, with its children
+                processes.end_strays(keeper, own)
+            _write(answers, [serial, answer.score, answer.detail, answer.seconds, answer.exhausted, answer.figures])
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -111,36 +115,41 @@ def _write(stream: BinaryIO, value: Any) -> None:
     stream.flush()
 
 
-def _find(target: str, args: dict[str, Any]) -> Callable[..., Any] | str:
-    """Returns the function, or why there is none.
+def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Grader | str:
+    """Returns what grades with the target, or why it cannot be used.
 
     This is a border to user code: whatever its import raises is reported.
     """
+    from megatron_rl.rewards.functions import CalledFunction, Grader, RewardFunctions
+
     module, _, name = target.partition(":")
     try:
         found = vars(importlib.import_module(module))[name]
+        if isinstance(found, type):
+            found, args = found(**args), {}
+        if isinstance(found, RewardFunctions):
+            return found.grader
+        if not callable(found):
+            return f"it is a {type(found).__name__}, not a function"
+        return Grader([CalledFunction.of(functools.partial(found, **args) if args else found)], bounds=bounds)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if not callable(found):
-        return f"it is a {type(found).__name__}, not a function"
-    return functools.partial(found, **args) if args else found
 
 
 def _grade(
-    function: Callable[..., Any], response: str, payload: Any, memory_mib: int, bounds: tuple[float, float]
-) -> Answer:
-    """Grades one response. This is the border to user rewards: whatever one raises is reported."""
-    start = time.perf_counter()
-    try:
-        score = function(response, payload)
-    except MemoryError as error:
-        detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
-        return Answer(None, detail, time.perf_counter() - start, exhausted=True)
-    except Exception as error:
-        return Answer(None, f"{type(error).__name__}: {str(error)[:500]}", time.perf_counter() - start)
-    seconds = time.perf_counter() - start
-    low, high = bounds
-    if not isinstance(score, numbers.Real) or not low <= float(score) <= high:
-        said = f"returned {repr(score)[:100]}: a reward returns a number in reward.range = [{low:g}, {high:g}]"
-        return Answer(None, said, seconds)
-    return Answer(float(score), "", seconds)
+    grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int
+) -> Iterator[tuple[int, Answer]]:  # fmt: skip
+    """Grades items, (serial, response, payload), and yields (serial, answer) for each."""
+    found = grader.grade([(response, payload) for _, response, payload in items])
+    for serial, _, _ in items:
+        start = time.perf_counter()
+        try:
+            result = next(found)
+        except MemoryError as error:
+            if grader.together and len(items) > 1:
+                sys.exit(1)  # which of them it was is found out one by one
+            detail = f"MemoryError: more than reward.memory_mib = {memory_mib} {str(error)[:200]}".rstrip()
+            yield serial, Answer(None, detail, time.perf_counter() - start, exhausted=True)
+            return
+        seconds = time.perf_counter() - start
+        yield serial, Answer(result.score, result.why, seconds, figures=dict(result.figures))

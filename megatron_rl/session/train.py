@@ -34,6 +34,7 @@ from megatron_rl.session import parts
 from megatron_rl.session.common import Driver, Saver, export_model, open_driver, open_world_for
 from megatron_rl.session.fleet import Fleet, open_fleet
 from megatron_rl.session.launch import Place
+from megatron_rl.session.listening import Listener, listening
 from megatron_rl.text import decode
 from megatron_rl.training import loop
 from megatron_rl.training.gate import GatePlan
@@ -45,16 +46,18 @@ from megatron_rl.weights.plain_data import refuse_code
 from megatron_rl.world import TorchWorld
 
 
-def run(config: TrainConfig, place: Place, *, fresh: bool = False) -> int:
-    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. Returns 0 when all
-    steps are done, 130 when a signal asked to leave (everything is saved)."""
+def run(config: TrainConfig, place: Place, *, fresh: bool = False, events: str | None = None) -> int:
+    """Runs on every rank. `fresh`: turns that were played before the run stopped are played again. `events`: the socket
+    of a program that is told of the run (session.listening). Returns 0 when all steps are done or that program asked to
+    stop, 130 when a signal asked to leave (everything is saved)."""
     recipe: Recipe = plugins.build(config.recipe)
     plugins.look_at(Use(target=config.reward.target, args=config.reward.args))  # its workers alone import it
     config_checks.check_recipe(config, recipe)
     if absent := absent_recipe_files(recipe):
         raise ConfigError("\n  ".join(str(one.problem) for one in absent))
     with open_world_for(config, place, deterministic=config.run.deterministic) as world:
-        return _run(config, place, world, recipe, fresh)
+        listener = Listener.at(events) if events is not None and world.rank == 0 else None
+        return _run(config, place, world, recipe, fresh=fresh, listener=listener)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,9 @@ class _Models:
     policies: Mapping[str, MegatronPolicy]
 
 
-def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, fresh: bool) -> int:
+def _run(
+    config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, *, fresh: bool, listener: Listener | None
+) -> int:  # fmt: skip
     schedule = recipe.schedule()[: config.run.steps]
     turns = sum(map(len, schedule))
     with contextlib.ExitStack() as stack:
@@ -94,6 +99,7 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             store = _store(config, models, driver, progress, fresh)
             player = _player(config, recipe, models, table, fleet, driver, progress, store)
             stack.callback(player.close)
+        hooks = _hooks(config, world, driver, _Saved(recipe, models, progress, player), interrupts)
         setup = loop.Setup(
             world=world,
             trainees={n: parts.trainee(config, n, p, fleet.refits.get(n)) for n, p in models.policies.items()},
@@ -102,15 +108,21 @@ def _run(config: TrainConfig, place: Place, world: TorchWorld, recipe: Recipe, f
             table=table,
             turns=player,
             held_out=models.held_out,
-            hooks=_hooks(config, world, driver, _Saved(recipe, models, progress, player), interrupts),
+            hooks=hooks if listener is None else listening(hooks, listener, progress, turns),
         )
         started, before = time.monotonic(), _seconds_before(driver)
         driver.leave.begin()
+        if listener is not None:
+            listener.begin(turns=turns, turn=progress.number)
         stack.enter_context(freeze_garbage_collector())
         finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
-        _finish(config, world, driver, recipe, models, progress, finished=finished, turns=turns)
-    return 0 if finished else 130
+        whole = finished or world.broadcast(listener is not None and listener.stopped)
+        if not finished:
+            driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
+        if whole:
+            _finish(config, world, driver, recipe, models, progress, finished=finished)
+    return 0 if whole else 130
 
 
 def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver) -> _Models:
@@ -125,18 +137,16 @@ def _open_models(config: TrainConfig, recipe: Recipe, driver: Driver) -> _Models
 
 def _finish(
     config: TrainConfig, world: TorchWorld, driver: Driver, recipe: Recipe, models: _Models, progress: loop.Progress,
-    *, finished: bool, turns: int,
+    *, finished: bool,
 ) -> None:  # fmt: skip
-    """Exports the trained models of a run that is finished, and says where things are. Collective."""
-    if not finished:
-        driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
-        return
+    """Exports the trained models of a run that is finished, or was asked to stop as if it were, and says where things
+    are. Collective."""
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
-    driver.summary({"finished": True})
+    driver.summary({"finished": finished})
     if progress.last_evaluation:
         driver.say(before_after(progress.first_evaluation, progress.last_evaluation))
     driver.done(str(driver.directory.path))

@@ -19,16 +19,16 @@ from megatron_rl.cluster.address import free_port
 from megatron_rl.session.launch import Place, place_from
 
 
-def test_help_names_every_command_and_setting():
+def test_help_names_every_command_and_the_list_of_settings_every_setting():
     text = program("--help").stdout
-    assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "a.b=c"))
-    assert "prompts_per_step" not in text
-    train, sft = program("train", "--help").stdout, program("sft", "--help").stdout
+    assert all(name in text for name in ("train", "sft", "generate", "eval", "report", "check", "init", "a.b=c"))
+    assert "prompts_per_step" not in text and "megatron-rl settings" in program("train", "--help").stdout
+    train, sft = program("settings").stdout, program("settings", "--command", "sft").stdout
     for line in (
-        "roles.NAME.layout.tp = 1  # number of tensor-parallel ranks",
-        "debug.replay = null  #",
-        "run.prompts_per_step = 256",
-        "roles.NAME.data: ",
+        "roles.NAME.layout.tp = 1\n    number of tensor-parallel ranks",
+        "debug.replay = null\n",
+        "run.prompts_per_step = 256\n",
+        "roles.NAME.data\n",
     ):
         assert line in train, line
     assert "optimizer.lr = 5e-06" in sft and 'run.name = "sft"' in sft  # SFT's own

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_rl
 from megatron_rl.models.registry import families
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
@@ -25,7 +26,7 @@ LAYERS = [
     ["training", "evaluation", "run", "environments"],
     ["recipes", "megatron", "engines", "refit", "cluster"],
     ["session", "conversion", "jobs"],
-    ["main", "commands", "errors"],
+    ["main", "commands", "errors", "api", "__main__"],
 ]
 ADAPTERS = 5  # the layer whose rooms stand side by side
 SIDE_BY_SIDE = ("recipes", "megatron", "engines", "refit", "cluster")  # of that layer: never each other
@@ -210,10 +211,30 @@ def test_one_file_imports_nemo_run():
     ]
 
 
+# What the package itself may import, to load the rest when it is asked for.
+LAZY = ["importlib", "typing", "typing.TYPE_CHECKING", "typing.Any"]
+
+
 def test_importing_the_package_loads_nothing():
     for path in FILES:
-        if path.name == "__init__.py":
+        if path.name == "__init__.py" and path.parent != PACKAGE:
             assert not list(imports(path.read_text())), f"{path} imports: a package stays empty but for its docstring"
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    assert set(imports(ast.unparse(tree))) <= set(LAZY)
+
+
+def test_what_the_package_gives_is_loaded_when_it_is_asked_for():
+    code = (
+        "import sys, megatron_rl; before = {m.split('.')[0] for m in sys.modules}; "
+        "print(sorted(before), [getattr(megatron_rl, n) for n in megatron_rl.__all__], sep='//')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    loaded, _, given = done.stdout.partition("//")
+    assert not {"torch", "numpy", "pydantic", "yaml", "pyarrow", "transformers"} & set(ast.literal_eval(loaded))
+    assert all(f".{name}'" in given for name in megatron_rl.__all__)
 
 
 def test_no_two_files_of_tests_have_the_same_name():

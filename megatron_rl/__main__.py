@@ -1,0 +1,8 @@
+"""Runs the program: `python -m megatron_rl` is `megatron-rl`."""
+
+import sys
+
+from megatron_rl.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

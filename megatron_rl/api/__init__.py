@@ -1,0 +1,1 @@
+"""Training from Python: what `from megatron_rl import ...` gives."""

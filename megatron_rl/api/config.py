@@ -1,0 +1,161 @@
+"""The settings of a training run as a Python value: those of its YAML file, whole or in part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from megatron_rl.config import files as config_files
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.run.checkpoint import write_text
+
+Settings = Mapping[str, Any]
+_NEEDED = ("roles", "recipe", "data")  # sections without a default
+
+
+class Config:
+    """Settings of a training run: nested mappings as in its YAML file, whole or in part.
+
+    The three are the same:
+
+        Config(run={"seed": 1, "steps": 4})
+        Config({"run.seed": 1, "run.steps": 4})
+        Config.from_yaml("my.yaml")  # with the lines `run: {seed: 1, steps: 4}`
+
+    Values are plain (numbers, text, lists, mappings), or sections of `megatron_rl.config.schema`. A value is never
+    changed; `|` makes a new one, in which the right side wins key by key.
+    """
+
+    def __init__(self, settings: Settings | None = None, /, **sections: Any) -> None:
+        """Takes settings by dotted or nested keys. Raises ConfigError that names every unknown key, wrong type and bad
+        value; keys that are missing may come later."""
+        given = {**(settings or {}), **sections}
+        trees = [("Config", _nested(key, value)) for key, value in given.items()]
+        self._tree = tree = config_files.read_tree(TrainConfig, trees=trees)
+        config_files.load(TrainConfig, trees=[("Config", _with_stubs(tree))])
+
+    @classmethod
+    def from_yaml(cls, *paths: str | Path, overrides: Settings | None = None) -> Config:
+        """Returns the settings of YAML files, later ones over earlier ones, and of `overrides` over all. Raises
+        ConfigError as `megatron-rl check` does."""
+        return cls(config_files.read_tree(TrainConfig, [Path(path) for path in paths])) | (overrides or {})
+
+    @classmethod
+    def of(cls, given: Config | TrainConfig | Settings | str | Path | None) -> Config:
+        """Returns settings that were given in any form: as they are, by their YAML file's path, as a mapping, as the
+        schema's own object, or none. Raises ConfigError for what is none of these."""
+        match given:
+            case None:
+                return cls()
+            case Config():
+                return given
+            case str() | Path():
+                return cls.from_yaml(given)
+            case TrainConfig():
+                return cls(_plain("config", given))
+            case Mapping():
+                return cls(given)
+        raise ConfigError(f"config is a {type(given).__name__}: give a Config, a mapping, or the path of a YAML file")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns what is set, without defaults, as nested mappings of plain values. Changing them changes nothing."""
+        return json.loads(json.dumps(self._tree))
+
+    def resolve(self) -> TrainConfig:
+        """Returns the whole config with all defaults filled in: what `megatron-rl train` makes of the YAML file. Raises
+        ConfigError where roles, recipe or data are missing."""
+        return config_files.load(TrainConfig, trees=[("Config", self._tree)])
+
+    def to_yaml(self, path: str | Path) -> Path:
+        """Writes a YAML file and returns its path: with all defaults filled in, or only what is set where roles, recipe
+        or data are missing. `from_yaml` reads an equal value back."""
+        write_text(Path(path), str(self))
+        return Path(path)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Returns the value that is set at a dotted key, such as `run.seed`; `default` where nothing is set."""
+        node: Any = self._tree
+        for part in key.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return node
+
+    def __or__(self, other: Config | Settings) -> Config:
+        right = other if isinstance(other, Config) else Config(other)
+        return Config(config_files.read_tree(TrainConfig, trees=[("left", self._tree), ("right", right._tree)]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        """The settings as YAML."""
+        if all(name in self._tree for name in _NEEDED):
+            return config_files.dump(self.resolve())
+        return config_files.dump_tree(self._tree)
+
+    def __repr__(self) -> str:
+        return f"Config({self._tree!r})"
+
+
+def _nested(key: Any, value: Any) -> dict[str, Any]:
+    """Returns {"a": {"b": value}} of the key a.b, with plain values alone. Raises ConfigError for another value."""
+    if not isinstance(key, str) or not all(part.strip() for part in key.split(".")):
+        raise ConfigError(f"config key {key!r}: it has the form a.b")
+    tree = _plain(key, value)
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def _plain(key: str, value: Any) -> Any:
+    """Returns a value as JSON has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return pydantic.TypeAdapter(type(value)).dump_python(value, mode="json")
+    if isinstance(value, Mapping):
+        whole: dict[str, Any] = {}
+        for name, own in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{key}.{name}: keys are texts")
+            whole[name] = _plain(f"{key}.{name}", own)
+        return whole
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{key}.{place}", own) for place, own in enumerate(value)]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise ConfigError(f"{key} is a {type(value).__name__}: give a number, text, list, mapping or section of the schema")
+
+
+def _with_stubs(tree: Settings) -> dict[str, Any]:
+    """Returns settings with something at every key that has no default, so that the others can be checked. What is no
+    mapping stays, for the schema to refuse."""
+    whole = {"roles": {}, "recipe": {}, "data": {}, **tree}
+    whole["recipe"] = _filled(whole["recipe"], "target")
+    whole["data"] = _filled(whole["data"], "path")
+    if isinstance(roles := whole["roles"], Mapping):
+        owners = [role["same_as"] for role in roles.values() if isinstance(role, Mapping) and role.get("same_as")]
+        whole["roles"] = {**{str(name): {} for name in owners}, **{name: _role(role) for name, role in roles.items()}}
+    evaluation = whole.get("evaluation")
+    if isinstance(evaluation, Mapping) and "prompts" in evaluation:
+        whole["evaluation"] = {**evaluation, "prompts": _filled(evaluation["prompts"], "path")}
+    return whole
+
+
+def _role(role: Any) -> Any:
+    return {**role, "model": _filled(role["model"], "path")} if isinstance(role, Mapping) and "model" in role else role
+
+
+def _filled(value: Any, key: str) -> Any:
+    return {key: "", **value} if isinstance(value, Mapping) else value

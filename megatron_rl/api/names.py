@@ -1,0 +1,81 @@
+"""The short names of settings that a Trainer takes as keywords, and what TRL calls them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron_rl.api.config import Config
+from megatron_rl.api.recipes import count_of
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.schema import TrainConfig
+
+UPDATES = "updates"
+OTHERS = ("model", "reward", "dataset", "eval_dataset", "recipe", "config", "callbacks")  # arguments of a Trainer
+# Short name -> dotted key; `*` stands for every role that the recipe trains or asks.
+SHORT: Mapping[str, str] = {
+    UPDATES: "recipe.args.updates",  # of recipes whose argument is called otherwise, that argument
+    "group_size": "recipe.args.group_size",
+    "ranks": "launch.nproc",
+    "seed": "run.seed",
+    "name": "run.name",
+    "dir": "run.dir",
+    "steps": "run.steps",
+    "prompts_per_step": "run.prompts_per_step",
+    "save_every": "run.save_every",
+    "evaluate_every": "evaluation.every",
+    "lr": "roles.*.optimizer.lr",
+    "kl_coef": "roles.*.loss.kl_coef",
+    "max_tokens": "roles.*.sampling.max_tokens",
+    "temperature": "roles.*.sampling.temperature",
+    "max_prompt_tokens": "roles.*.max_prompt_tokens",
+    "micro_batch_tokens": "roles.*.micro_batch_tokens",
+    "dtype": "roles.*.model.dtype",
+}
+TRL: Mapping[str, str] = {
+    "args": "config",
+    "reward_funcs": "reward",
+    "reward_weights": "reward=[(function, weight), ...]",
+    "train_dataset": "dataset",
+    "num_generations": "group_size",
+    "learning_rate": "lr",
+    "beta": "kl_coef",
+    "max_completion_length": "max_tokens",
+    "max_prompt_length": "max_prompt_tokens",
+    "max_steps": UPDATES,
+    "output_dir": "dir",
+    "run_name": "name",
+    "eval_steps": "evaluate_every",
+    "save_steps": "save_every",
+}
+
+
+def settings_of(given: Mapping[str, Any], target: str, roles: Iterable[str]) -> Config:
+    """Returns the settings that keywords stand for: short names, sections (`run={...}`) and dotted keys
+    (`**{"run.seed": 1}`). `target`, `roles`: of the recipe. Raises ConfigError for an unknown name, with the one that
+    may be meant, and for a wrong value."""
+    sections = {field.name for field in dataclasses.fields(TrainConfig)}
+    found = Config()
+    for name, value in given.items():
+        if name == UPDATES:
+            keys = [count_of(target)]
+        elif name in SHORT:
+            keys = [SHORT[name].replace("*", role) for role in roles] if "*" in SHORT[name] else [SHORT[name]]
+        elif name in sections or "." in name:
+            keys = [name]
+        else:
+            raise ConfigError(f"{name} = {value!r}: {_unknown(name, sections)}")
+        found = found | dict.fromkeys(keys, value)
+    return found
+
+
+def _unknown(name: str, sections: set[str]) -> str:
+    if name in TRL:
+        key = SHORT.get(TRL[name])
+        return f"this is TRL's name; here it is {TRL[name]}" + (f" ({key})" if key else "")
+    close = difflib.get_close_matches(name, [*SHORT, *OTHERS, *sections, *TRL], n=1)
+    if close:
+        return f"unknown setting; did you mean {TRL.get(close[0], close[0])!r}?"
+    return f"unknown setting; there are {', '.join(SHORT)}, the sections of the config, and dotted keys"

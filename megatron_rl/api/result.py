@@ -1,0 +1,55 @@
+"""What a training run leaves, as a Python value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.run.directory import RunDirectory
+from megatron_rl.run.metrics import read_metrics
+
+MODELS = "models"  # in a run's directory: one Hugging Face directory for each trained policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The files and figures of a run, also of one that was stopped."""
+
+    run: Path  # the run's directory
+    finished: bool  # all turns are done; else `train()` goes on
+    # Figures of the whole run: ROLE_FIGURE_start and ROLE_FIGURE_end of the first and last evaluation, turns, updates
+    # by policy, seconds.
+    figures: Mapping[str, Any]
+    # Lines of metrics.jsonl, flat: turn, step, scope (a role, eval or gate), and each figure by its name. Made for
+    # pandas.DataFrame(result.history).
+    history: list[dict[str, Any]]
+    models: Mapping[str, Path]  # Hugging Face directories of the trained models, by policy
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Returns the run's files by what they are: run, config, metrics, summary, log, and a model for each policy."""
+        directory = RunDirectory(self.run)
+        places = {"run": self.run, "config": directory.config, "metrics": directory.metrics}
+        places |= {"summary": directory.summary, "log": directory.logs / "driver.log"}
+        return places | {f"model/{name}": path for name, path in self.models.items()}
+
+    def column(self, figure: str, scope: str | None = None) -> list[float]:
+        """Returns a figure, such as `reward/trained`, of every line of a scope (None: of any) that has it, in order."""
+        return [row[figure] for row in self.history if figure in row and scope in (None, row["scope"])]
+
+
+def read_result(config: TrainConfig) -> TrainResult:
+    """Reads the files of a run, as far as there are any."""
+    directory = RunDirectory(Path(config.run.dir) / config.run.name)
+    summary = directory.read_summary()
+    history = [
+        {"turn": row.turn, "step": row.step, "scope": row.scope, **row.metrics} for row in read_metrics(directory.path)
+    ]
+    found = sorted((directory.path / MODELS).glob("*/config.json"))
+    return TrainResult(
+        run=directory.path, finished=bool(summary.get("finished")), figures=summary, history=history,
+        models={file.parent.name: file.parent for file in found},
+    )  # fmt: skip

@@ -1,0 +1,303 @@
+"""Trains a model from Python: `Trainer(model, reward, dataset).train()`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from megatron_rl.api import hub, inputs, process
+from megatron_rl.api.callbacks import Callback, RunState, take_event
+from megatron_rl.api.config import Config, Settings
+from megatron_rl.api.names import settings_of
+from megatron_rl.api.recipes import fields_of, use_of
+from megatron_rl.api.result import TrainResult, read_result
+from megatron_rl.commands import check
+from megatron_rl.commands.parser import build_parser
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.schema import EvalConfig, GenerateConfig, Run, TrainConfig
+
+INPUTS = "inputs"  # in run.dir: rows, reward functions and configs that Trainers wrote
+_DEFAULT_DIR = Run().dir
+_TEMPLATES = ("template", "generator_template")  # arguments of recipes that name the prompt's text
+_OF_THE_SET = ("path", "generated", "limit", "split", "file", "subset", "shuffle")  # not shared by two sets of one kind
+
+
+class Trainer:
+    """A training run: a model, rewards, data, a recipe and settings. Everything is checked when it is made, with the
+    words of `megatron-rl check`; the run itself is the one that `megatron-rl train` starts on `config`'s YAML file."""
+
+    config: Config  # the whole config; `config.to_yaml(path)` writes it
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, str | Path] | None = None,
+        reward: inputs.Reward | None = None,
+        dataset: inputs.Rows | str | Path | None = None,
+        *,
+        eval_dataset: inputs.Rows | str | Path | None = None,
+        recipe: Any = None,
+        config: Config | TrainConfig | Settings | str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """Puts a config together, writes what it names to RUN.DIR/inputs, and checks it.
+
+        `model`: a Hugging Face directory or hub name, for all roles, or {role: one}. `reward`: a function, or a list of
+        functions or (function, weight); `docs/python_api.md` says how they are called. `dataset`, `eval_dataset`: rows
+        (a list of mappings, or a datasets.Dataset), or a path or hub name. `recipe`: grpo (the default), tango, another
+        word of api.recipes.WORDS, package.module:Class, or a recipe object. `config`: a YAML file's path, a mapping or
+        a Config, which all the others win over. `settings`: short names such as lr, updates, group_size, ranks
+        (api.names.SHORT), sections (`run={"seed": 1}`), or dotted keys.
+
+        Raises ConfigError for all that `megatron-rl check` refuses.
+        """
+        process.refuse_ranks()
+        self.callbacks = list(callbacks)
+        base = Config.of(config)
+        if recipe is not None or base.get("recipe.target") is None:
+            base = _without(base, "recipe", "args") | _recipe(base, recipe)
+        target = base.get("recipe.target")
+        given = settings_of(settings, target, ())
+        made = plugins.build(Use(target=target, args=(base | given).get("recipe.args", {})))
+        roles = list(made.roles())
+        given = settings_of(settings, target, roles)
+        directory = Path((base | given).get("run.dir", _DEFAULT_DIR)) / INPUTS
+        base = base | _models(model, roles)
+        if reward is not None:
+            base = _without(base, "reward", "args")
+            section, called = inputs.reward_settings(reward, directory)
+            base = base | {"reward": section} | _gate(base | given, bool(called))
+        else:
+            called = []
+        base = base | _data(base, dataset, eval_dataset, directory)
+        whole = base | _columns(base | given, called) | _plain_prompts(base | given, target) | given
+        self.config = _named(whole)
+        self._file = directory / f"{self.config.get('run.name')}.yaml"
+        self._write()
+        _check(self._file, self.config.resolve())
+
+    def train(self, *, fresh: bool = False) -> TrainResult:
+        """Runs to the end, or until a callback stops it, in processes of its own (`ranks` of them), and returns what
+        the run left. A run that was interrupted or stopped goes on from its newest checkpoint; `fresh` plays the turns
+        again that it had played since.
+
+        Raises ConfigError for what the run refuses, RunFailed with the run's message when it fails, KeyboardInterrupt
+        once an interrupted run has saved and left, and what a callback raises.
+        """
+        self._write()
+        config = self.config.resolve()
+        state = RunState(run=Path(config.run.dir) / config.run.name, turns=0)
+
+        def told(event: process.Event) -> bool:
+            take_event(state, event, self.callbacks)
+            return state.stopping
+
+        process.run(["train", str(self._file), *["--fresh"] * fresh], told)
+        for one in self.callbacks:
+            one.on_train_end(state)
+        return read_result(config)
+
+    def evaluate(
+        self, dataset: inputs.Rows | str | Path | None = None, *, n: int = 1, temperature: float = 0.0
+    ) -> dict[str, float]:
+        """Measures the first role's model, trained or as it started, by the run's reward on `dataset` (None: the eval
+        dataset), `n` samples of each problem. Returns `accuracy`, which is the mean reward, and further figures.
+
+        Raises ConfigError where there is no data, or the recipe plays episodes of an environment; RunFailed.
+        """
+        config = self.config.resolve()
+        data = self._asked(config, dataset)
+        run = Path(config.run.dir) / config.run.name
+        number = len([*(run / "evaluations").glob("*.json")]) + 1
+        output = run / "evaluations" / f"{number:03d}.json"
+        tree = self._model_settings(config) | {
+            "data": data, "template": self._template(config, data), "output": str(output), "n": n,
+            "reward": self.config.get("reward", {}), "seed": config.run.seed,
+        }  # fmt: skip
+        tree["sampling"] = tree["sampling"] | {"temperature": temperature}
+        self._run("eval", EvalConfig, tree, output.with_suffix(".yaml"))
+        return json.loads(output.read_text(encoding="utf-8"))["figures"]
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[Mapping[str, str]]], *, n: int = 1, max_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> list[str] | list[list[str]]:  # fmt: skip
+        """Returns what the first role's model, trained or as it started, answers to each prompt: a text, or a list of
+        `n` where n is above 1. A prompt is a text, put as the training problems were, or a list of messages.
+
+        Raises ConfigError for prompts that cannot be put, RunFailed.
+        """
+        config = self.config.resolve()
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigError(f"prompts = {prompts!r}: give a list with at least one prompt")
+        sampling = {"max_tokens": max_tokens, "temperature": temperature}
+        with tempfile.TemporaryDirectory(prefix="megatron_rl_") as place:
+            rows = [{"prompt": prompt} for prompt in self._put(config, prompts)]
+            data = inputs.data_settings(rows, "prompts", Path(place)) | {"max_bad_share": 0.0}
+            tree = self._model_settings(config) | {
+                "data": data, "template": self._template(config, data), "output": f"{place}/answers", "n": n,
+                "seed": config.run.seed, "validation_share": 0.0, "keep_cut": True,
+            }  # fmt: skip
+            tree["sampling"] = tree["sampling"] | {k: v for k, v in sampling.items() if v is not None}
+            self._run("generate", GenerateConfig, tree, Path(place) / "generate.yaml")
+            found = pq.read_table(f"{place}/answers/train.parquet", columns=["response"]).to_pylist()
+        texts = [one if isinstance(one := row["response"], str) else one[-1]["content"] for row in found]
+        return texts if n == 1 else [texts[place : place + n] for place in range(0, len(texts), n)]
+
+    def push_to_hub(self, repo: str, *, role: str | None = None, private: bool = True) -> str:
+        """Uploads a trained model to the repository `owner/name` of the Hugging Face hub, which is made where there is
+        none, and returns its address. `role`: whose model; None: the first trained one's.
+
+        Raises ConfigError where nothing is trained, the name is none, or this machine has no token or is offline.
+        """
+        models = read_result(self.config.resolve()).models
+        if not models:
+            raise ConfigError(f"no trained model in {self.config.get('run.name')}: call train() before push_to_hub")
+        if role is not None and role not in models:
+            raise ConfigError(f"role = {role!r}: trained are {', '.join(models)}")
+        return hub.push(models[role or next(iter(models))], repo, private=private)
+
+    def _write(self) -> None:
+        process.write_config(self._file, str(self.config))
+
+    def _run(self, command: str, schema: Any, tree: Settings, file: Path) -> None:
+        """Runs `megatron-rl eval` or `generate`. What it prints is shown only where it fails."""
+        config = config_files.load(schema, trees=[(command, tree)])
+        process.write_config(file, config_files.dump(config))
+        process.run([command, str(file)], show=False)
+
+    def _model_settings(self, config: TrainConfig) -> dict[str, Any]:
+        """Returns the settings of eval and generate for the first role's model: the trained one where there is one."""
+        role = next(iter(self._recipe(config).roles()))
+        own, policy = self.config.get(f"roles.{role}", {}), config.roles[role].same_as or role
+        trained = read_result(config).models.get(policy)
+        model = dict(self.config.get(f"roles.{policy}.model"))
+        if trained is not None:
+            model = {"path": str(trained)} | ({"dtype": model["dtype"]} if "dtype" in model else {})
+        found = {"model": model, "sampling": own.get("sampling", {}), "chat": own.get("chat", False)}
+        return found | {name: self.config.get(name, {}) for name in ("engine", "launch")}
+
+    def _recipe(self, config: TrainConfig) -> Any:
+        return plugins.build(config.recipe)
+
+    def _template(self, config: TrainConfig, data: Settings) -> str | None:
+        """Returns the prompt's text of the recipe; None where it has none. Raises ConfigError for an environment."""
+        arguments = fields_of(config.recipe.target)
+        if "environment" in arguments:
+            raise ConfigError(
+                f"recipe {config.recipe.target} plays episodes of an environment, and this asks single questions: the "
+                "figures of its evaluations are in train()'s result"
+            )
+        named = [name for name in _TEMPLATES if name in arguments]
+        return vars(self._recipe(config))[named[0]] if named else None
+
+    def _asked(self, config: TrainConfig, dataset: Any) -> dict[str, Any]:
+        """Returns the settings of the problems to measure on."""
+        held = self.config.get("evaluation.prompts") or {}
+        if dataset is None:
+            if not held:
+                raise ConfigError("evaluate() has no data: give it a dataset, or the Trainer an eval_dataset")
+            return held
+        shared = {name: value for name, value in self.config.get("data").items() if name not in _OF_THE_SET}
+        return shared | inputs.data_settings(dataset, "eval", Path(config.run.dir) / INPUTS)
+
+    def _put(self, config: TrainConfig, prompts: Sequence[Any]) -> list[Any]:
+        """Returns prompts in one form: conversations where one of them is one, or the training problems are."""
+        first = inputs.first_row(self.config.get("data")) or {}
+        trained = bool(config.data.chat) or inputs.is_chat(self.config.get("data"), first)
+        if not trained and all(isinstance(prompt, str) for prompt in prompts):
+            return list(prompts)
+        system = [] if config.data.system is None else [{"role": "system", "content": config.data.system}]
+        return [[*system, {"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
+
+
+def _recipe(base: Config, recipe: Any) -> Settings:
+    """Returns the section `recipe`: what was given, over what the base config has for the same recipe."""
+    section = use_of("grpo" if recipe is None else recipe)
+    kept = base.get("recipe.args", {}) if base.get("recipe.target") in (None, section["target"]) else {}
+    return {"recipe": {"target": section["target"], "args": {**kept, **section.get("args", {})}}}
+
+
+def _models(model: Any, roles: Sequence[str]) -> Settings:
+    if model is None:
+        return {}
+    paths = dict(model) if isinstance(model, Mapping) else dict.fromkeys(roles, model)
+    if unknown := [role for role in paths if role not in roles]:
+        raise ConfigError(f"model names the role {unknown[0]!r}, and the recipe plays with {', '.join(roles)}")
+    return {"roles": {role: {"model": {"path": str(path)}} for role, path in paths.items()}}
+
+
+def _gate(config: Config, functions: bool) -> Settings:
+    """Returns gate.reward = false where functions were given and nothing says how an answer stands in a response."""
+    said = config.get("gate.reward") is not None or config.get("reward.answer_format") is not None
+    return {"gate": {"reward": False}} if functions and not said else {}
+
+
+def _data(base: Config, dataset: Any, held_out: Any, directory: Path) -> Settings:
+    """Returns the sections of the data that were given. A held-out set is read as the other is."""
+    found: dict[str, Any] = {}
+    data = base.get("data", {})
+    if dataset is not None:
+        found["data"] = data = data | inputs.data_settings(dataset, "data", directory)
+    if held_out is not None:
+        shared = {name: value for name, value in data.items() if name not in _OF_THE_SET}
+        own = inputs.data_settings(held_out, "eval", directory)
+        prompts = shared | {"shuffle": False} | (base.get("evaluation.prompts") or {}) | own
+        found["evaluation"] = {"prompts": prompts}
+    return found
+
+
+def _columns(config: Config, called: Sequence[Any]) -> Settings:
+    """Returns data.fields of every set for the columns that reward functions ask for."""
+    found: Settings = {}
+    for key in ("data", "evaluation.prompts"):
+        source = config.get(key)
+        if called and source:
+            fields = inputs.column_fields(called, source, inputs.first_row(source))
+            found = {**found, **({f"{key}.fields": fields} if fields else {})}
+    return found
+
+
+def _plain_prompts(config: Config, target: str) -> Settings:
+    """Returns the template `plain` where nothing names another and the prompts are whole texts, as in TRL."""
+    source = config.get("data", {})
+    named = "template" in fields_of(target) and config.get("recipe.args.template") is None
+    if not named or not inputs.is_raw_text(source, inputs.first_row(source)):
+        return {}
+    return {"recipe.args.template": "plain"}
+
+
+def _without(config: Config, section: str, key: str) -> Config:
+    """Returns a config without one key of a section."""
+    tree = config.settings
+    if isinstance(tree.get(section), dict):
+        tree[section].pop(key, None)
+    return Config(tree)
+
+
+def _named(config: Config) -> Config:
+    """Returns a config with a run.name: where none is set, one that says which settings it has, so that other settings
+    make another run."""
+    if config.get("run.name") is not None:
+        return config
+    word = str(config.get("recipe.target")).rpartition(":")[2].lower()
+    return config | {"run.name": f"{word}-{hashlib.sha256(str(config).encode()).hexdigest()[:8]}"}
+
+
+def _check(file: Path, config: TrainConfig) -> None:
+    """Raises ConfigError for what `megatron-rl check` refuses, and for files that are to be made yet."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        check.run(build_parser().parse_args(["check", str(file), "--command", "train"]))
+    if absent := [one for one in config_checks.absent_files(config) if not one.on_hub]:
+        raise ConfigError(f"{absent[0].name} = {absent[0].path} is not there: give a file or directory that is")

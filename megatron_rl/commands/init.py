@@ -1,0 +1,57 @@
+"""`megatron-rl init KIND FILE`: writes a commented config to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from megatron_rl.config.base import ConfigError
+
+STARTS = Path(__file__).parent / "starts"
+KINDS = ("grpo", "tango", "agents")
+# What stands in a config where neither a model nor data is named: names at the Hugging Face hub.
+HUB = {"model": "Qwen/Qwen2.5-0.5B-Instruct", "data": "openai/gsm8k"}
+PROBLEMS = {"train": 64, "test": 16}  # of --tiny
+_BLOCK = re.compile(r"^ *# if (\w+)\n(.*?)^ *# end\n", re.DOTALL | re.MULTILINE)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the config, and with `tiny` a model and problems. Returns 0; raises ConfigError for a file that is there.
+
+    The config that stands in the package has blocks `# if WORD ... # end`: `tiny` is for the tiny model, `real` for any
+    other, `hub` for data at the hub, `own` for data that was named.
+    """
+    target = Path(args.file)
+    if target.exists() and not args.force:
+        raise ConfigError(f"{target} is there already: give another name, or --force to write over it")
+    if args.tiny and (args.model or args.data):
+        raise ConfigError("--tiny makes a model and data of its own: leave --model and --data out")
+    model, data, kinds = args.model or HUB["model"], args.data or HUB["data"], {"real", "own" if args.data else "hub"}
+    if args.tiny:
+        model, data, kinds = *_tiny(Path(args.tiny)), {"tiny"}
+    text = config_text(args.kind, model, data, kinds, name=target.stem, file=str(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
+    print(f"{target} is written: look at it, then `megatron-rl check {target}` and `megatron-rl train {target}`")
+    return 0
+
+
+def config_text(kind: str, model: str, data: str, kinds: set[str], *, name: str, file: str) -> str:
+    """Returns the text of a config of one kind, with the blocks that are for `kinds` alone."""
+    text = (STARTS / f"{kind}.yaml").read_text(encoding="utf-8")
+    text = _BLOCK.sub(lambda block: block[2] if block[1] in kinds else "", text)
+    for mark, value in (("MODEL", model), ("DATA", data), ("NAME", name)):
+        text = text.replace(f"__{mark}__", json.dumps(value))
+    return text.replace("__FILE__", file)
+
+
+def _tiny(directory: Path) -> tuple[str, str]:
+    """Makes the tiny model and its problems -> their paths."""
+    from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems  # they need torch
+
+    model = write_tiny_model(directory / "model")
+    for seed, (split, count) in enumerate(PROBLEMS.items()):
+        write_tiny_problems(directory / "data" / f"{split}.jsonl", count, seed=seed)
+    return str(model), str(directory / "data")

@@ -1,0 +1,27 @@
+"""`megatron-rl settings [PREFIX]`: lists settings with their defaults and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+
+from megatron_rl.commands.settings import SCHEMAS
+from megatron_rl.config.base import ConfigError
+from megatron_rl.config.describe import settings_of
+
+WIDEST = 100  # columns of a comment, however wide the terminal is
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the settings of a command that begin with the prefix, or have it in their name. Returns 0; raises
+    ConfigError where there are none."""
+    rows = settings_of(SCHEMAS[args.schema], args.prefix)
+    if not rows:
+        raise ConfigError(f"no setting of {args.schema} has {args.prefix!r} in its name; without a word all are listed")
+    width = min(WIDEST, shutil.get_terminal_size((80, 24)).columns)
+    for setting, comment in rows:
+        print(setting)
+        for line in textwrap.wrap(comment, width - 4):
+            print(f"    {line}")
+    return 0

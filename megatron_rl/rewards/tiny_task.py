@@ -1,0 +1,11 @@
+"""Grades the problems of data.tiny: how much of a response is the letter that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def grade(response: str, payload: Mapping[str, Any]) -> float:
+    """Returns the share of the response's characters that are payload["answer"]; 0.0 for an empty response."""
+    return response.count(str(payload["answer"])) / len(response) if response else 0.0

@@ -1,0 +1,72 @@
+"""Tells the program that started a run what happens in it, and asks after every turn whether to go on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+from megatron_rl.training.loop import Hooks, Progress
+
+
+@dataclass(kw_only=True)
+class Listener:
+    """The program at the other end of a Unix socket, on the driver. Where it is gone, the run saves and leaves."""
+
+    connection: Connection
+    stopped: bool = False  # it asked to stop, and the run is to end as a whole one
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def at(cls, address: str) -> Listener:
+        """Connects to the socket. Raises OSError when nobody listens there."""
+        return cls(connection=Client(address, "AF_UNIX"))  # type: ignore[arg-type]
+
+    def begin(self, *, turns: int, turn: int) -> None:
+        """Tells that the run begins with `turn` of `turns` turns done."""
+        self._ask({"event": "begin", "turns": turns, "turn": turn})
+
+    def log(self, step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+        """Tells a line of metrics."""
+        figures = {name: float(value) for name, value in metrics.items()}
+        self._ask({"event": "metrics", "turn": turn, "step": step, "scope": scope, "metrics": figures})
+
+    def turn_done(self, turn: int) -> bool:
+        """Tells that `turn` turns are done. Returns whether the run is to leave: the program asks to stop, or is
+        gone."""
+        answer = self._ask({"event": "turn", "turn": turn})
+        self.stopped = answer is not None and bool(answer["stop"])
+        return answer is None or self.stopped
+
+    def failed(self, error: BaseException) -> None:
+        """Tells why the run ended."""
+        self._ask({"event": "error", "type": type(error).__name__, "message": str(error)})
+
+    def _ask(self, event: Mapping[str, Any]) -> Any:
+        """Sends an event and returns the answer; None where the program is gone."""
+        with self._lock:
+            try:
+                self.connection.send_bytes(json.dumps(event).encode())
+                return json.loads(self.connection.recv_bytes())
+            except (OSError, EOFError):
+                return None
+
+
+def listening(hooks: Hooks, listener: Listener, progress: Progress, turns: int) -> Hooks:
+    """Returns the hooks with the listener told of what they do, for the driver. A stop that is asked for after the last
+    of `turns` turns changes nothing."""
+
+    def log(step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
+        hooks.log(step, scope, metrics, turn=turn)
+        listener.log(step, scope, metrics, turn=turn)
+
+    def should_stop() -> bool:
+        asked = listener.turn_done(progress.number)
+        if progress.number >= turns:
+            listener.stopped = asked = False
+        return hooks.should_stop() or asked
+
+    return replace(hooks, log=log, should_stop=should_stop)

@@ -1,0 +1,205 @@
+"""The Python config and its YAML file, both ways; the commands that write configs and list settings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import Config, ConfigError
+from megatron_rl.api.names import SHORT, TRL, settings_of
+from megatron_rl.api.recipes import WORDS, use_of
+from megatron_rl.commands import init
+from megatron_rl.commands.parser import build_parser
+from megatron_rl.config.describe import describe
+from megatron_rl.config.describe import settings_of as listed
+from megatron_rl.config.files import dump, load
+from megatron_rl.config.plugins import find
+from megatron_rl.config.schema import LossConfig, Optimizer, TrainConfig
+from megatron_rl.data.tiny import write_tiny_model, write_tiny_problems
+from megatron_rl.main import main
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.training.turns import Recipe
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").rglob("*.yaml"))
+    if {"roles", "recipe"} <= set(re.findall(r"^(\w+):", path.read_text(), re.MULTILINE))
+]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_a_yaml_file_and_the_python_config_are_the_same_both_ways(path, tmp_path):
+    yaml = load(TrainConfig, [path])
+    config = Config.from_yaml(path)
+    assert config.resolve() == yaml
+    written = config.to_yaml(tmp_path / "written.yaml")
+    assert load(TrainConfig, [written]) == yaml and Config.from_yaml(written) == config
+    assert written.read_text() == dump(yaml), "what `check --print` shows"
+    assert Config(yaml.__dict__).resolve() == yaml and Config.of(yaml) == config
+
+
+def test_settings_may_be_nested_dotted_or_of_the_schema(tmp_path):
+    file = tmp_path / "part.yaml"
+    file.write_text("run: {seed: 1, steps: 4}\nroles: {solver: {optimizer: {lr: 1e-4}}}\n")
+    nested = Config(run={"seed": 1, "steps": 4}, roles={"solver": {"optimizer": {"lr": 1e-4}}})
+    dotted = Config({"run.seed": 1, "run.steps": 4, "roles.solver.optimizer.lr": 1e-4})
+    assert nested == dotted == Config.from_yaml(file) and hash(nested) == hash(dotted)
+    assert nested.get("run.seed") == 1 and nested.get("run.name") is None and nested.get("run.name", "x") == "x"
+    of_schema = Config(roles={"solver": {"optimizer": Optimizer(lr=1e-4)}})
+    assert of_schema.get("roles.solver.optimizer.lr") == 1e-4
+    both = nested | {"run.seed": 2}
+    assert (both.get("run.seed"), both.get("run.steps"), nested.get("run.seed")) == (2, 4, 1)
+    nested.settings["run"]["seed"] = 3
+    assert nested.get("run.seed") == 1, "what is handed out is a copy"
+    assert Config.from_yaml(nested.to_yaml(tmp_path / "again.yaml")) == nested, "a part of a config is written as it is"
+    assert Config.of(str(file)) == nested and Config.of({"run.seed": 1}) == Config(run={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"run.sede": 1}, "run.sede: unknown key; did you mean 'seed'?"),
+        ({"run": {"seed": "one"}}, 'run.seed = "one": give a whole number'),
+        ({"roles": {"a": {"optimizer": {"lr": -1.0}}}}, "roles.a.optimizer.lr = -1.0"),
+        ({"roles.a.loss.kl_clamp": 1.0, "roles.a.loss.kl": "k1"}, "loss.kl_clamp = 1.0 with loss.kl = 'k1'"),
+        ({"roles": {"a": {"same_as": "a"}}}, "roles.a.same_as = 'a': name another role"),
+        ({"evaluation": {"prompts": {"chat": "yes"}}}, "evaluation.prompts.chat"),
+        ({"run.": 1}, "config key 'run.': it has the form a.b"),
+        ({"run": {1: 2}}, "run.1: keys are texts"),
+        ({"data": {"filters": {"x": object()}}}, "data.filters.x is a object"),
+        ({"recipe": 3}, "recipe"),
+    ],
+)
+def test_what_the_yaml_may_not_have_is_refused_at_once(settings, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        Config(settings)
+
+
+def test_a_part_that_is_missing_is_named_when_the_whole_is_asked_for():
+    with pytest.raises(ConfigError, match=r"roles: missing(.|\n)*|data: missing") as caught:
+        Config(run={"seed": 1}).resolve()
+    assert all(f"{name}: missing" in str(caught.value) for name in ("roles", "recipe", "data"))
+    for wrong in (3, object()):
+        with pytest.raises(ConfigError, match="give a Config, a mapping, or the path"):
+            Config.of(wrong)
+    with pytest.raises(ConfigError, match="no such config file"):
+        Config.of("no/such.yaml")
+    assert (
+        LossConfig() == Config(roles={"a": {}}, recipe={"target": "a:B"}, data={"path": "x"}).resolve().roles["a"].loss
+    )
+
+
+def test_short_names_are_settings_that_exist():
+    given = {"updates": 7, "lr": 0.5, "ranks": 2, "temperature": 0.25, "run": {"seed": 5}, "roles.b.chat": True}
+    config = settings_of(given, WORDS["tango"], ["a", "b"])
+    assert config.settings == {
+        "recipe": {"args": {"generator_updates": 7}},
+        "launch": {"nproc": 2},
+        "run": {"seed": 5},
+        "roles": {
+            "a": {"optimizer": {"lr": 0.5}, "sampling": {"temperature": 0.25}},
+            "b": {"optimizer": {"lr": 0.5}, "sampling": {"temperature": 0.25}, "chat": True},
+        },
+    }
+    known = {text.partition(" = ")[0] for text, _ in listed(TrainConfig)}
+    for name, key in SHORT.items():
+        assert key.startswith("recipe.args.") or key.replace("*", "NAME") in known, name
+    assert all(name in SHORT or "=" in name or name in ("config", "reward", "dataset") for name in TRL.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("num_generations", "this is TRL's name; here it is group_size (recipe.args.group_size)"),
+        ("train_dataset", "here it is dataset"),
+        ("update", "did you mean 'updates'?"),
+        ("xyzzy", "unknown setting; there are updates"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_one_that_is_meant(name, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settings_of({name: 1}, WORDS["grpo"], ["a"])
+
+
+def test_recipes_are_words_names_or_objects():
+    for word, target in WORDS.items():
+        assert issubclass(find(target), Recipe) and use_of(word) == {"target": target}
+    made = use_of(Grpo(updates=3, group_size=4))
+    assert made["target"] == WORDS["grpo"] and made["args"]["updates"] == 3 and made["args"]["group_size"] == 4
+    for wrong, words in (
+        ("grpoo", "did you mean 'grpo'?"),
+        (Grpo, "give a word"),
+        (3, "give a word"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            use_of(wrong)
+    own = type("Own", (Grpo,), {"__module__": "__main__"})
+    with pytest.raises(ConfigError, match="put the class into a module"):
+        use_of(own(updates=1))
+
+
+@pytest.mark.parametrize("kind", init.KINDS)
+@pytest.mark.parametrize("which", ["hub", "own", "tiny"])
+def test_check_accepts_every_config_that_init_writes(kind, which, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["init", kind, "configs/my.yaml"]
+    if which == "own":
+        words += ["--model", str(write_tiny_model("model")), "--data", str(write_tiny_problems("rows.jsonl", 8))]
+    assert main([*words, *(["--tiny", "tiny"] if which == "tiny" else [])]) == 0
+    assert main(["check", "configs/my.yaml"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "the config is valid for 1 ranks" in said and ("problems; prompts" in said) == (which != "hub")
+    text = Path("configs/my.yaml").read_text()
+    assert (
+        "# if" not in text and "# end" not in text and "__" not in text and "megatron-rl train configs/my.yaml" in text
+    )
+    assert max(map(len, text.splitlines())) <= 120 and len(text.splitlines()) <= 60
+    keys = [line for line in text.splitlines() if not line.startswith("#")]
+    assert sum("#" in line for line in keys) >= 8, "it is commented"
+
+
+def test_init_writes_over_nothing_and_says_what_contradicts(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "grpo", "my.yaml"]) == 0 and main(["init", "grpo", "my.yaml"]) == 2
+    assert "my.yaml is there already" in capsys.readouterr().err
+    assert main(["init", "tango", "my.yaml", "--force"]) == 0 and "Tango" in Path("my.yaml").read_text()
+    assert main(["init", "grpo", "b.yaml", "--tiny", "t", "--model", "m"]) == 2
+    assert "leave --model and --data out" in capsys.readouterr().err and not Path("b.yaml").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "generate", "eval", "init", "settings"])
+def test_help_fits_a_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    if command in ("train", "sft", "generate", "eval"):
+        assert f"megatron-rl settings --command {command}" in "\n".join(lines) and "--events" not in "\n".join(lines)
+
+
+def test_settings_are_listed_by_their_beginning_or_a_word(capsys):
+    def names(*words):
+        assert main(["settings", *words]) == 0
+        return [line.partition(" = ")[0] for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+
+    everything = names()
+    assert len(everything) == len(describe(TrainConfig).splitlines()) - 1 and "run.prompts_per_step" in everything
+    run = names("run")
+    assert set(run) == {name for name in everything if name.split(".")[0] == "run"} and "run.seed" in run
+    assert names("roles.solver.layout") == names("roles.NAME.layout") and "roles.NAME.layout.tp" in names(
+        "roles.x.layout"
+    )
+    assert names("lr") == ["roles.NAME.optimizer.lr"] and names("optimizer.lr") == names("lr")
+    assert names("run.prompts") == ["run.prompts_per_step"]
+    assert "epochs" in names("--command", "sft") and names("--command", "sft", "optimizer.lr") == ["optimizer.lr"]
+    assert main(["settings", "no_such"]) == 2 and "no setting of train has 'no_such'" in capsys.readouterr().err
+    main(["settings", "rollouts.mixed"])
+    said = capsys.readouterr().out
+    assert (
+        said.startswith('rollouts.mixed = "keep"\n    What to do with a rollout')
+        and max(map(len, said.splitlines())) <= 100
+    )

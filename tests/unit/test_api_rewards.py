@@ -1,0 +1,338 @@
+"""Reward functions of every signature: one response or a batch, waiting, several by weight, with figures."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import re
+import time
+
+import numpy as np
+import pytest
+
+from megatron_rl.api.inputs import reward_settings
+from megatron_rl.config.base import ConfigError, Use
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import Reward
+from megatron_rl.rewards.functions import CalledFunction, Grader, read_result
+from megatron_rl.rewards.pool import GradePool, Outcome
+
+
+def grade(items, *functions, bounds=None):
+    """Grades with (function, weight) pairs, in this process."""
+    called = [CalledFunction.of(f, weight=w) for f, w in functions]
+    return list(Grader(called, bounds=bounds).grade(items))
+
+
+def texts(*responses, **payload):
+    return [(response, {"question": "q", **payload}) for response in responses]
+
+
+def test_functions_of_trls_documentation_give_what_it_says():
+    """TRL, docs/source/grpo_trainer.md: examples 1.1, 2 and 3 with their inputs and outputs."""
+
+    def lengths(completions, **kwargs):
+        return [float(len(completion)) for completion in completions]
+
+    def form(completions, **kwargs):
+        contents = [completion[0]["content"] for completion in completions]
+        return [1.0 if re.match(r"^<think>.*?</think><answer>.*?</answer>$", c) else 0.0 for c in contents]
+
+    def known(completions, ground_truth, **kwargs):
+        matches = [re.search(r"\\boxed\{(.*?)\}", completion) for completion in completions]
+        contents = [match.group(1) if match else "" for match in matches]
+        return [1.0 if c == gt else 0.0 for c, gt in zip(contents, ground_truth, strict=True)]
+
+    assert [r.score for r in grade(texts(" blue.", " in the sky."), (lengths, 1.0))] == [6.0, 12.0]
+    said = [
+        "<think>The sum of 1 and 2 is 3, which we multiply by 4 to get 12.</think><answer>(1 + 2) * 4 = 12</answer>",
+        "The sum of 3 and 1 is 4, which we multiply by 2 to get 8. So (3 + 1) * 2 = 8.",
+    ]
+    asked = [{"role": "user", "content": "What is the result of (1 + 2) * 4?"}]
+    chats = [(text, {"question": asked[0]["content"], "messages": asked}) for text in said]
+    assert [r.score for r in grade(chats, (form, 1.0))] == [1.0, 0.0]
+    solutions = [(r" The solution is \boxed{2}.", {"ground_truth": "2"}), (r" It is \boxed{6}.", {"ground_truth": "5"})]
+    assert [r.score for r in grade(solutions, (known, 1.0))] == [1.0, 0.0]
+
+
+def test_a_batch_gets_prompts_completions_and_the_columns_that_it_names():
+    seen = []
+
+    def named(prompts, completions, words, other="none"):
+        seen.append((prompts, completions, words, other))
+        return [0.0] * len(prompts)
+
+    def all_of_them(completions, **columns):
+        seen.append(columns)
+        return [0.0] * len(completions)
+
+    items = [("a", {"question": "one", "words": [1], "answer": "x"}), ("b", {"question": "two", "words": [2]})]
+    grade(items, (named, 1.0), (all_of_them, 1.0))
+    assert seen[0] == (["one", "two"], ["a", "b"], [[1], [2]], "none")
+    assert seen[1] == {
+        "prompts": ["one", "two"],
+        "question": ["one", "two"],
+        "words": [[1], [2]],
+        "answer": ["x", None],
+    }
+    messages = [{"role": "user", "content": "one"}]
+    grade([("a", {"question": "one", "messages": messages, "words": []})], (named, 1.0))
+    assert seen[2][:2] == ([messages], [[{"role": "assistant", "content": "a"}]])
+    [failed] = grade([("a", {"question": "one"})], (named, 1.0))
+    assert failed.score is None and "no column 'words'" in failed.why and "question" in failed.why
+
+
+def test_weighted_sums_leave_out_functions_with_nothing_to_say():
+    """TRL: the sum of weight times reward over the functions that returned one, here by plain loops in float64."""
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(3, 40))
+    absent = rng.random(size=(3, 40)) < 0.3
+    absent[:, 7] = True
+    weights = [0.5, -2.0, 3.25]
+
+    def column(k):
+        def batch(prompts, number):
+            return [None if absent[k, n] else values[k, n] for n in number]
+
+        return batch
+
+    async def single(response, payload):
+        await asyncio.sleep(0)
+        n = payload["number"]
+        return None if absent[2, n] else float(values[2, n])
+
+    items = [("r", {"question": "q", "number": n}) for n in range(40)]
+    found = grade(items, (column(0), weights[0]), (column(1), weights[1]), (single, weights[2]))
+    for n, result in enumerate(found):
+        expected, used = 0.0, 0
+        for k in range(3):
+            if not absent[k, n]:
+                expected, used = expected + weights[k] * values[k, n], used + 1
+        if used:
+            assert math.isclose(result.score, expected, rel_tol=1e-12, abs_tol=1e-12)
+        else:
+            assert result.score is None and "no reward function" in result.why
+    assert any(r.score is None for r in found) and any(r.score is not None for r in found)
+
+
+def test_what_waits_waits_together():
+    most = now = 0
+
+    async def slow(response, payload):
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+        return len(response)
+
+    async def batch(completions, **columns):
+        return [await slow(text, {}) for text in completions]
+
+    results = grade(texts("a", "bb", "ccc"), (slow, 1.0), (batch, 10.0))
+    assert [r.score for r in results] == [11.0, 22.0, 33.0] and most == 4
+
+
+def test_figures_are_told_beside_rewards():
+    def one(response, payload):
+        return 0.25, {"length": len(response)}
+
+    def batch(completions, **columns):
+        return [{"reward": 1.0, "first": text == "a"} for text in completions]
+
+    [alone] = grade(texts("abc"), (one, 2.0))
+    assert (alone.score, alone.figures) == (0.5, {"length": 3.0})
+    both = grade(texts("a", "b"), (one, 2.0), (batch, 1.0))
+    assert both[1].figures == {"one": 0.25, "one/length": 1.0, "batch": 1.0, "batch/first": 0.0}
+    assert both[1].score == 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("yes", "returned 'yes': a reward returns a finite number"),
+        (math.nan, "returned nan"),
+        (10**400, "a finite number"),
+        ([1.0], "returned [1.0]"),
+        (np.zeros(2), "a finite number"),
+        ({"score": 1.0}, "a mapping with score: it needs 'reward'"),
+        ((1.0, {"length": "long"}), "the figure 'length' = 'long'"),
+        ((1.0, {"outcome": 1.0}), "none of them called outcome or trained"),
+    ],
+)
+def test_what_is_no_reward_is_refused(value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_result(value)
+    [result] = grade(texts("a"), (lambda response, payload: value, 1.0))
+    assert result.score is None and words in result.why
+
+
+def test_numbers_of_all_kinds_are_rewards():
+    import torch
+
+    for value in (1, True, np.float32(1), np.int64(1), np.array([1.0]), torch.tensor(1.0)):
+        assert read_result(value) == (1.0, {})
+    assert read_result(0.5, bounds=(0.0, 1.0)) == (0.5, {}) and read_result(None) == (None, {})
+    for value in (None, 1.5, -0.1):
+        with pytest.raises(ValueError, match=r"a number in \[0, 1\]"):
+            read_result(value, bounds=(0.0, 1.0))
+
+
+def batch_of_one(completions):
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (batch_of_one, "batch_of_one returned 1 values for 2 completions"),
+        (lambda completions, **columns: 3, "returned a int for 2 completions"),
+        (lambda completions, **columns: "no", "returned a str for 2 completions"),
+        (lambda response, payload: payload["gold"], "KeyError: 'gold'"),
+    ],
+)
+def test_a_function_that_fails_says_how(function, words):
+    found = grade(texts("a", "b"), (function, 1.0))
+    assert all(r.score is None and words in r.why for r in found) and len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda text: 1.0, "cannot be called with (response, payload)"),
+        (lambda completions, completion_ids: 1.0, "has the parameter 'completion_ids'"),
+        (lambda completions, trainer_state: 1.0, "has the parameter 'trainer_state'"),
+    ],
+)
+def test_a_signature_that_cannot_be_called_is_refused_when_it_is_given(function, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        reward_settings(function, tmp_path)
+
+
+def test_a_reward_of_a_notebook_goes_to_the_workers_by_value(tmp_path):
+    """A local function with a global, a closure and a default that no module holds, by the pool's own processes."""
+    factor = 3.0
+
+    def scored(completions, word, extra=2.0):
+        return [(factor * text.count(own) + extra, {"seen": len(completions)}) for text, own in zip(completions, word)]  # noqa: B905
+
+    section, [called] = reward_settings([(scored, 0.5)], tmp_path)
+    assert called.columns == ("word",) and list(tmp_path.glob("reward-scored-*.pkl"))
+    reward = Reward(**section, workers=2)
+    build(Use(target=reward.target, args=reward.args))
+    with GradePool(reward) as pool:
+        graded = pool.grade(["a" * n for n in range(40)], [{"question": "q", "word": "a"}] * 40)
+    assert [g.score for g in graded] == [0.5 * (3.0 * n + 2.0) for n in range(40)]
+    assert all(g.outcome is Outcome.SCORE and 1 <= g.figures["seen"] <= 16 for g in graded)
+    assert max(g.figures["seen"] for g in graded) > 1
+    again, _ = reward_settings([(scored, 0.5)], tmp_path)
+    assert again == section and len(list(tmp_path.iterdir())) == 1, "the same function has the same file"
+
+
+def test_what_hangs_a_batch_or_ends_its_process_costs_only_itself(tmp_path):
+    def sometimes(completions, **columns):
+        if "hang" in completions:
+            time.sleep(60)
+        if "end" in completions:
+            raise SystemExit(3)
+        if "raise" in completions:
+            raise KeyError("of the whole batch")
+        return [1.0] * len(completions)
+
+    section, _ = reward_settings(sometimes, tmp_path)
+    responses = ["a", "hang", "b", "c", "end", "d", "e"]
+    with GradePool(Reward(**section, workers=1, timeout_s=0.6)) as pool:
+        graded = pool.grade(responses, [{}] * len(responses))
+        raised = pool.grade(["a", "raise"], [{}] * 2)
+    kinds = {"hang": Outcome.TIMEOUT, "end": Outcome.ERROR}
+    assert [g.outcome for g in graded] == [kinds.get(r, Outcome.SCORE) for r in responses]
+    assert all("KeyError: 'of the whole batch'" in g.detail for g in raised)
+
+
+def test_functions_that_ranks_can_import_are_named_and_names_stay_apart(tmp_path):
+    from megatron_rl.rewards.exact_match import grade as first
+    from megatron_rl.rewards.tiny_task import grade as second
+
+    section, called = reward_settings([first, (second, 2), "megatron_rl.rewards.last_letter:grade"], tmp_path)
+    targets = [one["target"] for one in section["args"]["functions"]]
+    assert targets == [f"megatron_rl.rewards.{m}:grade" for m in ("exact_match", "tiny_task", "last_letter")]
+    assert [one.name for one in called] == ["grade", "grade_2", "grade_3"] and not list(tmp_path.iterdir())
+    assert reward_settings("a.b:c", tmp_path)[0] == {"target": "a.b:c", "args": {}}
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ([], "reward is an empty list"),
+        ((lambda response, payload: 1.0, 0.5), "put the pair of function and weight into a list"),
+        ([(lambda response, payload: 1.0, "much")], "a pair is (function, weight)"),
+        ([(lambda response, payload: 1.0, math.inf)], "the weight inf"),
+        (3, "is a int: give a function"),
+        (["no_module_of_this_name:f"], "cannot import no_module_of_this_name"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(reward, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        reward_settings(reward, tmp_path)
+
+
+def test_a_function_that_holds_what_no_file_can_is_refused_with_the_cure(tmp_path):
+    import threading
+
+    lock = threading.Lock()
+
+    def locked(response, payload):
+        with lock:
+            return 1.0
+
+    with pytest.raises(ConfigError, match="reward locked cannot be handed .*when it is called"):
+        reward_settings(locked, tmp_path)
+
+
+class Longer:
+    """A reward that is an object."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def __call__(self, response, payload):
+        return min(len(response), self.most) / self.most
+
+
+def test_objects_and_partials_are_rewards(tmp_path):
+    def scaled(response, payload, by):
+        return by * len(response)
+
+    section, called = reward_settings([Longer(4), functools.partial(scaled, by=2.0)], tmp_path)
+    assert [one.name for one in called] == ["Longer", "scaled"]
+    with GradePool(Reward(**section, workers=1)) as pool:
+        [graded] = pool.grade(["ab"], [{}])
+    assert graded.score == 4.5 and graded.figures == {"Longer": 0.5, "scaled": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ([], "functions is empty"),
+        ([{"weight": 1.0}], "needs either a target or a pickled file"),
+        ([{"target": "megatron_rl.rewards.tiny_task:grad"}], "cannot be loaded: KeyError"),
+        ([{"pickled": "no/such/file.pkl"}], "FileNotFoundError"),
+        ([{"target": "megatron_rl.rewards.tiny_task:grade"}] * 2, "the name 'grade' is taken twice"),
+        ([{"target": "megatron_rl.rewards.tiny_task:grade", "wieght": 2.0}], "wieght"),
+    ],
+)
+def test_functions_in_a_config_are_checked_when_it_is(functions, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        build(Use(target="megatron_rl.rewards.functions:RewardFunctions", args={"functions": functions}))
+
+
+def test_functions_in_a_config_are_added_up_by_their_weights():
+    functions = [
+        {"target": "megatron_rl.rewards.tiny_task:grade", "weight": 2.0},
+        {"target": "bad_rewards:scaled", "name": "own", "args": {"scale": 5.0}},
+    ]
+    reward = Reward(target="megatron_rl.rewards.functions:RewardFunctions", args={"functions": functions}, workers=1)
+    with GradePool(reward) as pool:
+        graded = pool.grade(["ab", "a"], [{"answer": "a"}] * 2)
+    assert [g.score for g in graded] == [1.0, 7.0] and graded[1].figures == {"grade": 1.0, "own": 5.0}
