@@ -26,6 +26,7 @@ from megatron_rl.config.schema import (
     TrainConfig,
 )
 from megatron_rl.models import registry
+from megatron_rl.models.adapters import adapter_problems, num_elements
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.models.sizes import Features, Sizes
@@ -114,6 +115,10 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
         )
     if role.endpoint is not None and role.tandem is not None:
         problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
+    if role.lora is not None and role.policy == "none":
+        problems.append(
+            f"{name}.lora with {name}.policy = 'none': nothing is trained; leave lora out, or set policy to own"
+        )
     return problems
 
 
@@ -319,10 +324,23 @@ def explain(config: Any, ranks: int) -> list[str]:
             f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {ranks // layout.model_ranks} on {ranks} ranks"
             f"{_experts(layout)}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
         )
+        if role.lora is not None:
+            lines.append(f"{name}: {_adapters(role)}")
         if role.tandem is not None:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
             lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")
     return lines
+
+
+def _adapters(role: RoleConfig) -> str:
+    """Describes what a role with adapters trains."""
+    assert role.lora is not None
+    text = f"trains adapters of rank {role.lora.rank} on {', '.join(role.lora.targets)}"
+    file = Path(role.model.path) / "config.json"
+    if not file.is_file():
+        return text
+    found = num_elements(registry.read(json.loads(file.read_text(encoding="utf-8")), str(file)), role.lora)
+    return f"{text}: {found / 1e6:.2f} million numbers; {role.model.path} stays as it is"
 
 
 def _no_policy(role: RoleConfig) -> str:
@@ -394,6 +412,7 @@ def _trained_problems(name: str, role: RoleConfig, ranks: int, to_come: bool) ->
         (sizes, features), path = found, role.model.path
         lines = trainer_problems(sizes, Axes.of(role.layout), path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
+        lines += adapter_problems(sizes, role, path)
         problems += [f"{name}: {line}" for line in lines]
     return problems
 

@@ -40,6 +40,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
+# Fields of core's config that belong to a role's optimizer, where roles share a model.
+_OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
 class MegatronPolicy:

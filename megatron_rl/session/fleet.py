@@ -131,7 +131,8 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
         layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
         topology, group = _topology(policy, layout, model.dtype), policy.groups.control
         side = TrainerSide(
-            topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group)
+            topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group),
+            added=policy.added,
         )  # fmt: skip
         session.stack.callback(side.close)
         fleet.refits[name] = functools.partial(_refit_here, side, name, session.driver)
@@ -164,7 +165,9 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
             continue
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
-        side = TrainerSide(topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host)
+        side = TrainerSide(
+            topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host, added=policy.added
+        )
         session.stack.callback(side.close)
         fleet.refits[name] = PoolRefit(session.world, name, side, pool, driver, config.refit.timeout_s)
 

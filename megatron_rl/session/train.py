@@ -134,6 +134,7 @@ def _finish(
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+        models.policies[name].write_adapter(driver.directory.path / "adapters" / name)
     driver.summary({"finished": True})
     driver.say(f"done: {driver.directory.path} (megatron-rl report {driver.directory.path})")
 
