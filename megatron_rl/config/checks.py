@@ -26,7 +26,7 @@ from megatron_rl.config.schema import (
     TrainConfig,
 )
 from megatron_rl.models import registry
-from megatron_rl.models.adapters import adapter_problems, num_elements
+from megatron_rl.models.adapters import adapter_problems, num_elements, owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.models.sizes import Features, Sizes
@@ -325,7 +325,9 @@ def explain(config: Any, ranks: int) -> list[str]:
             f"{_experts(layout)}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
         )
         if role.lora is not None:
-            lines.append(f"{name}: {_adapters(role)}")
+            owner = owners(config.roles).get(name, name)
+            shared = "" if owner == name else f"; it is the copy that {owner} has"
+            lines.append(f"{name}: {_adapters(role)}{shared}")
         if role.tandem is not None:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
             lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")

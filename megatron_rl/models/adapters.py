@@ -6,6 +6,7 @@ Nothing here imports torch: config checks, planning and the trainer ask it alike
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -80,6 +81,21 @@ def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
 def num_elements(sizes: Sizes, lora: Lora) -> int:
     """Returns the number of trained numbers of a whole model with these adapters."""
     return int(sum(p.elements(lora.rank) for layer in range(sizes.num_layers) for p in adapted(sizes, layer, lora)))
+
+
+def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
+    """Returns {role with adapters: the role whose model in the trainer it computes with}, itself or one before it.
+
+    Roles of the same model files, dtype, recomputation and layout share one: adapters leave it as it is.
+    """
+    found: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, role in roles.items():
+        if role.lora is not None and role.has_policy:
+            model = role.model
+            key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout
+            found[name] = first.setdefault(key, name)
+    return found
 
 
 def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:

@@ -218,7 +218,44 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-RUNS = {"parity": parity, "checkpoints": checkpoints, "refits": refits, "fresh": fresh}
+def roles(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
+    """Two roles that take turns on one model give what each gives alone."""
+    first, second = begun(told), Lora(rank=2, targets=("q_proj", "down_proj"))
+    alone = []
+    for lora, seed in ((first, 0), (second, 1)):
+        policy = make_policy(path, case, lora, seed=seed)
+        for _ in range(3):
+            metrics = learn(policy)
+        alone.append((policy.adapter(), dict(policy.weights()), metrics))
+    a = make_policy(path, case, first)
+    b = make_policy(path, case, second, seed=1, base=a)
+    for _ in range(3):
+        found = [learn(a), learn(b)]
+    out = {
+        "adapters": [distance(p.adapter(), told[0]) for p, told in zip((a, b), alone, strict=True)],
+        "merged": [distance(dict(p.weights()), told[1]) for p, told in zip((a, b), alone, strict=True)],
+        "metrics": [found[i]["grad_norm"] == alone[i][2]["grad_norm"] for i in range(2)],
+        "apart": distance(dict(a.weights()), dict(b.weights())),
+        "shared": [p.data_ptr() for p in a.shards().values()] == [p.data_ptr() for p in b.shards().values()],
+    }
+    target = Path(case["directory"]) / case["name"]
+    for name, policy in (("a", a), ("b", b)):
+        if dist.get_rank() == 0:
+            (target / name).mkdir(parents=True)
+        dist.barrier()
+        policy.save(target / name)
+    stands = [a.adapter(), b.adapter()]
+    a.sleep(), learn(b), a.wake(), learn(a)
+    after = [a.adapter(), b.adapter()]
+    for name, policy in (("a", a), ("b", b)):
+        policy.load(target / name)
+    out["loaded"] = [distance(p.adapter(), was) for p, was in zip((a, b), stands, strict=True)]
+    learn(a), learn(b)
+    out["again"] = [distance(p.adapter(), was) for p, was in zip((a, b), after, strict=True)]
+    return out
+
+
+RUNS = {"roles": roles, "parity": parity, "checkpoints": checkpoints, "refits": refits, "fresh": fresh}
 
 if __name__ == "__main__":
     main()

@@ -43,6 +43,9 @@ CASES: dict[int, list[dict]] = {
     ],
 }
 RUNS = [
+    {"name": "roles tp", "run": "roles", "model": "qwen2", "layout": SP},
+    {"name": "roles pp", "run": "roles", "model": "tied", "layout": {"pp": 2}, "dtype": "bfloat16"},
+    {"name": "roles dp", "run": "roles", "model": "qwen2", "overlap": True},
     {"name": "dp to tp", "run": "checkpoints", "model": "qwen2", "other": TP, "others": "qwen2 trained"},
     {"name": "tp to pp", "run": "checkpoints", "model": "qwen2", "layout": SP, "other": {"pp": 2}},
     {"name": "same", "run": "checkpoints", "model": "qwen2", "other": {}},
@@ -138,3 +141,12 @@ def test_lora_begins_as_the_model_itself_with_the_same_numbers_in_every_layout(a
             assert found["deviation"] == pytest.approx(deviation, rel=0.05) and found["moved"] > 0.0
     first, second = answers["fresh dp"][0], answers["fresh tp"][0]
     assert first["sums"] == second["sums"] and len(first["sums"]) == 4 * 7
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", [case["name"] for case in RUNS if case["run"] == "roles"])
+def test_lora_roles_on_one_base_do_not_disturb_each_other(answers, name):
+    for found in answers[name]:
+        assert found["shared"] and found["apart"] > 1e-3
+        assert found["adapters"] == found["merged"] == found["loaded"] == found["again"] == [0.0, 0.0]
+        assert found["metrics"] == [True, True]
