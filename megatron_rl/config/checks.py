@@ -24,6 +24,7 @@ from megatron_rl.config.schema import (
     Sglang,
     Sinks,
     TrainConfig,
+    Vllm,
 )
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, owners
@@ -89,6 +90,8 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     problems += _engine_problems(config, to_come)
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
+    if isinstance(config.engine, Vllm) and config.engine.adapters == "served":
+        problems += _adapter_server_problems(config, config.engine)
     problems += [
         f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers and the "
         "embedded engine tell the experts that they choose; set engine.kind to one of them, or router_replay to false"
@@ -170,6 +173,25 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
                     "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
                     "sampling.top_k, or leave truncation off"
                 )
+    return problems
+
+
+def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
+    """Returns what is wrong with servers that compute with adapters beside a model."""
+    adapted, problems = [name for name, role in config.roles.items() if role.lora is not None], []
+    if not adapted:
+        problems.append("engine.adapters = 'served', and no role has lora: set it to merged")
+    if settings.urls:
+        problems.append(
+            "engine.adapters = 'served' with engine.urls: those servers share no directory with the run, where "
+            "adapters are written; set it to merged, or leave urls out"
+        )
+    problems += [
+        f"roles.{name}.tandem with engine.adapters = 'served': vLLM holds no adapters beside two models; set it to "
+        "merged"
+        for name in adapted
+        if config.roles[name].tandem is not None
+    ]
     return problems
 
 
