@@ -1,7 +1,8 @@
-"""Computes with peft what a policy with adapters must compute: `lora_reference.py OUT/FILE MODEL TARGETS`.
+"""Computes with peft what a policy with adapters must compute: `lora_reference.py FILE FOLDER MODELS`.
 
-Writes OUT/start (the adapter that training starts from, as peft writes it), OUT/reference.safetensors (log-probs,
-logits, gradients, weights after a step) and OUT/merged.safetensors (the start merged into the model).
+MODELS are [name of a model in FOLDER, name of the reference, targets]. Written in FOLDER/MODEL.REFERENCE are: start, the
+adapter that training starts from, as peft writes it; reference.safetensors, with log-probs, logits, gradients, and the
+weights after a step; merged.safetensors, the start merged into the model.
 """
 
 from __future__ import annotations
@@ -38,11 +39,10 @@ def start(path: str, targets: list[str]):
     return model.train()
 
 
-def main() -> None:
-    out, path, targets = Path(sys.argv[1]).parent, sys.argv[2], json.loads(sys.argv[3])
-    torch.set_num_threads(1)
+def compute(out: Path, path: str, targets: list[str]) -> None:
+    """Writes what peft computes of one model."""
     model, loss_function = start(path, targets), WeightedLogprobs()
-    model.save_pretrained(out / "start")
+    model.save_pretrained(out / "start")  # makes the directory
     rollouts = make_rollouts(model.config.vocab_size)
     batch, found = pack(rollouts), tally(rollouts)
     weights, denominator = loss_function.aggregate(found.weighted, found.groups)
@@ -67,6 +67,13 @@ def main() -> None:
     save_file({name: tensor.contiguous() for name, tensor in told.items()}, out / "reference.safetensors")
     merged = start(path, targets).merge_and_unload().state_dict()
     save_file({name: tensor.clone() for name, tensor in merged.items()}, out / "merged.safetensors")
+
+
+def main() -> None:
+    folder = Path(sys.argv[2])
+    torch.set_num_threads(1)
+    for model, name, targets in json.loads(sys.argv[3]):
+        compute(folder / f"{model}.{name}", str(folder / model), targets)
     Path(sys.argv[1]).write_text("null")
 
 

@@ -46,7 +46,7 @@ RUNS = [
     {"name": "roles tp", "run": "roles", "model": "qwen2", "layout": SP},
     {"name": "roles pp", "run": "roles", "model": "tied", "layout": {"pp": 2}, "dtype": "bfloat16"},
     {"name": "roles dp", "run": "roles", "model": "qwen2", "overlap": True},
-    {"name": "dp to tp", "run": "checkpoints", "model": "qwen2", "other": TP, "others": "qwen2 trained"},
+    {"name": "dp to tp", "run": "checkpoints", "model": "qwen2", "other": TP},
     {"name": "tp to pp", "run": "checkpoints", "model": "qwen2", "layout": SP, "other": {"pp": 2}},
     {"name": "same", "run": "checkpoints", "model": "qwen2", "other": {}},
     {"name": "refit tp", "run": "refits", "model": "qwen2", "layout": TP, "settings": {"verify": "full"}},
@@ -66,34 +66,34 @@ def folder(tmp_path_factory):
         make_model(place / name, name, vocab_size=97)
     make_model(place / "tied", "qwen2", vocab_size=97, tie_word_embeddings=True)
     make_model(place / "qwen2 trained", "qwen2", vocab_size=97, seed=1)
-    for model, told in TOLD.items():
-        for which in told:
-            out = place / f"{model}.{which}"
-            out.mkdir()
-            targets = json.dumps(ALL if which == "all" else SOME)
-            run_ranks(HELPERS / "lora_reference.py", 1, out, str(place / model), targets)
+    told = [(model, which, ALL if which == "all" else SOME) for model, each in TOLD.items() for which in each]
+    run_ranks(HELPERS / "lora_reference.py", 1, place / "reference", str(place), json.dumps(told))
     return place
+
+
+def run(folder, world, cases, out):
+    """Returns {name of a case: [answer of each rank]}."""
+    told = run_ranks(HELPERS / "lora_worker.py", world, out, str(folder), json.dumps(cases))
+    return {case["name"]: [answer[case["name"]] for answer in told] for case in cases}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def parity(request, folder, tmp_path_factory):
+    """The answers of the cases on so many ranks."""
+    return run(folder, request.param, CASES[request.param], tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(scope="module")
 def answers(folder, tmp_path_factory):
-    """{name of a case: [answer of each rank]}"""
-    found: dict[str, list[dict]] = {}
-    for world, cases in CASES.items():
-        cases = cases + (
-            [{"others": "llama", "directory": str(folder / "checkpoints"), **run} for run in RUNS] if world == 2 else []
-        )
-        out = tmp_path_factory.mktemp("answers")
-        told = run_ranks(HELPERS / "lora_worker.py", world, out, str(folder), json.dumps(cases))
-        found |= {case["name"]: [answer[case["name"]] for answer in told] for case in cases}
-    return found
+    """The answers of RUNS, on two ranks."""
+    cases = [{"others": "qwen2 trained", "directory": str(folder / "checkpoints"), **each} for each in RUNS]
+    return run(folder, 2, cases, tmp_path_factory.mktemp("answers"))
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", [case["name"] for cases in CASES.values() for case in cases])
-def test_lora_is_pefts(answers, name):
+def test_lora_is_pefts(parity):
     """Bounds are those of whole models (docs/layouts.md), of which adapters are a part of the arithmetic."""
-    for found in answers[name]:
+    for found in (found | {"name": name} for name, each in parity.items() for found in each):
         assert found["logits"] < 4e-6 and found["logprobs"] < 4e-6 and found["reference"] < 4e-6
         assert found["loss_forward"] < 2e-6 and found["loss"] < 2e-6 and found["grad_norm"] < 4e-6
         assert found["gradients"] < 4e-6 * max(1.0, found["largest_gradient"])

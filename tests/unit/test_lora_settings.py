@@ -20,7 +20,7 @@ QWEN = registry.known_sizes("qwen2.5-7b")
 
 
 def role(**settings):
-    return RoleConfig(model=Model(path="a/model"), **{"lora": Lora(), **settings})
+    return RoleConfig(**{"model": Model(path="a/model"), "lora": Lora(), **settings})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_lora_adapters_that_are_not_the_settings_are_refused(tmp_path):
     adapters.write(there, tensors, lora, str(tmp_path / "m"))
     own = replace(lora, path=str(there))
     assert adapter_problems(sizes, role(lora=own), "m") == []
-    assert adapters.read(there, sizes, own).keys() == tensors.keys() and adapters.read_settings(there) == lora
+    assert adapters.read(there, sizes, own).keys() == tensors.keys() and adapters.read_settings(there).rank == 2
     for change, says in (
         ({"rank": 3}, "lora.rank = 3, and the adapter in lora.path"),
         ({"alpha": 5.0}, "lora.alpha = 5.0"),
