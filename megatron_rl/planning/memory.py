@@ -6,7 +6,7 @@ They are weights, gradients, optimizer state, activations and the output layer's
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.schema import Lora, Model
 from megatron_rl.models.adapters import adapted
@@ -146,6 +146,8 @@ def activations(
 ) -> float:
     """Returns the peak of the bytes that forward passes under way keep for their backward passes."""
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
+    if lora is not None:  # a frozen norm does not keep what it has normalised
+        numbers = replace(numbers, norm=min(numbers.norm, 4))
     for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
         whole = layer_bytes(shape, parallel, load.tokens, numbers, sparse=like)
         # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
