@@ -109,7 +109,8 @@ def _run(command: str, args: argparse.Namespace) -> int:
         return 0
     source = find(args.source, role=args.role, model=args.model, trust=args.trust)
     said = convert.to_hf(source, args.target, dtype=dtype, shard_bytes=size, verify=args.verify)
-    print(f"{source.path} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
+    merged = f" with {source.adapter}" if source.adapter is not None else ""
+    print(f"{source.path}{merged} -> {args.target}{f' (verified bit for bit; {said})' if args.verify else ''}")
     return 0
 
 

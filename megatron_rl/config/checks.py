@@ -24,8 +24,10 @@ from megatron_rl.config.schema import (
     Sglang,
     Sinks,
     TrainConfig,
+    Vllm,
 )
 from megatron_rl.models import registry
+from megatron_rl.models.adapters import adapter_problems, num_elements, owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.models.sizes import Features, Sizes
@@ -86,6 +88,8 @@ def _train_problems(config: TrainConfig, ranks: int, to_come: bool) -> list[str]
     problems += _engine_problems(config, to_come)
     if isinstance(config.engine, Servers):
         problems += _server_problems(config, config.engine)
+    if isinstance(config.engine, Vllm) and config.engine.adapters == "served":
+        problems += _adapter_server_problems(config, config.engine)
     problems += [
         f"roles.{name}.router_replay = true with engine.kind = {config.engine.kind!r}: only vLLM servers and the "
         "embedded engine tell the experts that they choose; set engine.kind to one of them, or router_replay to false"
@@ -112,6 +116,10 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
         )
     if role.endpoint is not None and role.tandem is not None:
         problems.append(f"{name}.endpoint with {name}.tandem: an endpoint serves one model; leave one of them out")
+    if role.lora is not None and role.policy == "none":
+        problems.append(
+            f"{name}.lora with {name}.policy = 'none': nothing is trained; leave lora out, or set policy to own"
+        )
     return problems
 
 
@@ -163,6 +171,25 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
                     "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
                     "sampling.top_k, or leave truncation off"
                 )
+    return problems
+
+
+def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
+    """Returns what is wrong with servers that compute with adapters beside a model."""
+    adapted, problems = [name for name, role in config.roles.items() if role.lora is not None], []
+    if not adapted:
+        problems.append("engine.adapters = 'served', and no role has lora: set it to merged")
+    if settings.urls:
+        problems.append(
+            "engine.adapters = 'served' with engine.urls: those servers share no directory with the run, where "
+            "adapters are written; set it to merged, or leave urls out"
+        )
+    problems += [
+        f"roles.{name}.tandem with engine.adapters = 'served': vLLM holds no adapters beside two models; set it to "
+        "merged"
+        for name in adapted
+        if config.roles[name].tandem is not None
+    ]
     return problems
 
 
@@ -264,10 +291,25 @@ def explain(config: Any, ranks: int) -> list[str]:
             f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {ranks // layout.model_ranks} on {ranks} ranks"
             f"{_experts(layout)}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
         )
+        if role.lora is not None:
+            owner = owners(config.roles).get(name, name)
+            shared = "" if owner == name else f"; it is the copy that {owner} has"
+            lines.append(f"{name}: {_adapters(role)}{shared}")
         if role.tandem is not None:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
             lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")
     return lines
+
+
+def _adapters(role: RoleConfig) -> str:
+    """Describes what a role with adapters trains."""
+    assert role.lora is not None
+    text = f"trains adapters of rank {role.lora.rank} on {', '.join(role.lora.targets)}"
+    file = Path(role.model.path) / "config.json"
+    if not file.is_file():
+        return text
+    found = num_elements(registry.read(json.loads(file.read_text(encoding="utf-8")), str(file)), role.lora)
+    return f"{text}: {found / 1e6:.2f} million numbers; {role.model.path} stays as it is"
 
 
 def _no_policy(role: RoleConfig) -> str:
@@ -339,6 +381,7 @@ def _trained_problems(name: str, role: RoleConfig, ranks: int, to_come: bool) ->
         (sizes, features), path = found, role.model.path
         lines = trainer_problems(sizes, Axes.of(role.layout), path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
+        lines += adapter_problems(sizes, role, path)
         problems += [f"{name}: {line}" for line in lines]
     return problems
 

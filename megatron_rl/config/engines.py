@@ -76,6 +76,9 @@ class Vllm(Servers):
     """vLLM servers."""
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
+    # How roles with adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
+    # served: servers keep the model as it is and compute with the adapter beside it; refits bring the adapter alone.
+    adapters: Literal["merged", "served"] = "merged"
 
 
 @config

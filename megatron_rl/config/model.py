@@ -13,6 +13,8 @@ from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.engines import EndpointConfig
 
 Strategy = Literal["bernoulli", "alternating", "chunk", "sentence", "word"]  # algorithms/authors.py explains each
+# Names of the matrices that an adapter may change, as Hugging Face and peft have them.
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 @config
@@ -240,6 +242,37 @@ class TandemConfig:
 
 
 @config
+class Lora:
+    """Low-rank adapters (LoRA, arXiv 2106.09685) that are trained in place of the model's own weights.
+
+    A matrix W computes as W + (alpha / rank) B A. W stays as it is (docs/lora.md).
+    """
+
+    rank: PositiveInt = 16  # r: rows of A and columns of B
+    alpha: PositiveFloat = 32.0  # the product B A is multiplied by alpha / rank
+    # The matrices that get an adapter, by their Hugging Face names.
+    targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    # The way in which A is drawn from the seed; B is zero, so that training starts from the model itself. kaiming:
+    # uniform within 1 / sqrt(columns of W), peft's default. gaussian: normal, of the standard deviation 1 / rank.
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    # Directory of an adapter, as peft writes it, that training starts from; its rank, alpha and targets must be these.
+    # null: A is drawn.
+    path: str | None = None
+    # Share of an adapter's inputs that are dropped. Only 0 is supported: log-probs of an update must be those of the
+    # engine.
+    dropout: NonNegativeFloat = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.targets or len({*self.targets}) < len(self.targets):
+            raise ConfigError(f"lora.targets = {list(self.targets)}: name at least one matrix, and each of them once")
+        if self.dropout:
+            raise ConfigError(
+                f"lora.dropout = {self.dropout}: adapters are trained without dropout; set it to 0, so that an update "
+                "sees the log-probs that the engine sampled from"
+            )
+
+
+@config
 class RoleConfig:
     """One role: its model and how that is sampled and trained. Every batch size counts samples (rollouts)."""
 
@@ -253,6 +286,9 @@ class RoleConfig:
     # An OpenAI-compatible server that answers for this role; needs policy = none.
     endpoint: EndpointConfig | None = None
     layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
+    # Train adapters (LoRA) in place of the model; null: train the model itself. Roles of the same model and layout that
+    # both have adapters share one copy of the model in the trainer.
+    lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)  # Adam and its learning rate
     loss: LossConfig = field(default_factory=LossConfig)  # the policy loss
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # sampling of its rollouts

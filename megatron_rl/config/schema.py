@@ -20,6 +20,7 @@ from megatron_rl.config.model import (
     CORRECTION_AHEAD,
     CorrectionConfig,
     Layout,
+    Lora,
     LossConfig,
     Model,
     Optimizer,
@@ -47,6 +48,7 @@ __all__ = [
     "JudgingConfig",
     "Launch",
     "Layout",
+    "Lora",
     "LossConfig",
     "Model",
     "Optimizer",
@@ -115,6 +117,7 @@ class TrainConfig:
                 )
             roles[name] = replace(
                 role, model=owner.model, policy=owner.policy, endpoint=owner.endpoint, layout=owner.layout,
+                lora=owner.lora,
                 optimizer=owner.optimizer, loss=owner.loss, packed=owner.packed, sleep=owner.sleep,
                 router_replay=owner.router_replay,
                 micro_batch_tokens=owner.micro_batch_tokens,

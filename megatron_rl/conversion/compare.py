@@ -48,7 +48,9 @@ def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Ten
         for (name, a), (_, b) in zip(first.tensors(), second.tensors(), strict=True):
             yield name, a, b
         return
-    swap = second.checkpoint is not None
+    if first.adapter is not None and second.adapter is not None:
+        raise ConfigError(f"{first.adapter} and {second.adapter} are both adapters: merge one of them by to-hf first")
+    swap = second.checkpoint is not None or second.adapter is not None
     leading, other = (second, first) if swap else (first, second)
     files, names = hf.DirectoryTensors(other.path), set()
     for name, a in leading.tensors():

@@ -80,6 +80,8 @@ def to_megatron(
     """
     if source.checkpoint is not None:
         raise ConfigError(f"{source.path} is a checkpoint already: give a Hugging Face directory")
+    if source.adapter is not None:
+        raise ConfigError(f"{source.adapter} is an adapter: merge it by to-hf first, and give what that writes")
     sizes = source.sizes
     hf.check(source.path, sizes, cast=dtype is not None)
     tensors, names = hf.DirectoryTensors(source.path), whole_names(sizes)

@@ -76,6 +76,10 @@ def _bytes(source: WeightSource) -> int:
 
 def _recut(source: WeightSource, dense: TrainerLayout, experts: TrainerLayout | None, folder: Path) -> None:
     checkpoint, sizes = source.checkpoint, source.sizes
+    if source.adapter is not None:
+        raise ConfigError(
+            f"{source.adapter.parent} holds adapters alone, which any layout reads as quickly: leave it as it is"
+        )
     layout = experts if experts is not None and sizes.experts else dense
     if checkpoint is None:
         raise ConfigError(

@@ -1,4 +1,6 @@
-"""Finds weights on disk by a path: a Hugging Face directory, or one role of a checkpoint with its model directory."""
+"""Finds weights on disk by a path: a Hugging Face directory, one role of a checkpoint with its model directory, or an
+adapter (LoRA) with the model that it changes.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ from torch import Tensor
 from megatron_rl.config.files import read_yaml
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.models import registry
+from megatron_rl.models.adapters import CONFIG
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run.checkpoint import Checkpoints, damage, known_digests
 from megatron_rl.run.sums import refuse, wrong, wrong_of
-from megatron_rl.weights import headers, hf
+from megatron_rl.weights import adapters, headers, hf
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
 
@@ -27,6 +30,7 @@ class WeightSource:
     path: Path
     given_model: Path | None  # directory with config.json and tokenizer; None: where the run's config says
     checkpoint: DistCheckpoint | None  # None for a Hugging Face directory
+    adapter: Path | None = None  # directory of an adapter that is added to the weights at `path`
 
     @property
     def model(self) -> Path:
@@ -39,8 +43,14 @@ class WeightSource:
         return read_sizes(self.model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, tensor), one at a time."""
-        return hf.read_tensors(self.path) if self.checkpoint is None else self.checkpoint.tensors(self.sizes)
+        """Yields (Hugging Face name, tensor), one at a time, an adapter merged into them."""
+        if self.checkpoint is not None:
+            return self.checkpoint.tensors(self.sizes)
+        found = hf.read_tensors(self.path)
+        if self.adapter is None:
+            return found
+        settings = adapters.read_settings(self.adapter)
+        return adapters.merged(found, self.sizes, settings, adapters.read(self.adapter, self.sizes, settings))
 
     def file_of(self, name: str) -> Path:
         """Returns the file that a Hugging Face tensor is read from; for a checkpoint its directory."""
@@ -79,16 +89,18 @@ def read_sizes(model: Path) -> Sizes:
 def find(path: Path, *, role: str | None = None, model: Path | None = None, trust: bool = False) -> WeightSource:
     """Finds the weights of a path.
 
-    `path`: a run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, or a Hugging Face
-    directory. `role` is needed where a checkpoint holds several roles, `model` where no run's config.yaml stands above.
-    `trust`: the pickled parts of a checkpoint may run code. Raises ConfigError, also for files that are not those whose
-    checksums were written.
+    `path`: a run directory (its newest checkpoint), a checkpoint step_N, a role's directory in one, an adapter's
+    directory, or a Hugging Face directory. `role` is needed where a checkpoint holds several roles, `model` where no
+    run's config.yaml stands above. `trust`: the pickled parts of a checkpoint may run code. Raises ConfigError, also
+    for files that are not those whose checksums were written.
     """
     path = Path(path)
     if not path.is_dir():
         raise ConfigError(f"no directory {path}")
     if (path / ".metadata").is_file():
         return _checkpoint(path, model, trust)
+    if (path / CONFIG).is_file():
+        return _adapted(path, model or adapters.base_of(path))
     if (path / "config.json").is_file():
         if not any(path.glob("*.safetensors")) and not (path / headers.INDEX).is_file():
             other = "; pytorch_model.bin is not read: save it as safetensors" if any(path.glob("*.bin")) else ""
@@ -113,7 +125,17 @@ def _checkpoint(path: Path, model: Path | None, trust: bool) -> WeightSource:
     """Opens one role's directory, after a look at the checksums that a run wrote for it."""
     known = {name: value for name, value in known_digests(path.parent).items() if name.startswith(f"{path.name}/")}
     refuse(wrong(path.parent, known))
+    if (path / adapters.DIRECTORY).is_dir():
+        return _adapted(path / adapters.DIRECTORY, model or _model_of(path))
     return WeightSource(path, model, DistCheckpoint(path, trust=trust))
+
+
+def _adapted(path: Path, base: Path) -> WeightSource:
+    """Returns an adapter with the model that it changes. Raises ConfigError when it was trained on another."""
+    refuse(wrong_of(base))
+    if (path / adapters.BASE).is_file() and (other := adapters.other_base(path, base)):
+        raise ConfigError(other)
+    return WeightSource(base, base, None, path)
 
 
 def step_directory(path: Path) -> Path:

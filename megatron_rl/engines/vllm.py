@@ -26,6 +26,8 @@ from megatron_rl.types import Stop
 
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
 ARCHITECTURE = "MegatronRlTandem"
+ADAPTER = "lora"  # what a request's adapter stands under: its name, number and directory
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the greatest ranks that vLLM makes room for
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 NOTHING = np.empty(0)
 Boundaries = Callable[[Strategy], frozenset[int]]
@@ -101,6 +103,18 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
     return Command([*start.words, *words], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
 
 
+def with_adapters(start: Command, *, rank: int) -> Command:
+    """The command of a server that computes with adapters of up to `rank` beside its model: the newest one, and that of
+    requests which began before. Raises ConfigError for a rank that vLLM has no room for.
+    """
+    if rank > RANKS[-1]:
+        raise ConfigError(
+            f"lora.rank = {rank} with engine.adapters = 'served': vLLM takes up to {RANKS[-1]}; set merged"
+        )
+    room = next(own for own in RANKS if own >= rank)
+    return Command([*start.words, "--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"], start.environment)
+
+
 def with_experts(start: Command, *, on_gpu: bool) -> Command:
     """The command of a server that tells which experts it chose for each token. Raises ConfigError without a GPU."""
     if not on_gpu:
@@ -159,7 +173,7 @@ class VllmServer:
     async def score(self, sequences: Sequence[np.ndarray], k: int, *, timeout_s: float) -> list[TopScores]:
         """See server.Server. vLLM reads nothing from its prefix cache for it."""
         lengths = [len(tokens) for tokens in sequences]
-        asked = {"lengths": lengths, "top_k": k}
+        asked = {"lengths": lengths, "top_k": k} | self._adapter()
         longest = answers.FREE_BYTES + sum(lengths) * (1 + k) * answers.ENTRY_BYTES
         _, found = await self._exchange(SCORE, asked, np.concatenate(sequences), timeout_s, longest)
         with self._understood():
@@ -205,10 +219,14 @@ class VllmServer:
     def close(self) -> None:
         self._http.close()
 
+    def _adapter(self) -> dict[str, Any]:
+        """Returns what a request says of the adapter that it is computed with: nothing, of merged weights."""
+        return {}
+
     async def _draw(
         self, prompt: np.ndarray, sampling: Sampling, n: int, seed: int, room: int, timeout_s: float
     ) -> list[Completion]:
-        parameters = self._parameters(sampling, n, seed, room)
+        parameters = self._parameters(sampling, n, seed, room) | self._adapter()
         room = parameters["max_tokens"]
         longest = answers.FREE_BYTES + n * (len(prompt) + room) * answers.FRAME_TOKEN_BYTES
         choices, arrays = await self._exchange(GENERATE, parameters, prompt, timeout_s, longest)
@@ -321,6 +339,40 @@ class VllmServer:
     def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Takes an answer of another shape than vLLM's for none at all."""
         return answers.understood(self.url, "vLLM's")
+
+
+class AdapterServer(VllmServer):
+    """A server whose model stays as it is. The weights of a version are the adapter in `adapters`/v{version}."""
+
+    def __init__(self, url: str, token: str, settings: Vllm, *, adapters: Path, **known: Any) -> None:
+        super().__init__(url, token, settings, **known)
+        self._adapters, self._version = adapters, -1
+
+    def join(self, host: str, port: int, secret: str, replica: int) -> None:
+        """Adapters come as files: there is no board to join."""
+
+    def update(self, version: int, wait_s: float) -> None:
+        answer = self._http.call(
+            "POST", "/collective_rpc", {"method": "take_adapter", "args": _named(self._adapters, version)},
+            timeout_s=wait_s + MARGIN_S,
+        )  # fmt: skip
+        with self._understood():
+            if not answer["results"] or not all(answer["results"]):
+                raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
+        self._version = version
+
+    def version(self) -> int:
+        return self._version
+
+    def _adapter(self) -> dict[str, Any]:
+        if self._version < 0:
+            raise ServerLost(f"{self.url} has no adapter yet: a refit brings the first")
+        return {ADAPTER: _named(self._adapters, self._version)}
+
+
+def _named(adapters: Path, version: int) -> list[Any]:
+    """Returns (name, number, directory) of the adapter of a version. vLLM tells adapters apart by number, from 1 on."""
+    return [f"v{version}", version + 1, str(adapters / f"v{version}")]
 
 
 def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:

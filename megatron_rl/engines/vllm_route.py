@@ -29,13 +29,14 @@ class Routes:
     """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames
     (engines/frames.py).
 
-    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters. It answers with the n samples one after
-    the other: `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows,
-    layers, k] where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`,
-    `stop_reason`, `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the
-    other, their `lengths` and `top_k`, a number k; it answers with `logprobs` float32 [tokens, 1 + k] in the same
-    order, those of the model at temperature 1, of the token and of the k likeliest at its place, and with `ids` int32
-    [tokens, k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
+    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number and
+    directory of the adapter to compute with, where there is one. It answers with the n samples one after the other:
+    `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows, layers, k]
+    where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`, `stop_reason`,
+    `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the other, their
+    `lengths` and `top_k`, a number k, and `lora`; it answers with `logprobs` float32 [tokens, 1 + k] in the same order,
+    those of the model at temperature 1, of the token and of the k likeliest at its place, and with `ids` int32 [tokens,
+    k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
     """
 
     def __init__(self, app: Application) -> None:
@@ -66,18 +67,27 @@ class Routes:
 
     async def _generate(self, engine: Any, body: bytes) -> bytes:
         parameters, tokens = _unpacked(body)
-        result = await self._ask(engine, tokens.tolist(), parameters)
-        return pack(*_told(sorted(result.outputs, key=lambda output: output.index)))
+        adapter = parameters.pop("lora", None)
+        result = await self._ask(engine, tokens.tolist(), parameters, adapter)
+        about, arrays = _told(sorted(result.outputs, key=lambda output: output.index))
+        if adapter is not None:  # vLLM tells the version of the model, which stays
+            for choice in about:
+                choice["weight_versions"] = [[0, adapter[1] - 1]]
+        return pack(about, arrays)
 
     async def _score(self, engine: Any, body: bytes) -> bytes:
         asked, tokens = _unpacked(body)
         sequences, k = np.split(tokens, np.cumsum(asked["lengths"])[:-1]), asked["top_k"]
-        scores = await asyncio.gather(*(self._score_one(engine, sequence.tolist(), k) for sequence in sequences))
+        scores = await asyncio.gather(
+            *(self._score_one(engine, sequence.tolist(), k, asked.get("lora")) for sequence in sequences)
+        )
         logprobs = np.concatenate([np.empty((0, 1 + k), np.float32), *(own for own, _ in scores)])
         ids = np.concatenate([np.empty((0, k), np.int32), *(own for _, own in scores)])
         return pack(None, {"logprobs": logprobs, "ids": ids})
 
-    async def _score_one(self, engine: Any, tokens: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
+    async def _score_one(
+        self, engine: Any, tokens: list[int], k: int, adapter: list[Any] | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the log-probs [T, 1 + k] of a token and of the likeliest at its place, and the ids [T, k] of these.
 
         The last token is not part of the prompt, so that a sequence may fill the context: it is one of the tokens whose
@@ -89,33 +99,37 @@ class Routes:
             return logprobs, ids[:, 1:]
         *prompt, last = tokens
         asked = {"max_tokens": 1, "detokenize": False}
-        result = await self._ask(engine, prompt, asked | {"prompt_logprobs": k, "logprob_token_ids": [last]})
+        result = await self._ask(engine, prompt, asked | {"prompt_logprobs": k, "logprob_token_ids": [last]}, adapter)
         drawn, told = result.outputs[0].logprobs, result.prompt_logprobs
         if len(told.logprobs) != (len(prompt) - 1) * (1 + k) or last not in drawn.token_ids:
             raise RuntimeError(f"the engine told {len(told.logprobs)} log-probs of a prompt of {len(prompt)} tokens")
         logprobs[1:-1], ids[1:-1] = (np.reshape(part, (-1, 1 + k)) for part in (told.logprobs, told.token_ids))
         if k:
-            result = await self._ask(engine, prompt, asked | {"logprobs": k})
+            result = await self._ask(engine, prompt, asked | {"logprobs": k}, adapter)
             top = result.outputs[0].logprobs  # the drawn token's first
             logprobs[-1], ids[-1] = top.logprobs, top.token_ids
         logprobs[-1, 0] = drawn.logprobs[drawn.token_ids.index(last)]
         return logprobs, ids[:, 1:]
 
-    async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any]) -> Any:
+    async def _ask(self, engine: Any, prompt: list[int], parameters: dict[str, Any], adapter: list[Any] | None) -> Any:
         """Returns vLLM's RequestOutput. Raises _Refused, and what the engine raises."""
         # pyright takes this folder's vllm.py for the library.
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         try:
             params = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
             inputs = tokens_input(prompt)
+            own = None if adapter is None else LoRARequest(*adapter)
         except (TypeError, ValueError, VLLMClientError) as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         try:
-            (result,) = [one async for one in engine.generate(inputs, params, f"rollout-{next(self._numbers)}")]
+            (result,) = [
+                one async for one in engine.generate(inputs, params, f"rollout-{next(self._numbers)}", lora_request=own)
+            ]
         except VLLMClientError as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         if any(output.finish_reason == "error" for output in result.outputs):

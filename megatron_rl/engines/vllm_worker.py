@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -197,6 +198,10 @@ class Extension:
     """
 
     model_runner: Any
+
+    def take_adapter(self, name: str, number: int, directory: str) -> bool:
+        """Loads an adapter now, so that one that cannot be loaded is known before it is asked for."""
+        return bool(self.model_runner.add_lora(LoRARequest(name, number, directory)))
 
     def tandem_boundaries(self, strategy: Strategy) -> str | None:
         """Returns the fingerprint of the boundaries that this server's tandem goes by; None when it is none."""

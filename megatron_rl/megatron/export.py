@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.sizes import Sizes
-from megatron_rl.weights import copies, rectangles
+from megatron_rl.weights import adapters, copies, rectangles
 from megatron_rl.weights.rectangles import Rect, Shard
 from megatron_rl.world import broadcast
 
@@ -45,9 +45,19 @@ class _Stage:
 
 
 def weights(
-    sizes: Sizes, named: Sequence[tuple[str, Tensor]], groups: Groups, *, bucket_mib: float, dtype: torch.dtype | None
+    sizes: Sizes,
+    named: Sequence[tuple[str, Tensor]],
+    groups: Groups,
+    *,
+    bucket_mib: float,
+    dtype: torch.dtype | None,
+    rank: int = 0,
+    read: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
 ) -> Iterator[tuple[str, Tensor]]:
     """Streams (Hugging Face name, full tensor on CPU) from this rank's parameters, named with global numbers.
+
+    Of adapters of rank `rank` the names are peft's. `read(name, parameter)` gives the values of a parameter when its
+    turn comes.
 
     Collective, and the same on every rank: consume it to the end. Layers come in order, stage by stage; within a layer
     expert-parallel ranks take turns with their experts. A collective carries up to `bucket_mib` MiB of whole tensors (a
@@ -64,21 +74,21 @@ def weights(
         if groups.pp.size() > 1:
             names = broadcast(names, groups.pp, source=number)
         stage = _Stage((None, groups.tp, groups.experts), groups.pp, source, sends)
-        local = iter([p for _, p in own]) if sends else iter(())
+        local = (read(name, p) for name, p in own) if sends else iter(())
         device = own[0][1].device
-        for pieces, wire in _buckets(sizes, names, groups, int(bucket_mib * MIB)):
+        for pieces, wire in _buckets(sizes, names, groups, int(bucket_mib * MIB), rank):
             tensors = [next(local) for _ in pieces] if sends else []
             yield from _exchange(stage, pieces, tensors, torch.empty(_total(pieces), dtype=wire, device=device))
 
 
 def _buckets(
-    sizes: Sizes, parameters: list[tuple[str, torch.dtype]], groups: Groups, limit: int
+    sizes: Sizes, parameters: list[tuple[str, torch.dtype]], groups: Groups, limit: int, rank: int
 ) -> Iterator[tuple[list[_Piece], torch.dtype]]:
     """Cuts a stage's parameters, in order, into runs of one dtype and at most `limit` bytes of whole tensors."""
     bucket: list[_Piece] = []
     held, wire = 0, torch.float32
     for name, dtype in parameters:
-        piece = _piece(sizes, name, groups)
+        piece = _piece(sizes, name, groups, rank)
         size = _total([piece]) * dtype.itemsize
         if bucket and (held + size > limit or dtype != wire):
             yield bucket, wire
@@ -89,13 +99,13 @@ def _buckets(
         yield bucket, wire
 
 
-def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
+def _piece(sizes: Sizes, name: str, groups: Groups, rank: int) -> _Piece:
     """Returns the parameter `name` with the rectangles of all its shards.
 
     The name is the one of its first holder. An expert's name may be that of any expert-parallel rank: it then stands
     for the experts at the same position on all of these ranks.
     """
-    layout = groups.layout
+    layout, adapter = groups.layout, adapters.is_adapter(name)
     if rectangles.is_expert(name):
         kind, per_rank = 2, sizes.experts // layout.ep
         first = rectangles.expert_number(name) % per_rank - rectangles.expert_number(name)
@@ -105,11 +115,14 @@ def _piece(sizes: Sizes, name: str, groups: Groups) -> _Piece:
             for other in names
             for i in range(layout.expert_tp)
         ]
-    elif rectangles.is_sharded(sizes, name):
+    elif adapters.is_cut(sizes, name) if adapter else rectangles.is_sharded(sizes, name):
         kind, shards = 1, [(name, Shard(layout.tp, rank)) for rank in range(layout.tp)]
     else:
         kind, shards = 0, [(name, rectangles.WHOLE)]
-    held = [rectangles.megatron(sizes, other, shard) for other, shard in shards]
+    held = [
+        adapters.held(sizes, other, shard, rank) if adapter else rectangles.megatron(sizes, other, shard)
+        for other, shard in shards
+    ]
     rows, columns = held[0][0]
     return _Piece(kind, (rows, columns) if columns > 1 else (rows,), [rects for _, rects in held])
 

@@ -86,7 +86,9 @@ class _VocabParallelStatistics(torch.autograd.Function):
         head, real = ctx.head, weight[: ctx.head.rows]
         gradients = by_name(head.names, grad)  # that of vocab_mean is left out: it has none
         grad_entropy, grad_candidates = (gradients.get(name) for name in ("entropy", "candidate_logprobs"))
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden)
+        # A frozen output layer, under adapters, has no gradient: it would be as large as the layer, in float32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         by_id = gradients["logprobs"][:, None] / head.temperature  # [n, 1 + k], of the tokens in `ids`
         if grad_candidates is not None:
             by_id = torch.cat([by_id, grad_candidates / head.temperature], dim=1)
@@ -105,8 +107,9 @@ class _VocabParallelStatistics(torch.autograd.Function):
                 step.scatter_add_(1, local, torch.where(mine, by_id[rows], 0.0))
             step = step.to(weight.dtype)
             torch.mm(step, real, out=grad_hidden[rows])
-            grad_weight[: head.rows] += step.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                grad_weight[: head.rows] += step.T @ hidden[rows]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def vocab_parallel_statistics(

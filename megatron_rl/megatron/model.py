@@ -109,12 +109,13 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def uses_transformer_engine(arch: Architecture) -> bool:
+def uses_transformer_engine(arch: Architecture, *, adapted: bool = False) -> bool:
     """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
 
-    It also is for models of which core has no layers with Transformer Engine.
+    It also is for models of which core has no layers with Transformer Engine, and for those that are `adapted` (LoRA):
+    adapters read what a linear module reads, and Transformer Engine's norm inside of the module.
     """
-    return has_transformer_engine() and not core_settings.needs_own_layers(arch, arch.features)
+    return has_transformer_engine() and not adapted and not core_settings.needs_own_layers(arch, arch.features)
 
 
 def check_fp8() -> None:
@@ -133,13 +134,13 @@ def check_fp8() -> None:
 
 
 def transformer_config(
-    arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False
+    arch: Architecture, model: Model, groups: Groups, *, deterministic: bool = False, fused: bool = False
 ) -> TransformerConfig:
-    """Returns core's config of this architecture under this layout.
+    """Returns core's config of this architecture under this layout. `fused`: its layers are Transformer Engine's.
 
     Raises ConfigError for fp8 where it is not available.
     """
-    dtype, fused = getattr(torch, model.dtype), uses_transformer_engine(arch)
+    dtype = getattr(torch, model.dtype)
     settings = core_settings.architecture(arch, arch.features)
     settings |= core_settings.routed(arch, arch.features, model.router_aux_loss)
     settings["activation_func"] = ACTIVATIONS[arch.features.activation][0]
@@ -195,20 +196,25 @@ def _recompute(model: Model) -> dict[str, Any]:
     return {}
 
 
-def build(arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0) -> list[PolicyModel]:
-    """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active."""
+def build(
+    arch: Architecture, config: TransformerConfig, *, temperature: float = 1.0, fused: bool = False
+) -> list[PolicyModel]:
+    """Returns this rank's model chunks: one, or `vpp` of them. Call with the layout's groups active.
+
+    `fused`: layers are Transformer Engine's.
+    """
     chunks = []
     for stage in range(config.virtual_pipeline_model_parallel_size or 1):
         virtual: dict[str, Any] = {"vp_stage": stage} if config.virtual_pipeline_model_parallel_size else {}
         chunk = PolicyModel(
             config=config,
-            transformer_layer_spec=_layer_spec(arch, config, virtual),
+            transformer_layer_spec=_layer_spec(arch, config, virtual, fused=fused),
             vocab_size=padded_vocab(arch.vocab, config.tensor_model_parallel_size),
             max_sequence_length=arch.config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
             share_embeddings_and_output_weights=arch.tied,
-            **_position_embedding(arch),
+            **_position_embedding(arch, fused=fused),
             **virtual,
         )
         chunk.temperature, chunk.true_vocab = temperature, arch.vocab
@@ -291,16 +297,16 @@ def _scale_embedding(chunk: PolicyModel, scale: float) -> None:
     chunk.embedding.register_forward_hook(scaled)
 
 
-def _position_embedding(arch: Architecture) -> dict[str, Any]:
+def _position_embedding(arch: Architecture, *, fused: bool) -> dict[str, Any]:
     """Returns the settings of core's rotary embedding, or of none for the torch spec, which applies its own."""
-    if uses_transformer_engine(arch):
+    if fused:
         return core_settings.rotary(arch.features)
     return {"position_embedding_type": "none"}
 
 
-def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int]) -> Any:
+def _layer_spec(arch: Architecture, config: TransformerConfig, virtual: dict[str, int], *, fused: bool) -> Any:
     """Returns core's description of the layers: its own with Transformer Engine, otherwise the project's torch spec."""
-    if uses_transformer_engine(arch):
+    if fused:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
         return get_gpt_layer_with_transformer_engine_spec(

@@ -20,14 +20,16 @@ from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, 
 from megatron_rl.batches.cutting import Cost, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import export, offload, optim, platform, replay
+from megatron_rl.megatron import export, lora, offload, optim, platform, replay
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
+from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
 from megatron_rl.models.setting_limits import setting_problems
-from megatron_rl.weights import copies, hf, rectangles
+from megatron_rl.refit.base import ParameterPart
+from megatron_rl.weights import adapters, copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
 from megatron_rl.world import Replicas, broadcast
 
@@ -40,6 +42,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
+# Fields of core's config that belong to a role's optimizer, where roles share a model.
+_OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
 
 class MegatronPolicy:
@@ -48,10 +52,20 @@ class MegatronPolicy:
 
     A policy that is not trainable has no optimizer and no gradient buffers. The reference is the policy's own start
     (`model.path`), kept once in host memory and swapped in for a forward pass.
+
+    With adapters (`role.lora`) the model itself is frozen: optimizer, checkpoints and the reference hold adapters
+    alone. `base`: another policy with adapters, of the same model and layout, whose model this one computes with.
     """
 
     def __init__(
-        self, role: RoleConfig, groups: Groups, *, trainable: bool = True, seed: int = 0, deterministic: bool = False
+        self,
+        role: RoleConfig,
+        groups: Groups,
+        *,
+        trainable: bool = True,
+        seed: int = 0,
+        deterministic: bool = False,
+        base: MegatronPolicy | None = None,
     ) -> None:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
@@ -59,21 +73,22 @@ class MegatronPolicy:
         self._rotary = RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
-            self.config = models.transformer_config(self.arch, role.model, groups, deterministic=deterministic)
-            cores = models.build(self.arch, self.config, temperature=role.sampling.temperature or 1.0)
-            self._fill(cores, seed)
-            for core in cores if role.router_replay else ():
-                replay.install(core)
-            chunks = [models.in_half(self.config, c) for c in cores] if self.config.bf16 else cores
-            self.chunks: list[Any] = list(chunks)
+            if base is None:
+                self.config, self._model = self._build(seed, deterministic=deterministic)
+            else:
+                self.config, self._model = base.config, base._model
+                vars(self.config).update(dict.fromkeys(_OF_ROLE))
+            self._adapters = self._attach(seed) if role.lora is not None else None
+            self.chunks: list[Any] = list(self._model)
             if trainable:
                 self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
+        self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep = False
         self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in PolicyLoss(role.loss).needs:
-            self._reference = [p.detach().cpu().clone() for _, p in models.named_parameters(self.chunks)]
+            self._reference = [p.detach().cpu().clone() for p in self._trained()]
 
     @property
     def replicas(self) -> Replicas:
@@ -110,7 +125,7 @@ class MegatronPolicy:
         totals = work.steps[step]
         if totals.denominator <= 0:
             raise ValueError("the optimizer step has no trained token: nothing to update on")
-        with self.groups.active():
+        with self._active():
             optim.zero_grad(self.chunks, self.optimizer)
             names, scale = statistics_needed(loss.needs), self.groups.dp_size / totals.denominator
             results = self._run(work, step, core_step.Pass(names=names, loss=loss, scale=scale, backward=True))
@@ -142,28 +157,41 @@ class MegatronPolicy:
         replica's work, on the ranks of the last stage; nothing on the others."""
         candidates = work.flat.values.get(CANDIDATES)
         into = torch.zeros(num_rows(names, 0 if candidates is None else candidates.shape[1]), work.num_tokens)
-        with self.groups.active(), self._weights_in_use(reference), torch.no_grad():
+        with self._active(), self._weights_in_use(reference), torch.no_grad():
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
         return by_name(names, into) if self.groups.is_last_stage else {}
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
         """Mean loss of `work`, which is one step, without an update (validation)."""
-        with self.groups.active(), torch.no_grad():
+        with self._active(), torch.no_grad():
             results = self._run(work, 0, core_step.Pass(names=statistics_needed(loss.needs), loss=loss))
         return self._sum_over_replicas(results)["loss"] / work.steps[0].denominator
 
     def weights(self, *, bucket_mib: float = 64, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Stream of (Hugging Face name, full tensor on CPU), the same on every rank, cast to `dtype` when it is given.
         Collective: consume it to the end. Beside the tensor that it yields it holds one bucket of about `bucket_mib`
-        MiB."""
-        named = [*models.named_parameters(self.chunks)]
-        return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype)
+        MiB. Adapters are merged into the weights."""
+        named = [*self.shards().items()]
+        return export.weights(self.arch, named, self.groups, bucket_mib=bucket_mib, dtype=dtype, read=self._merged)
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The whole adapter by peft's names, on CPU, the same on every rank; nothing without `role.lora`.
+        Collective."""
+        if self._adapters is None or self.role.lora is None:
+            return {}
+        named, rank = [(n, p.detach()) for n, p in self._adapters.named.items()], self.role.lora.rank
+        shapes = adapters.shapes(self.arch, self.role.lora)
+        stream = export.weights(self.arch, named, self.groups, bucket_mib=64, dtype=None, rank=rank)
+        return {name: tensor.reshape(shapes[name]).clone() for name, tensor in stream}
+
+    def added(self, name: str, part: ParameterPart) -> Tensor | None:
+        """What adapters add to a part of one of `shards`, float32; None where they add nothing. Not collective."""
+        return None if self._adapters is None else self._adapters.added(name, *part)
 
     @property
     def trainer_layout(self) -> TrainerLayout:
         """The rectangles that the ranks hold, for the plan of a refit."""
         layout = self.role.layout
-        fused = models.uses_transformer_engine(self.arch)
         return TrainerLayout(
             tp=layout.tp,
             pp=layout.pp,
@@ -171,27 +199,35 @@ class MegatronPolicy:
             ep=layout.ep,
             etp=layout.expert_tp if self.arch.experts else 1,
             vpp=layout.vpp or 1,
-            fused=fused,
+            fused=self._fused,
         )
 
     def shards(self) -> dict[str, Tensor]:
         """This rank's parameters by name, with global layer numbers: the memory itself, which updates change in
-        place."""
-        return {name: parameter.detach() for name, parameter in models.named_parameters(self.chunks)}
+        place. Adapters are not among them: `added` tells what they change."""
+        named = models.named_parameters(self.chunks)
+        return {name: parameter.detach() for name, parameter in named if not adapters.is_adapter(name)}
 
     def save(self, directory: Path, *, background: bool = False) -> None:
         """Writes model, optimizer and schedule as a distributed checkpoint; loads under any layout. `directory` must be
         empty.
 
         In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it
-        has.
+        has. Of a policy with adapters these are what is written, and in `directory`/adapter once more as peft has them.
         """
-        with self._awake(), self.groups.active(), _signals_wait():
+        with self._awake(), self._active(), _signals_wait():
             platform.end_writers_with_rank()
             state = self._sharded_state(loading=False)
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:
                 self._saves.schedule_async_request(request)
+        self.write_adapter(directory / adapters.DIRECTORY)
+
+    def write_adapter(self, directory: Path) -> None:
+        """Writes the adapter as peft does, on the first rank; nothing without `role.lora`. Collective."""
+        tensors = self.adapter()
+        if tensors and self.role.lora is not None and dist.get_rank(self.groups.control) == 0:
+            adapters.write(directory, tensors, self.role.lora, self.role.model.path)
 
     def saved(self, *, wait: bool) -> bool:
         """Tells whether all that `save` began is written; with `wait` it is. Raises what a writer raised."""
@@ -200,8 +236,9 @@ class MegatronPolicy:
 
     def load(self, directory: Path) -> None:
         """Takes model, optimizer state and the schedule's place from `save`; rates, betas and decay are those of this
-        role's settings."""
-        with self._awake(), self.groups.active():
+        role's settings. Raises ConfigError for adapters of other settings, or of another base."""
+        self._check_base(directory / adapters.DIRECTORY)
+        with self._awake(), self._active():
             loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
             state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
             for i, chunk in enumerate(self.chunks):
@@ -230,8 +267,72 @@ class MegatronPolicy:
         role, path = self.role, self.role.model.path
         problems = trainer_problems(self.arch, Axes.of(role.layout), path)
         problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
+        problems += adapter_problems(self.arch, role, path)
         if problems:
             raise ConfigError("\n  ".join(problems))
+
+    def _check_base(self, directory: Path) -> None:
+        """Raises ConfigError, on every rank, unless the adapter in a checkpoint is one of these settings and base."""
+        own, problem = self.role.lora, None
+        if own is None and not directory.is_dir():
+            return
+        if dist.get_rank(self.groups.control) == 0:
+            problem = adapters.difference(directory, own, self.role.model.path)
+        if problem := broadcast(problem, self.groups.control):
+            raise ConfigError(problem)
+
+    @property
+    def _fused(self) -> bool:
+        """Tells whether layers are Transformer Engine's."""
+        return models.uses_transformer_engine(self.arch, adapted=self.role.lora is not None)
+
+    def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
+        """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
+        role, fused = self.role, self._fused
+        config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
+        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused)
+        self._fill(cores, seed)
+        for core in cores if role.router_replay else ():
+            replay.install(core)
+        chunks = [models.in_half(config, c) for c in cores] if config.bf16 else [*cores]
+        if role.lora is not None:
+            lora.freeze(cores)  # only now: what is not trained would stay float32
+        return config, chunks
+
+    def _attach(self, seed: int) -> lora.RoleAdapters:
+        """Makes this role's adapters for the frozen model."""
+        assert self.role.lora is not None
+        cores = [models.unwrap(chunk) for chunk in self._model]
+        own = lora.RoleAdapters(cores, self.arch, self.role.lora, self.groups.shard)
+        own.fill(seed)
+        return own
+
+    @property
+    def _temperature(self) -> float:
+        return self.role.sampling.temperature or 1.0
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        """Makes core see this policy's layout in the block, and the model this role's adapters."""
+        with self.groups.active():
+            if self._adapters is not None:
+                self._adapters.show()
+                vars(self.config).update(self._calls)
+                for chunk in self._model:
+                    models.unwrap(chunk).temperature = self._temperature
+            yield
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        """Returns the parameters that updates change: the adapters, or the whole model."""
+        if self._adapters is not None:
+            return [*self._adapters.named.values()]
+        return [p for _, p in models.named_parameters(self.chunks)]
+
+    def _merged(self, name: str, parameter: Tensor) -> Tensor:
+        """Returns a parameter of the model with what the adapters add."""
+        rows, columns = parameter.shape[0], parameter.shape[1] if parameter.dim() > 1 else 1
+        more = self.added(name, ParameterPart(0, 0, rows, columns))
+        return parameter if more is None else more.add_(parameter).to(parameter.dtype)
 
     def _fill(self, cores: list[models.PolicyModel], seed: int) -> None:
         """Copies this rank's shards out of the Hugging Face weights (or out of a seeded transformers
@@ -328,7 +429,7 @@ class MegatronPolicy:
             raise RuntimeError(
                 "no reference is kept: the role's loss needs none (loss.kl_coef is 0), or the policy is not trainable"
             )
-        parameters = [p for _, p in models.named_parameters(self.chunks)]
+        parameters = self._trained()
         live = [p.detach().clone() for p in parameters]
         try:
             _copy_into(parameters, self._reference)
@@ -340,7 +441,8 @@ class MegatronPolicy:
         metadata = optim.checkpoint_metadata()
         state: dict[str, Any] = {}
         for i, chunk in enumerate(self.chunks):
-            state[f"model{i}"] = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
+            whole = models.unwrap(chunk).sharded_state_dict(metadata=metadata)
+            state[f"model{i}"] = whole if self._adapters is None else lora.only_adapters(whole)
         if self.trainable:
             state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = self.scheduler.state_dict()

@@ -6,11 +6,12 @@ They are weights, gradients, optimizer state, activations and the output layer's
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_rl.config.schema import Model
+from megatron_rl.config.schema import Lora, Model
+from megatron_rl.models.adapters import adapted
 from megatron_rl.planning.hardware import GIB
-from megatron_rl.planning.shapes import Parallel, Shape, counts, stage_layers
+from megatron_rl.planning.shapes import Parallel, Shape, adapter_elements, counts, stage_layers
 
 GRADIENT = 4  # bytes of a parameter's gradient, which is summed in float32
 # Bytes of a parameter's optimizer state, shared by the ranks that hold it; float32 weights are their own masters.
@@ -83,44 +84,75 @@ def recomputed(model: Model) -> frozenset[str]:
 
 
 def training(
-    shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, stage: int, reference: bool = False
+    shape: Shape,
+    parallel: Parallel,
+    load: MicroBatchLoad,
+    numbers: Precision,
+    *,
+    stage: int,
+    reference: bool = False,
+    lora: Lora | None = None,
 ) -> TrainingBytes:
-    """Returns the bytes of a rank of pipeline stage `stage`."""
-    held = counts(shape, parallel, stage)
-    weights = float(numbers.width * held.all)
+    """Returns the bytes of a rank of pipeline stage `stage`. With `lora` adapters alone are trained."""
+    held = counts(shape, parallel, stage).all
+    trained = held if lora is None else adapter_elements(shape, parallel, lora, stage)
+    weights = float(numbers.width * (held if lora is None else held + trained))
     return TrainingBytes(
         weights=weights,
-        gradients=float(GRADIENT * held.all),
-        optimizer=optimizer_bytes(shape, parallel, numbers, stage=stage),
-        activations=activations(shape, parallel, load, numbers, stage=stage),
-        workspace=workspace(shape, parallel, load, numbers) if stage == parallel.pp - 1 else 0.0,
-        swapped=weights + _widest_layer(shape, parallel, load.tokens, numbers) if reference else 0.0,
+        gradients=float(GRADIENT * trained),
+        optimizer=optimizer_bytes(shape, parallel, numbers, stage=stage, lora=lora),
+        activations=activations(shape, parallel, load, numbers, stage=stage, lora=lora),
+        workspace=workspace(shape, parallel, load, numbers, lora=lora) if stage == parallel.pp - 1 else 0.0,
+        swapped=numbers.width * trained + _widest_layer(shape, parallel, load.tokens, numbers) if reference else 0.0,
     )
 
 
 def worst(
-    shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, reference: bool = False
+    shape: Shape,
+    parallel: Parallel,
+    load: MicroBatchLoad,
+    numbers: Precision,
+    *,
+    reference: bool = False,
+    lora: Lora | None = None,
 ) -> TrainingBytes:
     """Returns the bytes of a rank of the pipeline stage that needs the most."""
     stages = {0, parallel.pp // 2, parallel.pp - 1}  # the stages between differ in micro-batches under way alone
     return max(
-        (training(shape, parallel, load, numbers, stage=s, reference=reference) for s in stages),
+        (training(shape, parallel, load, numbers, stage=s, reference=reference, lora=lora) for s in stages),
         key=lambda found: found.peak,
     )
 
 
-def optimizer_bytes(shape: Shape, parallel: Parallel, numbers: Precision, *, stage: int) -> float:
+def optimizer_bytes(
+    shape: Shape, parallel: Parallel, numbers: Precision, *, stage: int, lora: Lora | None = None
+) -> float:
     """Returns a rank's share (ZeRO-1) of the moments, and of the masters of weights that are not float32, in bytes."""
     held = counts(shape, parallel, stage)
     each = MOMENTS + (0 if numbers.width == 4 else MASTER)
+    if lora is not None:
+        return each * adapter_elements(shape, parallel, lora, stage) / (parallel.dp * parallel.cp)
     return each * (held.dense / (parallel.dp * parallel.cp) + held.expert / parallel.expert_dp)
 
 
-def activations(shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, stage: int) -> float:
+def activations(
+    shape: Shape,
+    parallel: Parallel,
+    load: MicroBatchLoad,
+    numbers: Precision,
+    *,
+    stage: int,
+    lora: Lora | None = None,
+) -> float:
     """Returns the peak of the bytes that forward passes under way keep for their backward passes."""
     layers, again, held = stage_layers(shape.sizes, parallel)[stage], 0.0, 0.0
+    if lora is not None:  # a frozen norm does not keep what it has normalised
+        numbers = replace(numbers, norm=min(numbers.norm, 4))
     for like, number in Counter(map(shape.sizes.is_sparse, layers)).items():
         whole = layer_bytes(shape, parallel, load.tokens, numbers, sparse=like)
+        # A x of every token, scaled; an adapter keeps the input of its matrix in place of the frozen matrix
+        adapters = 0 if lora is None else len(adapted(shape.sizes, layers[0], lora)) * lora.rank
+        whole += numbers.width * adapters * load.tokens / parallel.cp
         if WHOLE in load.recompute:
             kept, own = numbers.width * shape.sizes.hidden * _stream(parallel, load.tokens), whole
         else:
@@ -200,18 +232,17 @@ def module_bytes(
     return {"moe": _experts(shape, parallel, tokens, numbers), "shared_experts": shared}
 
 
-def workspace(shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision) -> float:
+def workspace(
+    shape: Shape, parallel: Parallel, load: MicroBatchLoad, numbers: Precision, *, lora: Lora | None = None
+) -> float:
     """Returns the bytes of the output layer's backward pass, which takes more than its forward pass.
 
-    They are chunks of log-probs, their gradient, and the weight's gradient.
+    They are chunks of log-probs, their gradient, and the weight's gradient, which a frozen one has not.
     """
     rows, tokens = shape.sizes.vocab / parallel.tp, load.tokens / parallel.cp
     chunk = min(rows * tokens, CHUNK)
-    return (
-        chunk * (4 + 4 + numbers.width)
-        + rows * shape.sizes.hidden * (4 + 2 * numbers.width)
-        + numbers.width * tokens * shape.sizes.hidden
-    )
+    gradient = rows * shape.sizes.hidden * (4 + 2 * numbers.width) if lora is None else 0.0
+    return chunk * (4 + 4 + numbers.width) + gradient + numbers.width * tokens * shape.sizes.hidden
 
 
 def _experts(shape: Shape, parallel: Parallel, tokens: int, numbers: Precision) -> float:

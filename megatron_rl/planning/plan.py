@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, Embedded, Layout, RoleConfig, Servers, TrainConfig
+from megatron_rl.models.adapters import owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
 from megatron_rl.planning import compute, memory, shapes
 from megatron_rl.planning.compute import EngineSetup, SequenceBatch
@@ -285,7 +286,11 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     """Plans a role on the trainer's ranks. `draw`: the role's samples in a turn."""
     role, engine = config.roles[name], config.engine
     numbers, reference = Precision.gpu(role.model.dtype), role.loss.kl_coef > 0
-    held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference)
+    held = memory.worst(shape, parallel, _micro(role), numbers, reference=reference, lora=role.lora)
+    shared = role.lora is not None and owners(config.roles).get(name, name) != name
+    own = float(numbers.width * shapes.adapter_elements(shape, parallel, role.lora)) if role.lora is not None else 0.0
+    if shared:  # another role's model is this one's too
+        held = replace(held, weights=own)
     embedded, cache = 0.0, 0.0
     if isinstance(engine, Embedded):
         embedded = float(numbers.width * shapes.total(shape)) * _writers(role)
@@ -294,7 +299,7 @@ def _role(config: TrainConfig, name: str, shape: Shape, parallel: Parallel, draw
     asleep = held.optimizer if role.sleep else 0.0
     return RolePlan(
         name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
-        sleeps=role.sleep, host=asleep + (held.weights if reference else 0.0),
+        sleeps=role.sleep, host=asleep + ((held.weights if role.lora is None else own) if reference else 0.0),
     )  # fmt: skip
 
 
@@ -421,6 +426,8 @@ def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, para
     )
     forward = compute.pass_seconds(shape, parallel, cluster, batch, backward=False)
     weights = numbers.width * shapes.counts(shape, parallel, stage).all
+    if role.lora is not None:
+        weights = numbers.width * shapes.adapter_elements(shape, parallel, role.lora, stage)
     phases = {}
     if role.loss.kl_coef > 0:
         phases["reference log-probs"] = forward + compute.host_seconds(weights)
@@ -433,6 +440,6 @@ def _training(role: RoleConfig, cluster: Cluster, draw: Draw, shape: Shape, para
     phases["optimizer"] = steps * compute.optimizer_seconds(shape, parallel, cluster, numbers)
     if role.sleep:
         phases["sleep and wake"] = 2 * compute.host_seconds(
-            memory.optimizer_bytes(shape, parallel, numbers, stage=stage)
+            memory.optimizer_bytes(shape, parallel, numbers, stage=stage, lora=role.lora)
         )
     return phases

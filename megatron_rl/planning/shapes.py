@@ -12,8 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import ConfigError, Layout, TrainConfig
+from megatron_rl.config.schema import ConfigError, Layout, Lora, TrainConfig
 from megatron_rl.models import registry
+from megatron_rl.models.adapters import adapted
 from megatron_rl.models.rows import Row
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.weights.layouts import TrainerLayout
@@ -123,6 +124,13 @@ def counts(shape: Shape, parallel: Parallel, stage: int = 0) -> ParameterCounts:
         dense += number * sum(_elements(row, parallel) for row in own if not row.experts)
         expert += number * sum(_elements(row, parallel) * row.experts // parallel.ep for row in own if row.experts)
     return ParameterCounts(dense=dense, expert=expert)
+
+
+def adapter_elements(shape: Shape, parallel: Parallel, lora: Lora, stage: int = 0) -> int:
+    """Returns the numbers of A and B that a rank of pipeline stage `stage` holds."""
+    layers = stage_layers(shape.sizes, parallel)[stage]
+    own = (p.elements(lora.rank, parallel.tp) for layer in layers for p in adapted(shape.sizes, layer, lora))
+    return int(sum(own))
 
 
 def stage_layers(sizes: Sizes, parallel: Parallel) -> list[list[int]]:

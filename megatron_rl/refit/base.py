@@ -142,6 +142,24 @@ class Tensors:
         return self._cut[key]
 
 
+# Returns what is to be added to a part of a parameter, [rows, columns] float32; None: nothing.
+Added = Callable[[str, ParameterPart], Tensor | None]
+
+
+class Sums:
+    """Parameters to whose parts something is added when they are read. Implements Readable.
+
+    The sum is made in float32 and rounded to the parameter's dtype; no sum is kept.
+    """
+
+    def __init__(self, tensors: Readable, added: Added) -> None:
+        self._tensors, self._added = tensors, added
+
+    def read(self, name: str, part: ParameterPart) -> Tensor:
+        values, more = self._tensors.read(name, part), self._added(name, part)
+        return values if more is None else more.add_(values).to(values.dtype)
+
+
 def float32_bits(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the memory of a float32 tensor [n] as numbers of another dtype, [n, 4 / width].
 

@@ -29,7 +29,9 @@ def encode(new: Tensor, old: Tensor | None, out: Tensor) -> int:
         count = int(torch.count_nonzero(changed)) if changed.is_cuda else int(np.count_nonzero(changed.numpy()))
         costs = {FULL: size * width, MASK: (size + 7) // 8 + count * width, POSITIONS: count * (4 + width)}
         kind = min(costs, key=lambda k: costs[k])
-        if kind != FULL:
+        if kind == FULL:
+            count = size  # also where some values are as they were
+        else:
             values, positions = _pick(new, changed)
             marks = (
                 positions.int()

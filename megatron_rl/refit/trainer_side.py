@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
-from megatron_rl.refit.base import Deadline, Mismatch, RefitError, Tensors, TransportError
+from megatron_rl.refit.base import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
 from megatron_rl.refit.exchange import Exchange, ExchangeOutcome, LocalSide, RefitOrder
@@ -70,13 +70,14 @@ class TrainerSide:
         group: Any,
         endpoint: Endpoint | None = None,
         host: str = "127.0.0.1",
+        added: Added | None = None,
     ) -> None:
         """Opens the board on the first rank, and joins it on the others.
 
         `parameters`: this rank's parameters, by names with global layer and expert numbers. `group`: a gloo group of
         all trainer ranks. `host`: name or address of the first rank's host, for the other ranks and the engines; the
-        default is enough where all run on one host. Raises ValueError when the ranks or the parameters are not those of
-        the topology.
+        default is enough where all run on one host. `added`: what engines get on top of the parameters. Raises
+        ValueError when the ranks or the parameters are not those of the topology.
         """
         self.topology, self._settings, self._group, self._endpoint = topology, settings, group, endpoint
         self._rank = dist.get_rank(group)
@@ -85,7 +86,8 @@ class TrainerSide:
                 f"{topology.trainer} has {topology.trainer.world} ranks, but the group has {dist.get_world_size(group)}"
             )
         topology.check_trainer(self._rank, parameters)
-        self._sources = topology.carried(Tensors(parameters))
+        sources = topology.carried(Tensors(parameters))
+        self._sources = sources if added is None else Sums(sources, added)
         self._device = next(iter(parameters.values())).device
         self._seats: list[RankSeat] = self._gather(RankSeat.new(self._device))
         self._board, self.address = self._open_board(host)

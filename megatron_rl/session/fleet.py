@@ -29,9 +29,10 @@ from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.session.adapter_refit import AdapterRefit
 from megatron_rl.session.common import Driver
 from megatron_rl.session.pool_refit import PoolRefit
-from megatron_rl.session.servers import ENGINES, TOKEN, About, connect
+from megatron_rl.session.servers import ENGINES, TOKEN, About, adapters_served, connect
 from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
@@ -136,7 +137,8 @@ def _open_embedded(session: _Session, settings: Embedded, fleet: Fleet) -> None:
         layout = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
         topology, group = _topology(policy, layout, model.dtype), policy.groups.control
         side = TrainerSide(
-            topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group)
+            topology, config.refit, policy.shards(), group=group, endpoint=own, host=_board_host(group),
+            added=policy.added,
         )  # fmt: skip
         session.stack.callback(side.close)
         fleet.refits[name] = functools.partial(_refit_here, side, name, session.driver)
@@ -167,9 +169,15 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
         policy = session.policies.get(name)
         if policy is None:
             continue
+        if config.roles[name].lora is not None and adapters_served(settings):
+            place = driver.directory.path / ENGINES / "adapters" / name
+            fleet.refits[name] = AdapterRefit(session.world, name, policy, pool, driver, place, config.refit.timeout_s)
+            continue
         layout = EngineLayout(replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel)
         topology = _topology(policy, layout, config.roles[name].model.dtype)
-        side = TrainerSide(topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host)
+        side = TrainerSide(
+            topology, config.refit, policy.shards(), group=policy.groups.control, host=settings.host, added=policy.added
+        )
         session.stack.callback(side.close)
         fleet.refits[name] = PoolRefit(session.world, name, side, pool, driver, config.refit.timeout_s)
 
@@ -178,7 +186,10 @@ def _pool(session: _Session, settings: Servers, name: str, started: list[Supervi
     """The pool of one role's servers. Those of a role without a policy keep the weights that they are started with."""
     config, directory = session.config, session.driver.directory.path / ENGINES
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
-    client = connect(settings, token, config.refit.timeout_s, _about(config, name))
+    about = _about(config, name)
+    if config.roles[name].lora is not None and adapters_served(settings):
+        about = replace(about, adapters=(directory / "adapters" / name).resolve())
+    client = connect(settings, token, config.refit.timeout_s, about)
     pool = Pool(name, settings, Roster(directory), client, fixed=name not in session.policies)
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)

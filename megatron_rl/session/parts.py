@@ -13,6 +13,7 @@ from megatron_rl.data.problems import PromptReader
 from megatron_rl.engines.base import Engine, TandemSampling
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.models.adapters import owners
 from megatron_rl.session.common import Driver, sampling_of
 from megatron_rl.training.prompts import HELD_OUT, asked_tokenizers, encoder, read_sets, training_sets
 from megatron_rl.training.turns import Grade, Recipe, Table
@@ -46,16 +47,20 @@ def prompts(
 
 
 def policies(config: TrainConfig, recipe: Recipe) -> dict[str, MegatronPolicy]:
-    """The model of every role that has a policy of its own; those that sleep are asleep. Collective."""
-    trained = trained_policies(config, recipe)
-    out = {}
+    """The model of every role that has a policy of its own; those that sleep are asleep. Collective.
+
+    Roles with adapters of the same model and layout share one model.
+    """
+    trained, owner = trained_policies(config, recipe), owners(config.roles)
+    out: dict[str, MegatronPolicy] = {}
     for name, role in config.roles.items():
         if not role.has_policy:
             continue
         groups = parallel.create(role.layout, seed=config.run.seed)
         out[name] = MegatronPolicy(
-            role, groups, trainable=name in trained, seed=config.run.seed, deterministic=config.run.deterministic
-        )
+            role, groups, trainable=name in trained, seed=config.run.seed, deterministic=config.run.deterministic,
+            base=out.get(owner.get(name, "")),
+        )  # fmt: skip
         if role.sleep:  # before the next role is built: both may not fit awake
             out[name].sleep()
     return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from megatron_rl.config.schema import Servers, Sglang, Strategy, Vllm
@@ -27,6 +28,12 @@ class About:
     ends: frozenset[int] = frozenset()  # end-of-sequence tokens
     vocab: int = 0
     boundaries: Callable[[Strategy], frozenset[int]] | None = None  # of a tandem's strategies
+    adapters: Path | None = None  # where the adapters of all versions lie; None: servers hold merged weights
+
+
+def adapters_served(settings: Servers) -> bool:
+    """Says whether servers compute with adapters beside a model, and refits bring adapters alone."""
+    return isinstance(settings, Vllm) and settings.adapters == "served"
 
 
 def command(settings: Servers) -> Callable[..., Command]:
@@ -45,9 +52,13 @@ def connect(
         return lambda listing: SglangServer(
             listing.url, token, settings, ends=known.ends, vocab=known.vocab, refit_timeout_s=refit_timeout_s
         )
-    from megatron_rl.engines.vllm import VllmServer
+    from megatron_rl.engines.vllm import AdapterServer, VllmServer
 
     own = cast(Vllm, settings)  # there are only these two kinds
+    if (place := known.adapters) is not None:
+        return lambda listing: AdapterServer(
+            listing.url, token, own, adapters=place, ends=known.ends, vocab=known.vocab, refit_timeout_s=refit_timeout_s
+        )
     return lambda listing: VllmServer(
         listing.url,
         token,

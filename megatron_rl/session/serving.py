@@ -24,7 +24,7 @@ from megatron_rl.engines.roster import Announcement, Listing, Roster
 from megatron_rl.session.damage import refuse_damaged_models
 from megatron_rl.session.launch import run_directory
 from megatron_rl.session.restarts import Restarts
-from megatron_rl.session.servers import ENGINES, TOKEN, command, connect
+from megatron_rl.session.servers import ENGINES, TOKEN, adapters_served, command, connect
 
 POLL_S = 0.5
 OVER_S = 2.0  # between two looks whether the run is over
@@ -161,6 +161,10 @@ class _Serving:
             from megatron_rl.engines.vllm import with_experts
 
             return with_experts(words, on_gpu=on_gpu)
+        if role.lora is not None and adapters_served(self._settings):
+            from megatron_rl.engines.vllm import with_adapters
+
+            return with_adapters(words, rank=role.lora.rank)
         if role.tandem is None:
             return words
         from megatron_rl.engines.vllm import with_tandem

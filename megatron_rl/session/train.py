@@ -144,6 +144,7 @@ def _finish(
     for name in parts.trained_policies(config, recipe):
         target = driver.directory.path / "models" / name
         export_model(world, models.policies[name].weights(), config.roles[name].model, target)
+        models.policies[name].write_adapter(driver.directory.path / "adapters" / name)
         if driver.tracker is not None:
             driver.tracker.keep_model(name, target)
     driver.summary({"finished": finished})

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, work_of
 
-from megatron_rl.config.schema import Layout, LossConfig, Model, RoleConfig
+from megatron_rl.config.schema import Layout, Lora, LossConfig, Model, RoleConfig
 from megatron_rl.megatron import forward, offload, optim, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
@@ -94,6 +94,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     role = RoleConfig(
         model=Model(path=case["model"], dtype=dtype, recompute=recompute, recompute_modules=modules), layout=layout,
         loss=LossConfig(kl_coef=0.0), micro_batch_tokens=case["micro"],
+        lora=Lora(**case["lora"]) if "lora" in case else None,
     )  # fmt: skip
     policy = MegatronPolicy(role, parallel.create(layout))
     parameters = storages(p for _, p in models.named_parameters(policy.chunks))
@@ -116,7 +117,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
         count=len(packed),
         recompute=memory.recomputed(role.model),
     )
-    plan = memory.training(shape, cut, micro, Precision.cpu(dtype), stage=policy.groups.pp_rank)
+    plan = memory.training(shape, cut, micro, Precision.cpu(dtype), stage=policy.groups.pp_rank, lora=role.lora)
     return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
 
 

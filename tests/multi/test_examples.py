@@ -36,7 +36,7 @@ TRAIN = [
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
     *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
     *("ssrl_mini/ssrl", "agent_mini/agent", "tango_agent_mini/tango"),
-    *("poker_mini/poker",),
+    *("poker_mini/poker", "tango_lora_qwen2.5_7b"),
     *(
         "search_mini/search",
         "python_mini/python",

@@ -464,6 +464,7 @@ def test_memory_is_what_the_actor_allocates(tmp_path):
         (experts, {}, {"recompute": "selective", "modules": ["moe"]}),
         (dense, {}, {"dtype": "bfloat16"}), (experts, {"ep": 2}, {}), (experts, together, {}),
         (moved, together, {}), (moved, {}, {"dtype": "bfloat16"}),
+        (dense, {}, {"lora": {"rank": 8}}), (dense, together, {"lora": {"rank": 4}, "dtype": "bfloat16"}),
     ]  # fmt: skip
     cases = [
         {"model": str(model), "layout": layout, "lengths": [64] * 8, "micro": 128, **kind}

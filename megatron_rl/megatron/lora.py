@@ -1,0 +1,284 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in a Megatron model: what they compute, and how ranks share them.
+
+Megatron joins query, key and value, and gate and up. Their adapters stay apart, as peft has them: each Hugging Face
+matrix has an A and a B of its own, and what they compute is put where the joined matrix puts its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_rl.config.schema import Lora
+from megatron_rl.megatron import platform
+from megatron_rl.models.adapters import LINEARS, Projection, adapted, projections
+from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
+from megatron_rl.models.sizes import Sizes
+from megatron_rl.weights import adapters, copies, rectangles
+from megatron_rl.weights.rectangles import Rect, Shard
+
+platform.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import (  # noqa: E402
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The adapters of one linear module of Megatron, and where the rows that they compute stand in its output."""
+
+    names: tuple[str, ...]  # of the adapters, in the order of the module's matrices
+    # Rows of the output from the first to the last: (number of the adapter, its first row, rows). None: rows of a
+    # matrix without an adapter.
+    runs: tuple[tuple[int | None, int, int], ...]
+    inward: bool  # tensor ranks cut the matrix by columns
+
+
+class Adapter(torch.nn.Module):
+    """A [r, columns] and B [rows, r] of one matrix, as this rank holds them.
+
+    One of them is cut among tensor ranks; the other is whole on all of them, and under sequence parallelism each rank
+    sees a part of the tokens: core then sums its gradients.
+    """
+
+    def __init__(self, config: Any, projection: Projection, rank: int, *, device: torch.device) -> None:
+        super().__init__()
+        self.group: Any = parallel_state.get_tensor_model_parallel_group()
+        own, inward = self.group.size(), projection.inward
+        rows, columns = projection.rows // (1 if inward else own), projection.columns // (own if inward else 1)
+        kind: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        self.lora_a = torch.nn.Parameter(torch.zeros(rank, columns, **kind))
+        self.lora_b = torch.nn.Parameter(torch.zeros(rows, rank, **kind))
+        cut, whole = (self.lora_a, self.lora_b) if inward else (self.lora_b, self.lora_a)
+        self.axis = {"lora_a": 1} if inward else {"lora_b": 0}
+        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=1 if inward else 0, stride=1)
+        whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns core's description of both matrices for checkpoints: ranks hold parts of one, copies of the other."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, self.axis, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
+
+
+class LayerAdapters(torch.nn.ModuleDict):
+    """The adapters of one layer, by the names of their matrices."""
+
+    def __init__(
+        self, config: Any, sizes: Sizes, layer: int, settings: Lora, shard: Shard, *, device: torch.device
+    ) -> None:
+        own = adapted(sizes, layer, settings)
+        super().__init__({p.name: Adapter(config, p, settings.rank, device=device) for p in own})
+        self.sequence_parallel, self.scale = config.sequence_parallel, settings.alpha / settings.rank
+        self.group: Any = parallel_state.get_tensor_model_parallel_group()
+        self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in LINEARS}
+
+    def added(self, linear: str, x: Tensor) -> Tensor | None:
+        """Returns what the adapters add to the output of a linear module that reads `x` on this rank.
+
+        None where the module's matrices have no adapter.
+        """
+        joined = self.joined[linear]
+        if not joined.names:
+            return None
+        own: list[Any] = [self[name] for name in joined.names]
+        low = F.linear(x, torch.cat([adapter.lora_a for adapter in own]) if len(own) > 1 else own[0].lora_a)
+        if joined.inward:
+            return F.linear(self._sum_over_columns(low) * self.scale, own[0].lora_b)
+        low = self._spread(low) * self.scale
+        parts = low.split(low.shape[-1] // len(own), dim=-1)
+        made = [F.linear(part, adapter.lora_b) for part, adapter in zip(parts, own, strict=True)]
+        if len(joined.runs) == 1:
+            return made[0]
+        return torch.cat([self._run(made, low, *run) for run in joined.runs], dim=-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns core's description of all adapters for checkpoints."""
+        state: dict[str, Any] = {}
+        for name, adapter in self.items():
+            own: Any = adapter
+            state |= own.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        return state
+
+    def _sum_over_columns(self, low: Tensor) -> Tensor:
+        """Adds up A x over the ranks that cut the columns. With sequence parallelism a rank keeps its own tokens."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return reduce_from_tensor_model_parallel_region(low, group=self.group)
+
+    def _spread(self, low: Tensor) -> Tensor:
+        """Hands A x to the ranks that cut the rows: of all tokens, with gradients that are the sum of the ranks'."""
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+        spread = copy_to_tensor_model_parallel_region(low, group=self.group)
+        if spread.requires_grad:  # core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1)
+            spread.register_hook(Tensor.contiguous)
+        return spread
+
+    @staticmethod
+    def _run(made: Sequence[Tensor], like: Tensor, adapter: int | None, row: int, rows: int) -> Tensor:
+        """Returns a run of rows of what one adapter computes, or zeros."""
+        if adapter is None:
+            return like.new_zeros(*like.shape[:-1], rows)
+        return made[adapter].narrow(-1, row, rows)
+
+
+class RoleAdapters:
+    """All adapters of one role on this rank. Several roles may have theirs on one model.
+
+    `show` puts a role's in use.
+    """
+
+    def __init__(self, cores: Sequence[Any], sizes: Sizes, settings: Lora, shard: Shard) -> None:
+        """Makes the adapters, all zero, and puts them in use. Call with the layout's groups active."""
+        self._sizes, self._settings, self._shard = sizes, settings, shard
+        self._layers: list[tuple[Any, LayerAdapters]] = []
+        self.named: dict[str, torch.nn.Parameter] = {}  # by name with global layer numbers, in order
+        for layer in (layer for core in cores for layer in core.decoder.layers):
+            number, device = layer.layer_number - 1, next(layer.parameters()).device
+            own = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)
+            if not hasattr(layer, "lora"):
+                for linear in LINEARS:
+                    layer.get_submodule(linear).register_forward_hook(functools.partial(_add, layer, linear))
+            self._layers.append((layer, own))
+            for name, adapter in own.items():
+                self.named |= {
+                    adapters.parameter_name(number, name, part): parameter
+                    for part, parameter in adapter.named_parameters()
+                }
+        self.show()
+        self._changes = {name: change for layer, own in self._layers for name, change in self._of_layer(layer, own)}
+
+    def show(self) -> None:
+        """Makes the model compute with these adapters, and name them among its parameters."""
+        for layer, own in self._layers:
+            layer.lora = own
+
+    def fill(self, seed: int) -> None:
+        """Takes the adapters from the settings' directory, or draws A and leaves B zero.
+
+        Ranks of any layout draw the same. Raises ConfigError for an adapter that is not the settings' or the model's.
+        """
+        path, rank = self._settings.path, self._settings.rank
+        found = None if path is None else adapters.read(path, self._sizes, self._settings)
+        for name, parameter in self.named.items():
+            _, rects = adapters.held(self._sizes, name, self._shard, rank)
+            if found is not None:
+                read = functools.partial(_rectangle, found)
+                copies.fill(parameter, rects, read)
+            elif name.endswith("lora_a"):
+                whole = adapters.held(self._sizes, name, rectangles.WHOLE, rank)[0]
+                drawn = {rects[0].tensor: _draw(whole, self._settings, f"{seed}/{name}")}
+                copies.fill(parameter, rects, functools.partial(_rectangle, drawn))
+
+    def added(self, name: str, row: int, column: int, rows: int, columns: int) -> Tensor | None:
+        """Returns alpha / r B A of a rectangle of one of the base's parameters as this rank holds it, in float32.
+
+        None where the parameter has no adapter.
+        """
+        if name not in self._changes:
+            return None
+        first, out = self._changes[name][0], None
+        for rect, adapter in self._changes[name]:
+            low, high = max(row, rect.at_row), min(row + rows, rect.at_row + rect.rows)
+            if low >= high:
+                continue
+            out = first[1].lora_a.new_zeros(rows, columns, dtype=torch.float32) if out is None else out
+            start = low - rect.at_row + rect.row - self._first_row(adapter, rect)
+            b = adapter.lora_b.detach()[start : start + high - low].float()
+            a = adapter.lora_a.detach()[:, column : column + columns].float()
+            out[low - row : high - row] = self._settings.alpha / self._settings.rank * (b @ a)
+        return out
+
+    def _first_row(self, adapter: Any, rect: Rect) -> int:
+        """Returns the row of the Hugging Face matrix where this rank's part of B begins."""
+        own = adapter.lora_b.shape[0]
+        return rect.row // own * own
+
+    def _of_layer(self, layer: Any, own: LayerAdapters) -> list[tuple[str, list[tuple[Rect, Any]]]]:
+        """Returns (the base's parameter, [(rectangle, adapter)]) of the linear modules of a layer."""
+        number, found = layer.layer_number - 1, []
+        by_tensor = {
+            f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
+            for p in adapted(self._sizes, number, self._settings)
+        }
+        for linear in LINEARS:
+            name = f"{MEGATRON_LAYER.format(number)}{linear}.weight"
+            rects = rectangles.megatron(self._sizes, name, self._shard)[1]
+            pairs = [(rect, by_tensor[rect.tensor]) for rect in rects if rect.tensor in by_tensor]
+            found += [(name, pairs)] if pairs else []
+        return found
+
+
+def only_adapters(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a model's sharded state that belong to adapters."""
+    return {name: value for name, value in state.items() if adapters.is_adapter(name)}
+
+
+def freeze(cores: Sequence[Any]) -> None:
+    """Makes a model's weights untrained. What layers compute again in the backward pass still gets gradients.
+
+    Core computes a layer again only where its input has a gradient, which the embedding of a frozen model has not.
+    """
+    for core in cores:
+        core.requires_grad_(False)
+        if core.pre_process and core.config.recompute_granularity is not None:
+            core.embedding.register_forward_hook(_with_gradient)
+
+
+def _with_gradient(_module: Any, _inputs: Any, embedded: Tensor) -> Tensor:
+    return embedded.requires_grad_() if torch.is_grad_enabled() else embedded
+
+
+def _add(layer: Any, linear: str, _module: Any, inputs: tuple[Tensor, ...], out: tuple[Tensor, Any]) -> Any:
+    """Adds what the layer's adapters compute to the output of a linear module."""
+    added = layer.lora.added(linear, inputs[0])
+    return None if added is None else (out[0] + added, *out[1:])
+
+
+def _joined(sizes: Sizes, layer: int, linear: str, own: Sequence[Projection], shard: Shard) -> _Joined:
+    """Returns where the rows of a linear module's matrices stand in its output on this rank."""
+    inside = [p for p in projections(sizes, layer) if p.linear == linear]
+    names = tuple(p.name for p in own if p.linear == linear)
+    by_tensor = {f"{HF_LAYER.format(layer)}{p.module}.weight": p for p in inside}
+    runs: list[tuple[int | None, int, int]] = []
+    rects = rectangles.megatron(sizes, f"{MEGATRON_LAYER.format(layer)}{linear}.weight", shard)[1]
+    for rect in sorted(rects, key=lambda rect: rect.at_row):
+        found = by_tensor[rect.tensor]
+        whole = found.rows // (1 if found.inward else shard.tp)
+        runs.append((names.index(found.name) if found.name in names else None, rect.row % whole, rect.rows))
+    return _Joined(names, tuple(runs), inside[0].inward)
+
+
+def _rectangle(tensors: Mapping[str, Tensor], rect: Rect) -> Tensor:
+    return copies.from_tensor(tensors[rect.tensor], rect)
+
+
+def _draw(shape: tuple[int, int], settings: Lora, key: str) -> Tensor:
+    """Draws A [r, columns] as peft does, from a seed that is a function of `key` alone."""
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") >> 1
+    generator = torch.Generator().manual_seed(seed)
+    if settings.init == "gaussian":
+        return torch.randn(shape, generator=generator) / settings.rank
+    bound = shape[1] ** -0.5  # of torch.nn.Linear, which peft's A is: kaiming_uniform_ with a = sqrt(5)
+    return (2 * torch.rand(shape, generator=generator) - 1) * bound

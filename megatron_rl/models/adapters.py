@@ -1,0 +1,150 @@
+"""Says which matrices of a model can have a low-rank adapter (LoRA), and which settings of adapters a model refuses.
+
+Nothing here imports torch: config checks, planning and the trainer ask it alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import Lora, RoleConfig
+from megatron_rl.models.registry import layer_rows
+from megatron_rl.models.sizes import Sizes
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files, as peft names them
+# Megatron's modules of a layer whose matrices can have one, in the order in which a layer computes them.
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")  # those that tensor ranks cut by columns
+# Settings of peft that change what an adapter computes, with the values under which it is W + alpha / r B A.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layers_to_transform": (None, []),
+    "lora_bias": (False, None),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One matrix [rows, columns] of a layer that can have an adapter: A [r, columns] and B [rows, r]."""
+
+    name: str  # as in lora.targets, q_proj
+    module: str  # its module in a Hugging Face layer, self_attn.q_proj
+    linear: str  # the module of Megatron that computes it, with others where they are joined
+    rows: int
+    columns: int
+
+    @property
+    def inward(self) -> bool:
+        """Says whether tensor ranks cut the matrix by columns. They cut the others by rows."""
+        return self.linear in INWARD
+
+    def elements(self, rank: int, tp: int = 1) -> float:
+        """Returns the numbers of A and B on one of `tp` tensor ranks: the side that the ranks cut is shared out."""
+        cut, whole = (self.columns, self.rows) if self.inward else (self.rows, self.columns)
+        return rank * (cut / tp + whole)
+
+
+@lru_cache(maxsize=4096)
+def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
+    """Returns the matrices of a layer that can have an adapter, in the order in which Megatron joins them."""
+    found = []
+    for row in layer_rows(sizes, layer):
+        linear = row.name.removesuffix(".weight")
+        if linear not in LINEARS:
+            continue
+        for source in row.sources:
+            module = source.name.removesuffix(".weight")
+            found.append(Projection(module.rpartition(".")[2], module, linear, source.rows, source.columns))
+    return tuple(found)
+
+
+def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
+    """Returns the matrices of a layer that have an adapter under these settings."""
+    return [found for found in projections(sizes, layer) if found.name in lora.targets]
+
+
+def num_elements(sizes: Sizes, lora: Lora) -> int:
+    """Returns the number of trained numbers of a whole model with these adapters."""
+    return int(sum(p.elements(lora.rank) for layer in range(sizes.num_layers) for p in adapted(sizes, layer, lora)))
+
+
+def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
+    """Returns {role with adapters: the role whose model in the trainer it computes with}, itself or one before it.
+
+    Roles of the same model files, dtype, recomputation and layout share one: adapters leave it as it is.
+    """
+    found: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    for name, role in roles.items():
+        if role.lora is not None and role.has_policy:
+            model = role.model
+            key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout
+            found[name] = first.setdefault(key, name)
+    return found
+
+
+def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
+    """Returns a sentence, with its cure, for each setting that a role with adapters may not have.
+
+    `name`: what to call the role's model.
+    """
+    lora = role.lora
+    if lora is None:
+        return []
+    found = []
+    if sizes.experts:
+        found.append(f"lora, and {name} has experts: adapters are written for dense models; leave lora out")
+    if sizes.kv_rank:
+        found.append(f"lora, and {name} attends through latents: adapters of these are not written; leave lora out")
+    if role.model.fp8:
+        found.append("lora with model.fp8 = true: adapters are computed in the model's own dtype; set fp8 to false")
+    if role.model.init == "random":
+        found.append("lora with model.init = 'random': adapters of random weights learn little; set it to pretrained")
+    if found or lora.path is None:
+        return found
+    return _file_problems(lora, lora.path)
+
+
+def _file_problems(lora: Lora, path: str) -> list[str]:
+    """Returns what is wrong with the adapter that training is to start from, as far as its settings tell."""
+    file = Path(path) / CONFIG
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        return [f"lora.path = {path}: {file} cannot be read ({error}); give the directory of an adapter"]
+    found = [
+        f"lora.path = {path}: its {CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes and is "
+        "not supported; give a plain LoRA adapter"
+        for key, plain in _PLAIN.items()
+        if key in told and told[key] not in plain
+    ]
+    targets = told.get("target_modules")
+    own: dict[str, tuple[Any, Any]] = {
+        "rank": (told.get("r"), lora.rank),
+        "alpha": (told.get("lora_alpha"), lora.alpha),
+        # A pattern or the word all-linear says less than the tensors do, which are compared when they are read.
+        "targets": (sorted(targets), sorted(lora.targets)) if isinstance(targets, list) else (None, None),
+    }
+    found += [
+        f"lora.{key} = {asked}, and the adapter in lora.path = {path} has {there}: set lora.{key} to that"
+        for key, (there, asked) in own.items()
+        if there != asked
+    ]
+    return found

@@ -1,0 +1,113 @@
+"""Settings of adapters (LoRA): what is refused, with the cure, and what reading them needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_models import make_model
+
+from megatron_rl.config.schema import ConfigError, Lora, Model, RoleConfig
+from megatron_rl.models import registry
+from megatron_rl.models.adapters import adapter_problems, num_elements, projections
+from megatron_rl.weights import adapters
+from megatron_rl.weights.rectangles import WHOLE, Shard
+
+QWEN = registry.known_sizes("qwen2.5-7b")
+
+
+def role(**settings):
+    return RoleConfig(**{"model": Model(path="a/model"), "lora": Lora(), **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"dropout": 0.1}, "lora.dropout = 0.1: adapters are trained without dropout; set it to 0"),
+        ({"targets": ()}, "name at least one matrix"),
+        ({"targets": ("q_proj", "q_proj")}, "each of them once"),
+    ],
+)
+def test_lora_settings_that_cannot_be_used_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        Lora(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "says"),
+    [
+        ("qwen3-30b-a3b", {}, "has experts: adapters are written for dense models; leave lora out"),
+        ("qwen2.5-7b", {"model": Model(path="m", fp8=True)}, "set fp8 to false"),
+        ("qwen2.5-7b", {"model": Model(path="m", init="random")}, "set it to pretrained"),
+        ("qwen2.5-7b", {"lora": Lora(path="nowhere")}, "give the directory of an adapter"),
+    ],
+)
+def test_lora_problems_name_the_cure(sizes, settings, says):
+    [found] = adapter_problems(registry.known_sizes(sizes), role(**settings), "a/model")
+    assert says in found
+    assert adapter_problems(registry.known_sizes(sizes), role(**settings | {"lora": None}), "a/model") == []
+
+
+def test_lora_of_qwen_7b_has_as_many_numbers_as_peft_says():
+    """28 layers: q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 18944 x 3584; r (rows + columns) each."""
+    by_hand = 28 * 16 * (2 * (3584 + 3584) + 2 * (512 + 3584) + 3 * (18944 + 3584))
+    assert num_elements(QWEN, Lora(rank=16)) == by_hand == 40_370_176
+    assert num_elements(QWEN, Lora(rank=16, targets=("q_proj",))) == 28 * 16 * 7168
+    assert [p.name for p in projections(QWEN, 0)] == [*Lora().targets]
+
+
+def test_lora_ranks_hold_every_number_of_an_adapter():
+    for name, tensor in (
+        ("q_proj", "self_attn.q_proj"),
+        ("down_proj", "mlp.down_proj"),
+        ("k_proj", "self_attn.k_proj"),
+    ):
+        for part in ("lora_a", "lora_b"):
+            own = adapters.parameter_name(5, name, part)
+            shape, [rect] = adapters.held(QWEN, own, WHOLE, 8)
+            assert rect.tensor == f"base_model.model.model.layers.5.{tensor}.lora_{part[-1].upper()}.weight"
+            assert adapters.is_adapter(own) and not adapters.is_adapter("decoder.layers.5.mlp.linear_fc1.weight")
+            parts = [adapters.held(QWEN, own, Shard(4, rank), 8) for rank in range(4)]
+            elements = sum(rows * columns for (rows, columns), _ in parts)
+            assert elements == shape[0] * shape[1] * (1 if adapters.is_cut(QWEN, own) else 4)
+            assert adapters.is_cut(QWEN, own) == ((name == "down_proj") == (part == "lora_a"))
+
+
+def test_lora_adapters_that_are_not_the_settings_are_refused(tmp_path):
+    sizes = registry.read(json.loads((make_model(tmp_path / "m") / "config.json").read_text()))
+    lora, there = Lora(rank=2, alpha=4.0), tmp_path / "adapter"
+    tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(sizes, lora).items()}
+    adapters.write(there, tensors, lora, str(tmp_path / "m"))
+    own = replace(lora, path=str(there))
+    assert adapter_problems(sizes, role(lora=own), "m") == []
+    assert adapters.read(there, sizes, own).keys() == tensors.keys() and adapters.read_settings(there).rank == 2
+    for change, says in (
+        ({"rank": 3}, "lora.rank = 3, and the adapter in lora.path"),
+        ({"alpha": 5.0}, "lora.alpha = 5.0"),
+        ({"targets": ("q_proj",)}, "lora.targets = ['q_proj']"),
+    ):
+        assert says in adapter_problems(sizes, role(lora=replace(own, **change)), "m")[0]
+    with pytest.raises(ConfigError, match="set lora.targets to the adapter's"):
+        adapters.read(there, sizes, replace(own, targets=("q_proj",)))
+    with pytest.raises(ConfigError, match="is it another model's"):
+        adapters.read(there, sizes, replace(own, rank=3))
+    told = json.loads((there / "adapter_config.json").read_text())
+    (there / "adapter_config.json").write_text(json.dumps(told | {"use_rslora": True}))
+    assert "says use_rslora = True" in adapter_problems(sizes, role(lora=own), "m")[0]
+    (there / "adapter_model.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+        adapters.read(there, sizes, own)
+
+
+def test_lora_of_another_training_of_the_model_is_told_apart(tmp_path):
+    """One number in the middle of the weights differs."""
+    first, second = make_model(tmp_path / "a"), make_model(tmp_path / "b")
+    assert adapters.base_digest(first) == adapters.base_digest(second)
+    tensors = dict(adapters.hf.read_tensors(second))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 3] += 1.0
+    save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
+    assert adapters.base_digest(first) != adapters.base_digest(second)

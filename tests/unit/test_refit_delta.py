@@ -1,0 +1,20 @@
+"""Deltas of refits: whatever share of the values changed, the receiver comes to the sender's values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_rl.refit import delta
+
+
+@pytest.mark.parametrize("changed", [0, 1, 40, 900, 960, 999, 1000])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_a_delta_that_is_cheaper_whole_is_read_whole_though_some_values_are_as_they_were(changed, dtype):
+    """With 960 of 1,000 changed the mask costs more than the values that it saves, and a whole message is sent."""
+    old = torch.arange(1000, dtype=dtype)
+    new = old.clone()
+    new[torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:changed]] += 7
+    message = torch.zeros(delta.HEADER + new.numel() * new.element_size(), dtype=torch.uint8)
+    length = delta.encode(new, old, message)
+    assert torch.equal(delta.decode(message[:length], old.clone()), new)
