@@ -42,11 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
     _add_serve(commands)
     cluster.add_parsers(commands)
-    report = commands.add_parser(
-        "report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts"
-    )
-    report.add_argument("run", type=Path, help="a run directory, or a sweep's")
-    report.add_argument("--png", type=Path, help="also draw the main curves into this file")
+    _add_report(commands)
     return parser
 
 
@@ -102,6 +98,28 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--ranks", type=positive, help="number of ranks it will run on (default: launch.nproc)")
     parser.add_argument(
         "--print", action="store_true", dest="show", help="print the resolved config too, all defaults filled in"
+    )
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report", help="write RUN/report.html: did it learn, curves, verdicts, times, rollouts; or compare several runs"
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run directories, sweeps, NAME.json files of `megatron-rl eval`",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="the page (default: RUN/report.html; of several: comparison.html)"
+    )
+    parser.add_argument(
+        "--rollouts", type=positive, default=4000, metavar="N", help="most rollouts that the page holds (default: 4000)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE.png", help="also draw the main curves of one run as a picture"
     )
 
 

@@ -70,6 +70,7 @@ def write_parts(path: Path, parts: Iterable[str]) -> None:
 
     What is no UTF-8, such as half of a pair of surrogates, becomes a question mark.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:

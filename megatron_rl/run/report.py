@@ -29,14 +29,14 @@ NO_SCRIPT = "<noscript><p>The curves and the rollouts of this page need JavaScri
 Sections = list[tuple[str, str]]
 
 
-def write_report(run_dir: Path, *, rollouts: int = MAX_ROLLOUTS) -> Path:
-    """Writes RUN/report.html, or SWEEP/report.html, from what the directory holds so far and returns its path. Uses no
-    network. `rollouts`: most rollouts that the page holds.
+def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = MAX_ROLLOUTS) -> Path:
+    """Writes a page about a run or a sweep from what its directory holds so far and returns its path, which is
+    `target` or DIRECTORY/report.html. Uses no network. `rollouts`: most rollouts that the page holds.
 
     Any part that was not logged (rollouts, a verifier, evaluations) is left out, and so is what is damaged, which the
     page then says. Raises FileNotFoundError for a directory without a run, and ConfigError for a damaged sweep.json.
     """
-    target = run_dir / "report.html"
+    target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():
         return write_comparison([run_dir], target, rollouts=rollouts)
     if not is_run(run_dir):
@@ -89,7 +89,6 @@ def write_comparison(paths: Sequence[Path], target: Path, *, rollouts: int = MAX
         title, escape(" · ".join(told)), sections, head=NO_SCRIPT, styles=STYLES, scripts=SCRIPTS,
         data=_data(runs, found_arms, found, changed, picked),
     )  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
     write_parts(target, parts)
     return target
 
