@@ -172,7 +172,7 @@ def test_what_models_wrote_stays_text(tmp_path):
     text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
     found = Page(text)
     assert "b" in {tag for tag, _ in found.tags}  # our own bold; theirs is text:
-    assert "alert(1)" not in text and "last letters" not in text, "texts are packed"
+    assert "alert(1)" not in text and "<b>x" not in text
     row = found.rollouts()[0]
     assert "</script><script>alert(1)</script>" in row["text"] and row["question"] == "last letters of <b>x</b>?"
     assert "demo <run>" in "".join(found.text) and "<run>" not in text.replace("demo &lt;run&gt;", "")
@@ -417,10 +417,10 @@ def test_any_runs_are_compared_with_their_settings(tmp_path):
     ]
     read = read_runs(runs)
     assert differences(read) == {
-        "roles.generator.optimizer.lr": ["1.5e-4"] * 2 + ["3e-4"] * 2,
+        "roles.generator.optimizer.lr": [0.00015] * 2 + [0.0003] * 2,
         "run.seed": [1, 2, 1, 2],
     }
-    assert [(arm.label, list(arm.runs)) for arm in arms(read)] == [("lr=1.5e-4", [0, 1]), ("lr=3e-4", [2, 3])]
+    assert [(arm.label, list(arm.runs)) for arm in arms(read)] == [("lr=0.00015", [0, 1]), ("lr=0.0003", [2, 3])]
     text = write_comparison(runs, tmp_path / "both.html", rollouts=80).read_text()
     found = Page(text)
     shown = " ".join(found.text)

@@ -27,7 +27,8 @@ CONFIG = "run: {name: talks, seed: 7}\nroles: {solver: {model: {path: models/tin
 HOSTILE = "</script><script>boom()</script>\u2028<img src=x onerror=boom()>\u202egnp\u2066\x1b[31mred\0<!-- <b>&amp;"
 SAYS = "<final_verification>\\boxed{{{}}}</final_verification>"
 WIDE = """
-  const wide = [...document.querySelectorAll("main *")].filter((one) => one.closest(".scroll, svg, .plot, .tag") === null
+  const free = (one) => one.closest(".scroll, svg, .plot, .tag") === null;
+  const wide = [...document.querySelectorAll("main *")].filter((one) => free(one)
     && one.getBoundingClientRect().width > 0
     && one.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5);
 """
@@ -37,7 +38,8 @@ LOOKS = (
   const plots = [...document.querySelectorAll(".chart canvas")];
   const painted = plots.filter((canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data
     .some((value, i) => i % 4 === 3 && value > 0));
-  const paint = (one, what) => getComputedStyle(one)[what].match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0);
+  const parts = (one, what) => getComputedStyle(one)[what].match(/\\d+/g).slice(0, 3);
+  const paint = (one, what) => parts(one, what).reduce((a, b) => a + Number(b), 0);
   return { plots: plots.length, painted: painted.length, width: document.documentElement.clientWidth,
     scroll: document.documentElement.scrollWidth, wide: wide.slice(0, 5).map((one) => one.outerHTML.slice(0, 120)),
     paper: paint(document.body, "backgroundColor"), ink: paint(document.body, "color") };
@@ -139,9 +141,9 @@ def test_the_page_asks_for_nothing_but_itself(browser, report):
 @pytest.mark.parametrize(
     ("control", "value", "count"),
     [
-        ("rollout-outcome", "1", "1–25 of 39"),  # 36 solutions, 2 episodes' seats, the hostile one
+        ("rollout-outcome", "1", "1–25 of 43"),  # 37 solutions, 2 seats on the left, 4 on the right
         ("rollout-outcome", "-1", None),
-        ("rollout-verdict", "disagrees", "1–15 of 15"),  # of each 20: 12 right of which 3 rejected, 8 wrong, 6 accepted
+        ("rollout-verdict", "disagrees", "1–25 of 27"),  # of each 20: 12 right, 3 of them rejected; 8 wrong, 6 accepted
         ("rollout-verdict", "agrees", None),
         ("rollout-reward-most", "0.3", None),
         ("rollout-length-least", "21", None),
@@ -230,7 +232,7 @@ def test_a_hostile_text_stays_text_that_can_be_seen(browser):
 def test_conversations_show_who_wrote_what_credit_and_calls(browser):
     browser.run('document.getElementById("rollout-reset").click();')
     found = browser.run(
-        SET.format("rollout-seat", "0")
+        SET.format("rollout-seat", "2")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
@@ -244,7 +246,8 @@ def test_conversations_show_who_wrote_what_credit_and_calls(browser):
       last.querySelector(".said details").open = true;
       return { said: own.map((said) => [said.className, said.querySelector(".who").textContent]),
         calls: own.flatMap((said) => [...said.querySelectorAll(".call")].map((call) => call.textContent)),
-        credit: all(".said [title^='+'], .said [title^='-']").map((span) => [span.title, span.textContent, paint(span)]),
+        credit: all(".said [title^='+'], .said [title^='-']").map(
+          (span) => [span.title, span.textContent, paint(span)]),
         legend: one.querySelector(".legend").textContent, other: last.querySelector(".facts").textContent,
         long: last.querySelector(".said details > .words").getBoundingClientRect().height,
         folded: last.querySelector(".said details > summary").textContent };
@@ -267,7 +270,7 @@ def test_conversations_show_who_wrote_what_credit_and_calls(browser):
 def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(browser):
     browser.run('document.getElementById("rollout-reset").click();')
     found = browser.run(
-        SET.format("rollout-seat", "2")
+        SET.format("rollout-seat", "1")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
@@ -289,8 +292,8 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
       const raw = [...chart.plot.data[1]], smooth = [...chart.plot.data[2]];
       const spread = (values) => Math.max(...values) - Math.min(...values);
       const over = chart.plot.over, box = over.getBoundingClientRect();
-      const mouse = (type, share, target = over) => target.dispatchEvent(new MouseEvent(type, { bubbles: true, button: 0,
-        clientX: box.left + share * box.width, clientY: box.top + 20 }));
+      const mouse = (type, share, target = over) => target.dispatchEvent(new MouseEvent(type, {
+        bubbles: true, button: 0, clientX: box.left + share * box.width, clientY: box.top + 20 }));
       mouse("mousemove", 0.5);
       await wait();
       const told = chart.legend.textContent;
