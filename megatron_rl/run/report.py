@@ -120,7 +120,7 @@ def _data(
     """Yields what the page's scripts read."""
     places = arm_places(found_arms, len(runs))
     yield Block(
-        "report",
+        "report-data",
         as_json(
             {
                 "runs": [{"name": run.name, "arm": places[i]} for i, run in enumerate(runs)],

@@ -105,7 +105,7 @@ class Picked:
     def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
         """Yields the page's data; none without rollouts."""
         if len(self.index):
-            yield Block("rollouts", as_json(self.index.plain(self.note(), runs)))
+            yield Block("rollouts-data", as_json(self.index.plain(self.note(), runs)))
         for number, chunk in enumerate(self.chunks):
             yield Block(f"texts-{number}", chunk)
 

@@ -78,7 +78,7 @@ class Page(HTMLParser):
             self.text.append(data)
 
     def data(self, name):
-        return json.loads(self.blocks[name])
+        return json.loads(self.blocks[f"{name}-data"])
 
     def rollouts(self):
         packed = [value for name, value in self.blocks.items() if name.startswith("texts-")]
@@ -196,7 +196,7 @@ def test_a_run_with_parts_missing_still_reports(tmp_path, turns, rollouts, verif
     found = Page(write_report(run).read_text(encoding="utf-8"))
     assert found.problems == []
     text = " ".join(found.text)
-    assert ("rollouts" in found.blocks) == rollouts
+    assert ("rollouts-data" in found.blocks) == rollouts
     assert ("against the truth" in text) == (verifier and turns > 3)
     assert report_png.draw_overview(read_run(run), run / "curves.png").stat().st_size > 1000
 

@@ -47,11 +47,11 @@ LOOKS = (
 )
 COUNT = 'return document.getElementById("rollout-count").textContent;'
 SET = """
-  const one = document.getElementById("{}");
+  {{ const one = document.getElementById("{}");
   one.value = "{}";
   one.dispatchEvent(new Event("input"));
   one.dispatchEvent(new Event("change"));
-  await new Promise((done) => setTimeout(done, 80));
+  await new Promise((done) => setTimeout(done, 80)); }}
 """
 
 
@@ -100,7 +100,12 @@ def report(tmp_path_factory):
         for i in range(4)
     ]
     right = [talk(*long, seat="right", episode=str(i), role="judge", rewards={"form": 1.0}) for i in range(4)]
-    keep(run, 3, solver=left, judge=[*right, talk(*mixed, role="judge", seat="third", rewards={"form": 0.0})])
+    keep(
+        run,
+        3,
+        solver=left,
+        judge=[*right, talk(*mixed, role="judge", seat="third", rewards={"form": 0.0, "kind": 1.0})],
+    )
     keep(run, 4, solver=[solution(True, True, question=HOSTILE, reward=0.25)])
     return write_report(run.path)
 
@@ -157,7 +162,7 @@ def test_the_page_asks_for_nothing_but_itself(browser, report):
 )
 def test_filters_leave_what_they_say(browser, report, control, value, count):
     """The count is compared with one made here from the page's index; for some filters it is also written out."""
-    data = json.loads(report.read_text().split('id="rollouts">')[1].split("</script>")[0])
+    data = json.loads(report.read_text().split('id="rollouts-data">')[1].split("</script>")[0])
     columns = ("outcome", "says", "truth", "reward", "length", "turn", "seat", "role", "steps")
     rows = [{name: data[name][i] for name in columns} for i in range(len(data["turn"]))]
     known = lambda row: row["says"] in (0, 1) and row["truth"] >= 0  # noqa: E731
@@ -293,7 +298,7 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
       const spread = (values) => Math.max(...values) - Math.min(...values);
       const over = chart.plot.over, box = over.getBoundingClientRect();
       const mouse = (type, share, target = over) => target.dispatchEvent(new MouseEvent(type, {
-        bubbles: true, button: 0, clientX: box.left + share * box.width, clientY: box.top + 20 }));
+        bubbles: true, button: 0, movementX: 5, clientX: box.left + share * box.width, clientY: box.top + 20 }));
       mouse("mousemove", 0.5);
       await wait();
       const told = chart.legend.textContent;

@@ -47,7 +47,7 @@ Report.flips = (() => {
 })();
 
 {
-  const report = Report.data("report");
+  const report = Report.data("report-data");
   Report.charts.start(report);
   Report.flips.start(report.flips);
   Report.rollouts.start();

@@ -278,7 +278,7 @@ Report.rollouts = (() => {
 
   function start() {
     place = document.getElementById("rollout-list");
-    index = place === null ? null : Report.data("rollouts");
+    index = place === null ? null : Report.data("rollouts-data");
     if (index === null) return;
     const turn = (by) => () => show(first + by * PAGE);
     place.append(make("p", { class: "meta" }, index.note), controls(),
