@@ -24,7 +24,7 @@ from megatron_rl.run.report_runs import (
 )
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
-SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "rollouts.js", "flips.js")
+SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js", "flips.js")
 NO_SCRIPT = "<noscript><p>The curves and the rollouts of this page need JavaScript.</p></noscript>"
 Sections = list[tuple[str, str]]
 

@@ -246,7 +246,10 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
     """
     try:
         with _opened(path) as file:
-            rows = file.read(columns=READABLE.names).to_pylist()
+            table = file.read(columns=READABLE.names)
+        if table.num_columns < len(READABLE.names):
+            raise ValueError("it lacks columns, as another version wrote it")
+        rows = table.to_pylist()
     except _UNREADABLE as error:
         raise StoreError(f"{path} cannot be read ({_one_line(error)}): remove it") from None
     return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows if role in (None, row["role"])]

@@ -183,7 +183,7 @@ def test_only_the_pages_own_scripts_may_run(tmp_path):
     """The policy names each script by its hash, and a page without scripts allows none."""
     text = write_report(make_run(tmp_path, turns=2)).read_text(encoding="utf-8")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
-    assert policy.count("'sha256-") == 5 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
+    assert policy.count("'sha256-") == 6 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
     assert "script-src" not in page("a", "b", [("c", "<p>d</p>")])
 
 

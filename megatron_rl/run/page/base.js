@@ -2,7 +2,9 @@
 "use strict";
 
 // Control characters, and those that cannot be seen or turn the direction of writing.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\u{e0000}-\u{e007f}]/gu;
+const HIDDEN = new RegExp(
+  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff"
+  + "\\u{e0000}-\\u{e007f}]", "gu");
 
 const Report = {
   /** Returns the JSON value of a data block of the page; null where there is none. The block is freed. */

@@ -79,12 +79,14 @@ Report.charts = (() => {
     return report.arms.map((label, arm) => {
       const own = shown.filter((line) => report.runs[line.run].arm === arm);
       return own.length === 0 ? null
-        : { ...overSeeds(own), run: own[0].run, name: `${label} (${own.length})`, colour: COLOURS[arm % COLOURS.length] };
+        : { ...overSeeds(own), run: own[0].run, name: `${label} (${own.length})`,
+          colour: COLOURS[arm % COLOURS.length] };
     }).filter((line) => line !== null);
   }
 
   const base = (name) => name.replace(/_(greedy|sampled)$/, "");
-  const byArm = () => report.arms.length > 1 && report.arms.length < report.runs.length;
+  const hasSeeds = () => report.arms.length < report.runs.length;
+  const byArm = () => report.arms.length > 1 && hasSeeds();
   const colourOf = (run) => COLOURS[(byArm() ? report.runs[run].arm : run) % COLOURS.length];
   const ink = () => getComputedStyle(document.body).color;
 
@@ -132,7 +134,8 @@ Report.charts = (() => {
     return {
       width: Math.max(200, chart.box.clientWidth), height: HEIGHT, series: found.series, bands: found.bands,
       legend: { show: false },
-      cursor: { sync: { key: "report", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 7 } },
+      cursor: { sync: { key: "report", scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
+        points: { size: 7 } },
       scales: {
         x: { time: false, range: (_, least, most) => state.zoom ?? padded(least, most) },
         y: chart.log ? { distr: 3 } : {},
@@ -236,7 +239,7 @@ Report.charts = (() => {
     return make("div", { class: "controls", id: "curve-controls" },
       Report.labelled("smoothing", slider), Report.labelled("log axes", log),
       Report.labelled("over", Report.choice(axes, (value) => { state.axis = value; zoom(null); }, { id: "axis" })),
-      byArm() ? Report.labelled("seeds", Report.choice([["each", "each run"], ["mean", "mean, 95 % interval"]],
+      hasSeeds() ? Report.labelled("seeds", Report.choice([["each", "each run"], ["mean", "mean, 95 % interval"]],
         (value) => { state.seeds = value; refresh(); }, { id: "seeds" })) : null,
       find, make("button", { type: "button", class: "unzoom", hidden: true, onclick: () => zoom(null) }, "whole range"),
       report.runs.length > 1 ? picker() : null);

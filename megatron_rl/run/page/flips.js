@@ -23,8 +23,9 @@ Report.flips = (() => {
     const share = ([right, of]) => `${right} of ${of}`;
     const tag = row.gained ? ["right", "now solved"] : ["wrong", "no longer solved"];
     const turns = row.turns ? `turn ${row.turns[0]} → ${row.turns[1]} · ` : "";
-    const head = make("summary", {}, make("span", { class: "badges" }, make("span", { class: `tag ${tag[0]}` }, tag[1])),
-      make("span", { class: "facts" }, `${turns}${visible(row.set)} · right: ${share(row.before)} → ${share(row.after)}`),
+    const facts = `${turns}${visible(row.set)} · right: ${share(row.before)} → ${share(row.after)}`;
+    const badge = make("span", { class: `tag ${tag[0]}` }, tag[1]);
+    const head = make("summary", {}, make("span", { class: "badges" }, badge), make("span", { class: "facts" }, facts),
       make("span", { class: "title" }, visible(row.question.slice(0, 160))));
     const part = (name, text) => (text === null || text === undefined ? null
       : make("div", {}, make("b", {}, name), make("pre", {}, visible(text))));
@@ -38,7 +39,8 @@ Report.flips = (() => {
       place.append(make("div", { class: "card flips" },
         make("h3", {}, `${visible(found.first)} → ${visible(found.second)}`),
         make("p", {}, make("b", { class: "good" }, `${found.gained} now solved`), ", ",
-          make("b", { class: "bad" }, `${found.lost} no longer solved`), `, of ${found.common.toLocaleString()} problems`),
+          make("b", { class: "bad" }, `${found.lost} no longer solved`),
+          `, of ${found.common.toLocaleString()} problems`),
         rows(found)));
     }
   }

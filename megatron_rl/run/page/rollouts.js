@@ -69,7 +69,8 @@ Report.rollouts = (() => {
 
   function order(places) {
     const column = { reward: index.reward, length: index.length, steps: index.steps }[wanted.order];
-    const value = wanted.order === "advantage" ? (i) => Math.abs(index.advantage[i] ?? 0) : (i) => column[i] ?? -Infinity;
+    const value = wanted.order === "advantage" ? (i) => Math.abs(index.advantage[i] ?? 0)
+      : (i) => column[i] ?? -Infinity;
     if (wanted.order === "late") places.reverse();
     else if ((wanted.order ?? "") !== "") places.sort((a, b) => value(b) - value(a) || a - b);
   }
@@ -78,9 +79,13 @@ Report.rollouts = (() => {
   async function show(start) {
     first = Math.max(0, Math.min(start, Math.floor((found.length - 1) / PAGE) * PAGE));
     const shown = found.slice(first, first + PAGE);
+    if (start === 0) {
+      place.querySelector("#rollout-spread").replaceChildren(...Report.distributions.cards(index, found));
+    }
     const rows = await Promise.all(shown.map(textsOf));
+    const [from, to, of] = [first + 1, first + shown.length, found.length].map((count) => count.toLocaleString());
     place.querySelector("#rollout-count").textContent = found.length === 0 ? "no rollout passes these filters"
-      : `${(first + 1).toLocaleString()}–${(first + shown.length).toLocaleString()} of ${found.length.toLocaleString()}`;
+      : `${from}–${to} of ${of}`;
     place.querySelector("#rollouts-before").disabled = first === 0;
     place.querySelector("#rollouts-after").disabled = first + PAGE >= found.length;
     place.querySelector("#rollout-page").replaceChildren(...shown.map((i, k) => item(i, rows[k])));
@@ -92,8 +97,8 @@ Report.rollouts = (() => {
     const run = index.runs.length > 1 ? `${visible(index.runs[index.run[i]])} · ` : "";
     const facts = `${run}turn ${index.turn[i] + 1} · ${visible(index.roles[index.role[i]])}${seat}`;
     const figures = `reward ${number(index.reward[i], 3)} · ${index.length[i].toLocaleString()} tokens`;
-    const line = make("summary", {}, make("span", { class: "badges" }, badges(i)), make("span", { class: "facts" }, facts),
-      make("span", { class: "figures" }, figures),
+    const line = make("summary", {}, make("span", { class: "badges" }, badges(i)),
+      make("span", { class: "facts" }, facts), make("span", { class: "figures" }, figures),
       make("span", { class: "title" }, visible((texts.question ?? texts.group ?? "").slice(0, 160))));
     const whole = make("details", { class: "sample", "data-rollout": i }, line);
     whole.addEventListener("toggle", () => {
@@ -170,7 +175,8 @@ Report.rollouts = (() => {
     });
     out.push(visible(text.slice(at)));
     if (verdicts.length && !matching) {
-      out.push(make("span", { class: "meta" }, `\n${verdicts.length} verdicts for ${steps.length} steps: no step rewards`));
+      const told = `\n${verdicts.length} verdicts for ${steps.length} steps: no step rewards`;
+      out.push(make("span", { class: "meta" }, told));
     }
     return out;
   }
@@ -206,12 +212,14 @@ Report.rollouts = (() => {
 
   /** Returns the text of pieces: each in the colour of its advantage, a partner's set apart, calls of tools framed. */
   function credited(pieces, text, most) {
-    const calls = pieces[0][0] === ENVIRONMENT ? [] : [...text.matchAll(CALL)].map((m) => [m.index, m.index + m[0].length]);
+    const isAnswer = pieces[0][0] !== ENVIRONMENT;
+    const calls = isAnswer ? [...text.matchAll(CALL)].map((found) => [found.index, found.index + found[0].length]) : [];
     const out = [];
     let at = 0;
     for (const piece of pieces) {
       const end = at + piece[3].length;
-      const cuts = [...new Set([at, end, ...calls.flat().filter((cut) => cut > at && cut < end)])].sort((a, b) => a - b);
+      const inside = calls.flat().filter((cut) => cut > at && cut < end);
+      const cuts = [...new Set([at, end, ...inside])].sort((a, b) => a - b);
       for (let k = 0; k + 1 < cuts.length; k += 1) {
         const call = calls.findIndex(([start, stop]) => start <= cuts[k] && cuts[k] < stop);
         const words = coloured(text.slice(cuts[k], cuts[k + 1]), piece, most);
@@ -251,7 +259,8 @@ Report.rollouts = (() => {
     const range = (name, text) => make("span", { class: "range" }, `${text} `, input(`${name}-least`, "from"),
       input(`${name}-most`, "to"));
     const outcomes = [["", "any outcome"], ["1", "right"], ["0", "wrong"], ["-1", "not graded"]];
-    const verdicts = [["", "any verdict"], ["disagrees", "disagrees with the truth"], ["agrees", "agrees with the truth"],
+    const verdicts = [["", "any verdict"], ["disagrees", "disagrees with the truth"],
+      ["agrees", "agrees with the truth"],
       ["right", "says right"], ["wrong", "says wrong"], ["unreadable", "unreadable"]];
     const orders = [["", "first turns first"], ["late", "last turns first"], ["reward", "largest reward"],
       ["length", "longest"], ["advantage", "largest advantage"], ["steps", "most reasoning steps"]];
@@ -272,7 +281,7 @@ Report.rollouts = (() => {
 
   function reset() {
     wanted = {};
-    document.querySelectorAll("#rollout-controls input, #rollout-controls select").forEach((one) => { one.value = ""; });
+    place.querySelectorAll(".controls input, .controls select").forEach((one) => { one.value = ""; });
     filter();
   }
 
@@ -281,10 +290,10 @@ Report.rollouts = (() => {
     index = place === null ? null : Report.data("rollouts-data");
     if (index === null) return;
     const turn = (by) => () => show(first + by * PAGE);
-    place.append(make("p", { class: "meta" }, index.note), controls(),
-      make("p", { class: "pager" }, make("button", { type: "button", id: "rollouts-before", onclick: turn(-1) }, "← before"),
-        make("span", { id: "rollout-count" }), make("button", { type: "button", id: "rollouts-after", onclick: turn(1) },
-          "after →")),
+    const button = (id, by, text) => make("button", { type: "button", id, onclick: turn(by) }, text);
+    place.append(make("p", { class: "meta" }, index.note), controls(), make("div", { id: "rollout-spread" }),
+      make("p", { class: "pager" }, button("rollouts-before", -1, "← before"), make("span", { id: "rollout-count" }),
+        button("rollouts-after", 1, "after →")),
       make("div", { id: "rollout-page" }));
     filter();
   }
