@@ -46,7 +46,7 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
     changed = flips.of_rollouts(picked, [run.name])
     sections = [
         ("Damage", tables.damage(run.record.damage)),
-        ("Did it learn?", tables.headline(run)),
+        ("In short", tables.headline(run)),
         *_questions(found, lambda question: _beside(run, question)),
         ("Problems that flipped", '<div id="flips"></div>' if changed else ""),
         ("Rollouts", _rollouts(picked)),

@@ -24,6 +24,7 @@ QUESTIONS = {
 }
 # The first pattern that is found in a figure's name decides which question it answers.
 _SORTED = (
+    (TIME, r"^seconds"),
     (
         LEARN,
         r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution|^length",
@@ -35,7 +36,7 @@ _SORTED = (
         r"^loss|^kl|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|version|advant",
     ),
     (UPDATE, r"logprob|mask|reject|truncat|weight|^gate"),
-    (TIME, r"tokens|micro_batch|imbalance|samples|refit|seconds|memory"),
+    (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
 )
 _FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
 # What the figures mean whose names say too little.
@@ -121,9 +122,19 @@ def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
             continue
         title, name = _place(key, alone=len(runs) == 1)
         chart = charts.setdefault((question, title), Chart(question=question, title=title, dots=key[0] == EVAL))
-        chart.about = chart.about or _meaning(key[1])
-        chart.lines += [(place, name, curve) for place, curve in found]
+        chart.about = chart.about or ("" if chart.dots else _meaning(key[1]))
+        for place, curve in found:
+            _add_line(chart, place, name, curve)
     return Sorted(sorted(charts.values(), key=_rank), constants)
+
+
+def _add_line(chart: Chart, place: int, name: str, curve: Curve) -> None:
+    """Adds a line; one that equals another of the same run gives that one its name besides."""
+    for i, (other, named, drawn) in enumerate(chart.lines):
+        if other == place and drawn.turns == curve.turns and drawn.values == curve.values:
+            chart.lines[i] = (place, f"{named} = {name}", drawn)
+            return
+    chart.lines.append((place, name, curve))
 
 
 def question_of(scope: str, name: str) -> str:

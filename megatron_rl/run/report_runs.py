@@ -14,6 +14,7 @@ from megatron_rl.run import record
 from megatron_rl.run.directory import FREE_KEYS, SWEEP
 from megatron_rl.run.html_page import show, table
 from megatron_rl.run.report_read import RunFigures, read_run
+from megatron_rl.run.report_tables import LOWER_IS_BETTER
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_LABEL = 60  # characters; an arm with more settings of its own has the name of its first run
@@ -106,18 +107,32 @@ def interval(values: Sequence[float]) -> float | None:
 
 def runs_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:
     """Returns a table of the runs' states and last figures."""
-    names, lines = _names(runs), []
+    names, lines, best = _names(runs), [], _best(runs)
     arm_of = {place: arm.label for arm in found for place in arm.runs}
     for place, run in enumerate(runs):
         own = ends(run)
         turns = len(set(run.clock.turns))
         state = "finished" if run.finished else f"{turns} turns so far" if turns else "not begun"
         seed = {**run.settings, **run.changes}.get(SEED, "")
-        cells = [arm_of[place], str(seed), state, *(show(own[name]) if name in own else "" for name in names)]
-        lines.append(
-            f'<tr><th scope="row">{escape(run.name)}</th>' + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
-        )
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in (arm_of[place], str(seed), state))
+        cells += "".join(_end_cell(own.get(name), best.get(name)) for name in names)
+        lines.append(f'<tr><th scope="row">{escape(run.name)}</th>{cells}</tr>')
     return table(("run", "settings", "seed", "", *names), "".join(lines))
+
+
+def _end_cell(value: float | None, best: float | None) -> str:
+    kind = ' class="best"' if value is not None and value == best else ""
+    return f"<td{kind}>{'' if value is None else show(value)}</td>"
+
+
+def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
+    """Returns the best last value of each evaluated figure that differs among the runs."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        for name, curve in run.evaluated().items():
+            found.setdefault(name, []).append(curve.values[-1])
+    best = {name: min(own) if LOWER_IS_BETTER.search(name) else max(own) for name, own in found.items()}
+    return {name: value for name, value in best.items() if len(set(found[name])) > 1}
 
 
 def means_table(runs: Sequence[RunFigures], found: Sequence[Arm]) -> str:

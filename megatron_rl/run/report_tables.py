@@ -54,6 +54,7 @@ class Gain:
     end: float
     problems: int | None = None  # that both are means over
     curve: Curve | None = None
+    held_out: bool = True  # else it is a figure of training, of whose change no more is said than what it is
 
     @property
     def error(self) -> float | None:
@@ -70,7 +71,7 @@ class Gain:
     def better(self) -> bool | None:
         """Returns whether the figure got better; None where it did not change, or not by more than chance would."""
         change = self.end - self.start
-        if change == 0 or (self.error is not None and abs(change) <= self.error):
+        if not self.held_out or change == 0 or (self.error is not None and abs(change) <= self.error):
             return None
         return (change > 0) != bool(LOWER_IS_BETTER.search(self.name))
 
@@ -79,7 +80,7 @@ def headline(run: RunFigures) -> str:
     """Returns what a reader sees first: whether the run learned, as a sentence and as cards."""
     gains = evaluation_gains(run) or summary_gains(run.summary)
     chosen = _main(gains)
-    rewards = [gain for role in run.roles() if (gain := _reward_gain(run, role)) is not None]
+    rewards = [gain for role in _in_order(run.roles(), chosen) if (gain := _reward_gain(run, role)) is not None]
     cards = [_card(gain, "held out") for gain in chosen] + [_card(gain, "training") for gain in rewards[:3]]
     cards += _progress_cards(run)
     rest = [gain for gain in gains if gain not in chosen]
@@ -261,6 +262,12 @@ def _main(gains: Sequence[Gain]) -> list[Gain]:
     return (chosen or list(gains))[:MAX_CARDS]
 
 
+def _in_order(roles: Sequence[str], gains: Sequence[Gain]) -> list[str]:
+    """Returns the roles in the order of their held-out figures, then the others."""
+    named = [gain.name.rpartition("/")[0] for gain in gains]
+    return sorted(roles, key=lambda role: named.index(role) if role in named else len(named))
+
+
 def _reward_gain(run: RunFigures, role: str) -> Gain | None:
     """Returns the mean of a role's main figure of training over its first and its last turns: the reward that it is
     trained on, or the loss where there is none."""
@@ -272,7 +279,7 @@ def _reward_gain(run: RunFigures, role: str) -> Gain | None:
         if curve is not None and len(curve.values) > 1:
             count = max(1, int(WINDOW * len(curve.values)))
             start, end = _mean(curve.values[:count]), _mean(curve.values[-count:])
-            return Gain(f"{role}/{name.removesuffix('/trained')}", start, end, None, curve)
+            return Gain(f"{role}/{name.removesuffix('/trained')}", start, end, None, curve, held_out=False)
     return None
 
 
@@ -282,7 +289,7 @@ def _sentence(gains: Sequence[Gain], rewards: Sequence[Gain]) -> str:
     for gain in gains or rewards:
         kind = {True: "good", False: "bad", None: ""}[gain.better]
         verb = "rose" if gain.end > gain.start else "fell" if gain.end < gain.start else "stayed"
-        if gain.better is None and gain.end != gain.start:
+        if gain.held_out and gain.better is None and gain.end != gain.start:
             verb = "did not change beyond chance:"
         error = f" (± {gain.error:.2g})" if gain.error else ""
         parts.append(
@@ -297,8 +304,11 @@ def _sentence(gains: Sequence[Gain], rewards: Sequence[Gain]) -> str:
 
 def _spoken(name: str) -> str:
     role, _, figure = name.rpartition("/")
+    for way in ("sampled", "greedy"):
+        if figure.endswith(f"_{way}"):
+            figure = f"{way} {figure.removesuffix(f'_{way}')}"
     figure = figure.replace("_", " ")
-    return f"{role}'s {figure}" if role else figure
+    return f"the {role}'s {figure}" if role else figure
 
 
 def _card(gain: Gain, kind: str) -> str:

@@ -158,7 +158,7 @@ def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
     assert found.problems == [] and all(link.startswith("#") for link in found.links), found.links
     assert "url(http" not in text and "@import" not in text and "default-src 'none'" in text
     shown = " ".join(found.text)
-    for heading in (*curves.QUESTIONS.values(), "Did it learn?", "Rollouts", "Summary and config"):
+    for heading in (*curves.QUESTIONS.values(), "In short", "Rollouts", "Summary and config"):
         assert (heading in shown) == (heading != "Other figures"), heading
     for words in ("18 generator updates", "1.5e-4", "200 problems", "verifier turns: last turns", "0.02917", "+0.525"):
         assert words in shown, words

@@ -87,7 +87,7 @@ def log(run, turns=40, shift=0.0):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The report of a run: 60 solutions with verdicts, and episodes of two seats with credit by token and calls."""
-    run = open_run(Run(dir=str(tmp_path_factory.mktemp("browser")), name="<i>run</i>"), CONFIG)
+    run = open_run(Run(dir=str(tmp_path_factory.mktemp("browser")), name="<i>run"), CONFIG)
     log(run)
     credit = [0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     long = (POLICY, [TOOL, *[LONG] * 30]), (ENVIRONMENT, [SUM]), (POLICY, [3])
@@ -231,7 +231,7 @@ def test_a_hostile_text_stays_text_that_can_be_seen(browser):
     )
     assert found[0].startswith("</script><script>boom()</script>‹U+2028›<img src=x onerror=boom()>‹U+202E›gnp")
     assert "␛[31mred␀<!-- <b>&amp;" in found[1] and found[2] == 0
-    assert found[3] == "undefined" and found[4] == "<i>run</i>"
+    assert found[3] == "undefined" and found[4] == "<i>run"
 
 
 def test_conversations_show_who_wrote_what_credit_and_calls(browser):

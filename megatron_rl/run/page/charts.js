@@ -262,6 +262,16 @@ Report.charts = (() => {
       make("button", { type: "button", onclick: all(false) }, "none"));
   }
 
+  /** Puts the controls before all curves, in one element with them, so that they stay in sight as long as these. */
+  function holdTogether(bar) {
+    const sections = [...document.querySelectorAll("main > section")];
+    const having = sections.map((section) => section.querySelector(".charts") !== null);
+    const own = sections.slice(having.indexOf(true), having.lastIndexOf(true) + 1);
+    const whole = make("div");
+    own[0].before(whole);
+    whole.append(bar, ...own);
+  }
+
   function start(found) {
     report = found;
     if (report.charts.length === 0) return;
@@ -277,7 +287,7 @@ Report.charts = (() => {
         place.append(card(chart));
       }
     }
-    document.querySelector(".charts").closest("section").before(controls());
+    holdTogether(controls());
     refresh();
     let width = window.innerWidth;
     window.addEventListener("resize", () => {

@@ -80,7 +80,9 @@ Report.rollouts = (() => {
     first = Math.max(0, Math.min(start, Math.floor((found.length - 1) / PAGE) * PAGE));
     const shown = found.slice(first, first + PAGE);
     if (start === 0) {
-      place.querySelector("#rollout-spread").replaceChildren(...Report.distributions.cards(index, found));
+      const cards = Report.distributions.cards(index, found);
+      place.querySelector("#rollout-spread").replaceChildren(...cards);
+      place.querySelector(".spread").hidden = cards.length === 0;
     }
     const rows = await Promise.all(shown.map(textsOf));
     const [from, to, of] = [first + 1, first + shown.length, found.length].map((count) => count.toLocaleString());
@@ -291,7 +293,9 @@ Report.rollouts = (() => {
     if (index === null) return;
     const turn = (by) => () => show(first + by * PAGE);
     const button = (id, by, text) => make("button", { type: "button", id, onclick: turn(by) }, text);
-    place.append(make("p", { class: "meta" }, index.note), controls(), make("div", { id: "rollout-spread" }),
+    place.append(make("p", { class: "meta" }, index.note), controls(),
+      make("details", { class: "spread", open: innerWidth > 600 }, make("summary", {}, "how rewards and lengths are spread"),
+        make("div", { id: "rollout-spread" })),
       make("p", { class: "pager" }, button("rollouts-before", -1, "← before"), make("span", { id: "rollout-count" }),
         button("rollouts-after", 1, "after →")),
       make("div", { id: "rollout-page" }));
