@@ -116,7 +116,7 @@ def _add_report(commands: Any) -> None:
         "--out", type=Path, metavar="FILE.html", help="the page (default: RUN/report.html; of several: comparison.html)"
     )
     parser.add_argument(
-        "--rollouts", type=positive, default=4000, metavar="N", help="most rollouts that the page holds (default: 4000)"
+        "--rollouts", type=positive, metavar="N", help="most rollouts that the page holds (default: 4000)"
     )
     parser.add_argument(
         "--png", type=Path, metavar="FILE.png", help="also draw the main curves of one run as a picture"

@@ -15,23 +15,24 @@ def run(args: argparse.Namespace) -> int:
     from megatron_rl.run.directory import SWEEP
     from megatron_rl.run.report import write_comparison, write_report
     from megatron_rl.run.report_read import is_run, read_run
+    from megatron_rl.run.report_rollouts import MAX_ROLLOUTS
 
     for path in args.runs:
         if not path.exists():
             raise ConfigError(f"no run directory {path}")
         if path.is_dir() and not is_run(path) and not (path / SWEEP).exists():
             raise ConfigError(f"{path} is no run directory: it has no metrics.jsonl, config.yaml or {SWEEP}")
-    first = args.runs[0]
+    first, most = args.runs[0], args.rollouts or MAX_ROLLOUTS
+    if args.png and (len(args.runs) > 1 or not is_run(first)):
+        raise ConfigError("--png draws the curves of one run: name one run")
     if len(args.runs) > 1:
-        print(write_comparison(args.runs, args.out or DEFAULT_OUT, rollouts=args.rollouts))
+        print(write_comparison(args.runs, args.out or DEFAULT_OUT, rollouts=most))
     elif first.is_dir():
-        print(write_report(first, args.out, rollouts=args.rollouts))
+        print(write_report(first, args.out, rollouts=most))
     else:
         raise ConfigError(f"{first}: give a second evaluation to compare it with, or the directory of a run")
     if args.png:
         from megatron_rl.run.report_png import draw_overview
 
-        if len(args.runs) > 1 or (first / SWEEP).exists():
-            raise ConfigError("--png draws the curves of one run: name one run")
         print(draw_overview(read_run(first), args.png))
     return 0

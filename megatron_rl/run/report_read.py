@@ -131,24 +131,45 @@ class _Columns:
     """The columns that lines of metrics are sorted into."""
 
     def __init__(self) -> None:
-        self.curves: dict[Key, Curve] = {}
-        self.seconds: dict[Key, Curve] = {}
         self.clock = Clock()
         self.updates: dict[str, int] = {}
+        self._curves: dict[str, dict[str, Curve]] = {}  # by scope, so that a value costs one look-up
+        self._seconds: dict[str, dict[str, Curve]] = {}
+
+    @property
+    def curves(self) -> dict[Key, Curve]:
+        return _flat(self._curves)
+
+    @property
+    def seconds(self) -> dict[Key, Curve]:
+        return _flat(self._seconds)
 
     def take(self, row: MetricsRow) -> None:
         """Adds a line. Raises ValueError for one whose turn or step cannot be."""
         if not (0 <= row.turn <= MOST_TURNS and abs(row.step) < 2**62):
             raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
-        for values, columns in ((row.metrics, self.curves), (row.time, self.seconds)):
-            for name, value in values.items():
-                curve = columns.get((row.scope, name))
-                if curve is None:
-                    curve = columns[row.scope, name] = Curve()
-                curve.add(row.turn, value)
+        _add(self._curves.setdefault(row.scope, {}), row.turn, row.metrics)
+        _add(self._seconds.setdefault(row.scope, {}), row.turn, row.time)
         spent = sum(value for value in row.time.values() if math.isfinite(value))
         self.clock.turns.append(row.turn)
         self.clock.steps.append(row.step)
         self.clock.seconds.append(self.clock.total + spent)
         if row.scope not in (EVAL, GATE):
             self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
+
+
+def _add(columns: dict[str, Curve], turn: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        try:
+            curve = columns[name]
+        except KeyError:
+            curve = columns[name] = Curve()
+        if math.isfinite(value):  # as Curve.add does; a call for each of millions of values would take seconds
+            curve.turns.append(turn)
+            curve.values.append(value)
+        else:
+            curve.add(turn, value)
+
+
+def _flat(by_scope: Mapping[str, Mapping[str, Curve]]) -> dict[Key, Curve]:
+    return {(scope, name): curve for scope, own in by_scope.items() for name, curve in own.items()}

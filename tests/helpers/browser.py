@@ -20,6 +20,11 @@ FLAGS = [
 ]
 PIPES = (3, 4)  # the descriptors from which Chromium reads commands, and to which it writes answers
 TELLING = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+# Scripts may wait until something is so, for 10 s at most: `await until(() => ...)`.
+UNTIL = """
+  const pause = (time) => new Promise((done) => setTimeout(done, time));
+  const until = async (test) => { for (let i = 0; i < 500 && !test(); i += 1) await pause(20); };
+"""
 
 
 def chromium() -> str | None:
@@ -94,9 +99,10 @@ class Browser:
         return time.perf_counter() - start
 
     def run(self, script: str, *, timeout_s: float = 60) -> Any:
-        """Runs the body of an async function in the page and returns what it returns. Raises BrowserError."""
+        """Runs the body of an async function in the page, which may call `until`, and returns what it returns. Raises
+        BrowserError."""
         answer = self.call(
-            "Runtime.evaluate", expression=f"(async () => {{ {script} }})()", awaitPromise=True, returnByValue=True,
+            "Runtime.evaluate", expression=f"(async () => {{ {UNTIL} {script} }})()", awaitPromise=True, returnByValue=True,
             timeout_s=timeout_s,
         )  # fmt: skip
         if "exceptionDetails" in answer:

@@ -45,13 +45,17 @@ LOOKS = (
     paper: paint(document.body, "backgroundColor"), ink: paint(document.body, "color") };
 """
 )
+RESET = """
+  document.getElementById("rollout-reset").click();
+  await until(() => !document.getElementById("rollout-count").textContent.endsWith("…"));
+"""
 COUNT = 'return document.getElementById("rollout-count").textContent;'
 SET = """
   {{ const one = document.getElementById("{}");
   one.value = "{}";
   one.dispatchEvent(new Event("input"));
   one.dispatchEvent(new Event("change"));
-  await new Promise((done) => setTimeout(done, 80)); }}
+  await until(() => !document.getElementById("rollout-count").textContent.endsWith("…")); }}
 """
 
 
@@ -130,7 +134,7 @@ def test_all_is_drawn_and_nothing_is_wider_than_the_page(report, tmp_path, width
     with Browser(tmp_path / "profile", width=width, height=6000, dark=dark) as found:
         found.open(report)
         found.run('document.querySelectorAll("details").forEach((one) => { one.open = true; });')
-        found.run("await new Promise((done) => setTimeout(done, 300));")
+        found.run("await until(() => Report.charts.all.every((chart) => !chart.stale)); await pause(100);")
         seen = found.run(LOOKS)
         assert found.errors == [] and {address.split(":")[0] for address in found.requests} <= {"file", "about"}
     assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
@@ -176,7 +180,7 @@ def test_filters_leave_what_they_say(browser, report, control, value, count):
         "rollout-role": lambda row: row["role"] == 1,
         "rollout-steps-least": lambda row: row["steps"] >= 2,
     }
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     found = browser.run(SET.format(control, value) + COUNT)
     if control in tests:
         left = sum(map(tests[control], rows))
@@ -186,10 +190,10 @@ def test_filters_leave_what_they_say(browser, report, control, value, count):
 
 
 def test_rollouts_come_a_page_at_a_time(browser):
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     step = """
       document.getElementById("rollouts-after").click();
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => !document.getElementById("rollout-count").textContent.endsWith("…"));
       const shown = document.querySelectorAll("#rollout-page > .sample");
       return [shown.length, shown[0].dataset.rollout, document.getElementById("rollouts-after").disabled,
         document.getElementById("rollouts-before").disabled];
@@ -198,14 +202,14 @@ def test_rollouts_come_a_page_at_a_time(browser):
 
 
 def test_badges_say_whose_opinion_they_are(browser):
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     script = SET.format("rollout-verdict", "disagrees") + SET.format("rollout-order", "length")
     found = browser.run(
         script
         + """
       const first = document.querySelector("#rollout-page > .sample");
       first.open = true;
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => first.children.length > 1);
       return [[...first.querySelectorAll(".tag")].map((one) => one.textContent),
         [...first.querySelectorAll(".step")].map((one) => [one.className, one.querySelector(".badge").textContent])];
     """
@@ -218,13 +222,13 @@ def test_badges_say_whose_opinion_they_are(browser):
 
 
 def test_a_hostile_text_stays_text_that_can_be_seen(browser):
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     found = browser.run(
         SET.format("rollout-turn-least", "5")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => one.children.length > 1);
       return [one.querySelector(".title").textContent, one.textContent, one.querySelectorAll("img, script, b b").length,
         typeof boom, document.title];
     """
@@ -235,15 +239,15 @@ def test_a_hostile_text_stays_text_that_can_be_seen(browser):
 
 
 def test_conversations_show_who_wrote_what_credit_and_calls(browser):
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     found = browser.run(
         SET.format("rollout-seat", "2")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => one.children.length > 1);
       one.querySelector(".others").click();
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => one.querySelector(".sample .said details") !== null);
       const all = (selector) => [...one.querySelectorAll(selector)];
       const paint = (span) => getComputedStyle(span).backgroundColor;
       const own = all(":scope > .said");
@@ -273,13 +277,13 @@ def test_conversations_show_who_wrote_what_credit_and_calls(browser):
 
 
 def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(browser):
-    browser.run('document.getElementById("rollout-reset").click();')
+    browser.run(RESET)
     found = browser.run(
         SET.format("rollout-seat", "1")
         + """
       const one = document.querySelector("#rollout-page > .sample");
       one.open = true;
-      await new Promise((done) => setTimeout(done, 80));
+      await until(() => one.children.length > 1);
       return [one.querySelector(".partner").textContent, one.querySelectorAll(".said.environment").length,
         one.querySelector(".who").textContent];
     """
@@ -290,8 +294,8 @@ def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(browser):
 def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
     found = browser.run(
         """
-      const wait = () => new Promise((done) => setTimeout(done, 150));
       const chart = Report.charts.all.find((one) => one.title === "solver: reward");
+      const wait = async (one = chart) => { await pause(60); await until(() => !one.stale); await pause(60); };
       chart.card.scrollIntoView();
       await wait();
       const raw = [...chart.plot.data[1]], smooth = [...chart.plot.data[2]];
@@ -309,10 +313,10 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
       const scale = chart.plot.scales.x, zoomed = [scale.min, scale.max];
       const other = Report.charts.all.find((one) => one.title === "kl_ref");
       other.card.scrollIntoView();
-      await wait();
+      await wait(other);
       const same = [other.plot.scales.x.min, other.plot.scales.x.max];
       document.querySelector(".unzoom").click();
-      await wait();
+      await wait(other);
       const log = document.getElementById("log-axes");
       log.click();
       await wait();
@@ -320,7 +324,7 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
       log.click();
       document.getElementById("axis").value = "hours";
       document.getElementById("axis").dispatchEvent(new Event("change"));
-      await wait();
+      await wait(other);
       return { raw: spread(raw), smooth: spread(smooth), told, zoomed, same, distribution,
         hours: other.plot.data[0][other.plot.data[0].length - 1],
         line: Report.charts.smooth([...Array(60).keys()].map((x) => 3 * x + 1), 0.1) };
@@ -346,8 +350,8 @@ def test_runs_of_a_comparison_can_be_picked_and_seeds_averaged(tmp_path):
         found.open(page)
         seen = found.run(
             """
-          const wait = () => new Promise((done) => setTimeout(done, 200));
           const chart = Report.charts.all.find((one) => one.title === "solver: held out: accuracy_sampled");
+          const wait = async () => { await pause(60); await until(() => !chart.stale); };
           chart.card.scrollIntoView();
           await wait();
           const names = () => [...chart.legend.querySelectorAll("span:not(.where)")].map((one) => one.textContent);
@@ -374,4 +378,5 @@ def test_conversations_of_one_turn_are_shown(tmp_path):
     run = keep_talks(tmp_path, CONFIG, solver=[talk(*CALLING, seat="a", rewards={"outcome": 1.0})])
     with Browser(tmp_path / "profile") as found:
         found.open(write_report(run.path))
-        assert found.run(COUNT) == "1–1 of 1" and found.errors == []
+        waiting = 'await until(() => document.querySelector("#rollout-page > .sample") !== null);'
+        assert found.run(waiting + COUNT) == "1–1 of 1" and found.errors == []

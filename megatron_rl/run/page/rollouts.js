@@ -49,6 +49,7 @@ Report.rollouts = (() => {
 
   /** Finds the rollouts that pass all filters and shows the first page. */
   async function filter() {
+    place.querySelector("#rollout-count").textContent = "looking …";
     const own = (searched += 1);
     const candidates = index.run.map((_, i) => i).filter(passes);
     order(candidates);
@@ -77,6 +78,7 @@ Report.rollouts = (() => {
 
   /** Shows the page that begins with the `start`-th of the found rollouts. */
   async function show(start) {
+    place.querySelector("#rollout-count").textContent = "looking …";
     first = Math.max(0, Math.min(start, Math.floor((found.length - 1) / PAGE) * PAGE));
     const shown = found.slice(first, first + PAGE);
     if (start === 0) {
