@@ -102,8 +102,8 @@ class Browser:
         """Runs the body of an async function in the page, which may call `until`, and returns what it returns. Raises
         BrowserError."""
         answer = self.call(
-            "Runtime.evaluate", expression=f"(async () => {{ {UNTIL} {script} }})()", awaitPromise=True, returnByValue=True,
-            timeout_s=timeout_s,
+            "Runtime.evaluate", expression=f"(async () => {{ {UNTIL} {script} }})()", awaitPromise=True,
+            returnByValue=True, timeout_s=timeout_s,
         )  # fmt: skip
         if "exceptionDetails" in answer:
             raise BrowserError(json.dumps(answer["exceptionDetails"])[:2000])
