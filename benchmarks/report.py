@@ -114,10 +114,11 @@ def rollout(draw: random.Random, group: int) -> Rollout:
     right = draw.random() < 0.5
     verdict = "CORRECT" if draw.random() < 0.7 else "INCORRECT"
     review = f"<final_verification>\\boxed{{{verdict}}}</final_verification>"
+    tokens = np.array([draw.randrange(len(WORDS)) for _ in range(length)], np.int32)
     return Rollout(
-        role="generator", group=f"problem {group}", tokens=np.array([draw.randrange(len(WORDS)) for _ in range(length)], np.int32),
-        logprobs=np.full(length, -0.5, np.float32), spans=spans_of((20, Author.ENVIRONMENT, -1), (length - 20, Author.POLICY, 3)),
-        stop=Stop.EOS, rewards={"outcome": float(right)}, advantages=draw.gauss(0, 1),
+        role="generator", group=f"problem {group}", tokens=tokens, logprobs=np.full(length, -0.5, np.float32),
+        spans=spans_of((20, Author.ENVIRONMENT, -1), (length - 20, Author.POLICY, 3)), stop=Stop.EOS,
+        rewards={"outcome": float(right)}, advantages=draw.gauss(0, 1),
         payload={"question": f"What comes after {group}?", "answer": "12", "correct": right, "verdicts": [1, -1],
                  "review": review},
     )  # fmt: skip
