@@ -108,7 +108,7 @@ def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
     role. Of several runs, each figure of each role has a chart of its own with a line for each run.
     """
     charts: dict[tuple[str, ...], Chart] = {}
-    constants: dict[str, list[str]] = {}
+    constants: dict[str, dict[str, list[str]]] = {}  # by question: "name = value" -> scopes
     drawn = [_drawn(run) for run in runs]
     for key in dict.fromkeys(key for own in drawn for key in own):
         found = [(place, own[key]) for place, own in enumerate(drawn) if key in own and own[key].values]
@@ -118,14 +118,15 @@ def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
         values = [np.frombuffer(curve.values, np.float64) for _, curve in found]
         least = min(float(own.min()) for own in values)
         if key[0] != EVAL and all(float(own.max()) == least for own in values):
-            constants.setdefault(question, []).append(f"{key[0]}: {key[1]} = {least:.4g}")
+            constants.setdefault(question, {}).setdefault(f"{key[1]} = {least:.4g}", []).append(key[0])
             continue
         title, name = _place(key, alone=len(runs) == 1)
         chart = charts.setdefault((question, title), Chart(question=question, title=title, dots=key[0] == EVAL))
         chart.about = chart.about or ("" if chart.dots else _meaning(key[1]))
         for place, curve in found:
             _add_line(chart, place, name, curve)
-    return Sorted(sorted(charts.values(), key=_rank), constants)
+    texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in own.items()] for q, own in constants.items()}
+    return Sorted(sorted(charts.values(), key=_rank), texts)
 
 
 def _add_line(chart: Chart, place: int, name: str, curve: Curve) -> None:

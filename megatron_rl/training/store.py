@@ -246,7 +246,7 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
     """
     try:
         with _opened(path) as file:
-            table = file.read(columns=READABLE.names)
+            table = file.read(columns=READABLE.names, use_threads=False)  # threads take memory, and files are small
         if table.num_columns < len(READABLE.names):
             raise ValueError("it lacks columns, as another version wrote it")
         rows = table.to_pylist()

@@ -165,7 +165,9 @@ def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
     titles = {chart["title"]: chart["question"] for chart in found.data("report")["charts"]}
     assert titles["generator: held out"] == "learn" and titles["verifier: held out"] == "verify"
     assert titles["kl_ref"] == "update" and titles["loss"] == "update" and titles["says_right_of_right"] == "verify"
-    assert "engine_gap" not in titles and "generator: engine_gap = 0.0001" in shown, "constants are told as text"
+    assert "engine_gap" not in titles and "generator, verifier: engine_gap = 0.0001" in shown, (
+        "constants are told as text"
+    )
 
 
 def test_what_models_wrote_stays_text(tmp_path):
