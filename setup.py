@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml"]},
+    package_data={"megatron_rl": ["recipes/prompts/*.txt", "commands/starts/*.yaml", "run/page/*"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

@@ -66,14 +66,6 @@ def _add_convert(commands: Any) -> None:
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
 
 
-def _add_report(commands: Any) -> None:
-    report = commands.add_parser(
-        "report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts"
-    )
-    report.add_argument("run", type=Path, help="a run directory, or a sweep's")
-    report.add_argument("--png", type=Path, help="also draw the main curves into this file")
-
-
 def _add_run_command(commands: Any, name: str) -> None:
     """Adds a command that runs on ranks: train, sft, generate or eval."""
     text = HELP[name]
@@ -162,6 +154,28 @@ def _add_settings(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--command", dest="schema", choices=SCHEMAS, default="train", help="the command whose settings are listed"
+    )
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser(
+        "report", help="write RUN/report.html: did it learn, curves, verdicts, times, rollouts; or compare several runs"
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run directories, sweeps, NAME.json files of `megatron-rl eval`",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.html", help="the page (default: RUN/report.html; of several: comparison.html)"
+    )
+    parser.add_argument(
+        "--rollouts", type=positive, metavar="N", help="most rollouts that the page holds (default: 4000)"
+    )
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE.png", help="also draw the main curves of one run as a picture"
     )
 
 

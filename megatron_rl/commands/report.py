@@ -1,24 +1,38 @@
-"""`megatron-rl report`: writes the page of a run or of a sweep."""
+"""`megatron-rl report`: writes the page of a run, of a sweep, or of several runs and evaluations."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megatron_rl.config.schema import ConfigError
 
+DEFAULT_OUT = Path("comparison.html")
+
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the path of every file that it writes. Returns 0; raises ConfigError where there is no directory."""
+    """Prints the path of every file that it writes. Returns 0; raises ConfigError where there is no run."""
     from megatron_rl.run.directory import SWEEP
-    from megatron_rl.run.report import write_figure, write_report
-    from megatron_rl.run.report_sweep import write_sweep_report
+    from megatron_rl.run.report import write_comparison, write_report
+    from megatron_rl.run.report_read import is_run, read_run
+    from megatron_rl.run.report_rollouts import MAX_ROLLOUTS
 
-    if not args.run.is_dir():
-        raise ConfigError(f"no run directory {args.run}")
-    if (args.run / SWEEP).exists():
-        print(write_sweep_report(args.run))
-        return 0
-    print(write_report(args.run))
+    for path in args.runs:
+        if not path.exists():
+            raise ConfigError(f"no run directory {path}")
+        if path.is_dir() and not is_run(path) and not (path / SWEEP).exists():
+            raise ConfigError(f"{path} is no run directory: it has no metrics.jsonl, config.yaml or {SWEEP}")
+    first, most = args.runs[0], args.rollouts or MAX_ROLLOUTS
+    if args.png and (len(args.runs) > 1 or not is_run(first)):
+        raise ConfigError("--png draws the curves of one run: name one run")
+    if len(args.runs) > 1:
+        print(write_comparison(args.runs, args.out or DEFAULT_OUT, rollouts=most))
+    elif first.is_dir():
+        print(write_report(first, args.out, rollouts=most))
+    else:
+        raise ConfigError(f"{first}: give a second evaluation to compare it with, or the directory of a run")
     if args.png:
-        print(write_figure(args.run, args.png))
+        from megatron_rl.run.report_png import draw_overview
+
+        print(draw_overview(read_run(first), args.png))
     return 0

@@ -20,7 +20,7 @@ from megatron_rl.evaluation.judge import JUDGE
 from megatron_rl.evaluation.samples import read_samples
 from megatron_rl.evaluation.solve import SOLVE
 from megatron_rl.run.disk import write_text
-from megatron_rl.run.report import page, show, table
+from megatron_rl.run.html_page import page, show, table
 
 Scores = dict[tuple[str, str], dict[str, float]]  # (set, measure) -> problem -> mean score
 

@@ -51,33 +51,47 @@ def append(path: Path, line: bytes) -> None:
         raise DiskError(f"{path} cannot be written ({error.strerror or error}): {RESUME}") from error
 
 
-def read(path: Path, decode: Callable[[Any], T]) -> Lines[T]:
-    """Reads a file of JSON lines; none where there is no file.
+def each(path: Path, take: Callable[[Any], object]) -> str | None:
+    """Hands the value of each line of a file of JSON lines to `take`, in order; none where there is no file. Only one
+    line is in memory at a time. Returns a sentence about the lines that were left out, or None.
 
-    Left out are lines that are no JSON, those that `decode` refuses (by ValueError, KeyError or TypeError), and a last
+    Left out are lines that are no JSON, those that `take` refuses (by ValueError, KeyError or TypeError), and a last
     line without its end. Empty lines do not count.
     """
     if not path.exists():
-        return Lines([])
+        return None
+    number, wrong, first = 0, 0, 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip() and not _taken(line, take):
+                    wrong, first = wrong + 1, first or number
     except OSError as error:
-        return Lines([], f"{path} cannot be read ({error.strerror or error}): nothing of it is shown")
-    values, wrong = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("a line without its end")
-            values.append(decode(json.loads(line)))
-        except UNREADABLE:
-            wrong.append(number)
+        shown = f"nothing of it after line {number} is shown" if number else "nothing of it is shown"
+        return f"{path} cannot be read ({error.strerror or error}): {shown}"
     if not wrong:
-        return Lines(values)
-    which = f"line {wrong[0]}" if len(wrong) == 1 else f"{len(wrong)} lines, the first of them line {wrong[0]},"
-    verb = "is" if len(wrong) == 1 else "are"
-    return Lines(values, f"{path}: {which} of {len(lines)} cannot be read and {verb} left out")
+        return None
+    which = f"line {first}" if wrong == 1 else f"{wrong} lines, the first of them line {first},"
+    verb = "is" if wrong == 1 else "are"
+    return f"{path}: {which} of {number} cannot be read and {verb} left out"
+
+
+def read(path: Path, decode: Callable[[Any], T]) -> Lines[T]:
+    """Reads a file of JSON lines as `each` does; none where there is no file. `decode` refuses lines as `take` does."""
+    values: list[T] = []
+    damage = each(path, lambda raw: values.append(decode(raw)))
+    return Lines(values, damage)
+
+
+def _taken(line: bytes, take: Callable[[Any], object]) -> bool:
+    """Returns whether a line could be read and was taken."""
+    try:
+        if not line.endswith(b"\n"):
+            raise ValueError("a line without its end")
+        take(json.loads(line))
+    except UNREADABLE:
+        return False
+    return True
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_rl.run.lines import UNREADABLE, Lines, append
+from megatron_rl.run.lines import each as each_line
 from megatron_rl.run.lines import read as read_lines
 
 SECONDS = "seconds/"  # metrics with this prefix are times, which are written apart
@@ -260,6 +261,12 @@ def read_metrics(run_dir: Path) -> list[MetricsRow]:
 def read_metric_lines(run_dir: Path) -> Lines[MetricsRow]:
     """Reads RUN/metrics.jsonl as `read_metrics` does. The result says what is damaged."""
     return read_lines(Path(run_dir) / FILE_NAME, _decode)
+
+
+def each_metric(run_dir: Path, take: Callable[[MetricsRow], object]) -> str | None:
+    """Hands each line of RUN/metrics.jsonl to `take`, in order, with one in memory at a time. Returns a sentence about
+    lines that are damaged, or that `take` refused by a ValueError; None where there are none."""
+    return each_line(Path(run_dir) / FILE_NAME, lambda raw: take(_decode(raw)))
 
 
 def _number(name: str, value: Any) -> float:

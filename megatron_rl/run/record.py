@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from megatron_rl.config.schema import ConfigError
 from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import RunDirectory
-from megatron_rl.run.metrics import MetricsRow, read_metric_lines
-from megatron_rl.training.store import StoreError, read_rows, readable_files
+from megatron_rl.run.metrics import MetricsRow, each_metric, read_metric_lines
+from megatron_rl.training.store import StoreError, read_rows, turn_files
 
 
 class RunRecord:
@@ -29,9 +29,17 @@ class RunRecord:
         """Returns the lines of metrics.jsonl."""
         return self._whole(read_metric_lines(self.directory.path))
 
-    def refits(self) -> list[dict[str, Any]]:
-        """Returns the lines of refits.jsonl: `role`, and numbers."""
-        return self._whole(lines.read(self.directory.refits, _refit))
+    def each_metric(self, take: Callable[[MetricsRow], object]) -> None:
+        """Hands each line of metrics.jsonl to `take`, which may refuse it by a ValueError."""
+        damage = each_metric(self.directory.path, take)
+        if damage is not None:
+            self.damage.append(damage)
+
+    def each_refit(self, take: Callable[[dict[str, Any]], object]) -> None:
+        """Hands each line of refits.jsonl to `take`: `role`, and numbers."""
+        damage = lines.each(self.directory.refits, lambda raw: take(_refit(raw)))
+        if damage is not None:
+            self.damage.append(damage)
 
     def summary(self) -> dict[str, Any]:
         """Returns the figures of summary.json; none where it is missing or damaged."""
@@ -61,14 +69,15 @@ class RunRecord:
             return {}
         return tree if isinstance(tree, Mapping) else {}
 
-    def rollout_files(self) -> dict[str, list[Path]]:
-        """Returns by role the files of turns with readable texts, by turn."""
-        return readable_files(self.directory.rollouts, self.damage.append)
+    def turn_files(self) -> list[Path]:
+        """Returns the files of rollouts, by turn."""
+        return turn_files(self.directory.rollouts)
 
-    def rollouts(self, path: Path, role: str) -> list[dict[str, Any]]:
-        """Returns the rollouts of one role in one of the `rollout_files`; none of a damaged one."""
+    def rollouts(self, path: Path) -> list[dict[str, Any]]:
+        """Returns the rollouts in one of the `turn_files`; none of a damaged one. Where a turn was not kept for
+        readers, texts are None."""
         try:
-            return read_rows(path, role)
+            return read_rows(path)
         except StoreError as error:
             if str(error) not in self.damage:
                 self.damage.append(str(error))

@@ -238,17 +238,6 @@ def turn_number(path: Path) -> int:
     return int(path.stem.removeprefix("turn_"))
 
 
-def readable_files(directory: Path, tell: Callable[[str], None] | None = None) -> dict[str, list[Path]]:
-    """Returns by role the files with readable texts, by turn. A file that cannot be read is left out, with a sentence
-    to `tell` or a warning."""
-    by_role: dict[str, list[Path]] = {}
-    for path in turn_files(directory):
-        head = _head_of(path, "it is left out", tell)
-        for role in head.rows if head is not None and head.kept else ():
-            by_role.setdefault(role, []).append(path)
-    return by_role
-
-
 def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
     """Returns the columns for people of one file, a mapping per rollout; of one role if it is named.
 
@@ -257,7 +246,10 @@ def read_rows(path: Path, role: str | None = None) -> list[dict[str, Any]]:
     """
     try:
         with _opened(path) as file:
-            rows = file.read(columns=READABLE.names).to_pylist()
+            table = file.read(columns=READABLE.names, use_threads=False)  # threads take memory, and files are small
+        if table.num_columns < len(READABLE.names):
+            raise ValueError("it lacks columns, as another version wrote it")
+        rows = table.to_pylist()
     except _UNREADABLE as error:
         raise StoreError(f"{path} cannot be read ({_one_line(error)}): remove it") from None
     return [{**row, "rewards": dict(row["rewards"] or [])} for row in rows if role in (None, row["role"])]
@@ -376,13 +368,13 @@ def _head(file: pq.ParquetFile) -> _FileHead:
     return head
 
 
-def _head_of(path: Path, consequence: str, tell: Callable[[str], None] | None = None) -> _FileHead | None:
-    """Returns None, with a warning or a sentence to `tell`, for a file that cannot be read."""
+def _head_of(path: Path, consequence: str) -> _FileHead | None:
+    """Returns None, with a warning, for a file that cannot be read."""
     try:
         with _opened(path) as file:
             return _head(file)
     except _UNREADABLE as error:
-        (tell or _log.warning)(f"{path} cannot be read ({_one_line(error)}): {consequence}")
+        _log.warning("%s cannot be read (%s): %s", path, _one_line(error), consequence)
         return None
 
 

@@ -90,10 +90,9 @@ def look(run: Path, *, page: bool = False) -> list[str]:
     """Reads a run with all that reads its directory; whatever is raised is a defect, except refusals to go on with it.
     Returns what the readers said of its damage."""
     found = record.RunRecord(run)
-    found.metrics(), found.refits(), found.summary(), found.config(), found.config_text()
-    for role, paths in found.rollout_files().items():
-        for path in paths:
-            found.rollouts(path, role)
+    found.metrics(), found.each_refit(lambda line: None), found.summary(), found.config(), found.config_text()
+    for path in found.turn_files():
+        found.rollouts(path)
     try:
         shown = status.read(run, look_s=0, jobs=[])
         assert shown.turns >= 0

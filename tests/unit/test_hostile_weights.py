@@ -22,7 +22,6 @@ from megatron_rl.run import sums
 from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
 from megatron_rl.run.directory import RunDirectory
 from megatron_rl.run.report import write_report
-from megatron_rl.run.report_sweep import write_sweep_report
 from megatron_rl.session import common, train
 from megatron_rl.session.damage import model_directories
 from megatron_rl.training.turns import Part
@@ -231,10 +230,10 @@ def test_hostile_damage_is_said_at_the_end_of_a_run_and_beside_a_page(tmp_path, 
     assert said[-1] == "done: the end" and [line[:7] for line in said[:-1]] == ["damage:"] * 2
     assert "metrics.jsonl" in said[0] and "refits.jsonl" in said[1]
     (tmp_path / "sweep/sweep.json").write_text(json.dumps([{"run": "one", "changes": {"run.seed": 1}}]))
-    for write, place in ((write_report, run), (write_sweep_report, tmp_path / "sweep")):
+    for place in (run, tmp_path / "sweep"):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            page = write(place).read_text()
+            page = write_report(place).read_text()
         assert '<section id="damage">' in page and "metrics.jsonl" in page
         assert "leaves out what is damaged" in caplog.text and "metrics.jsonl" in caplog.text
     caplog.clear()

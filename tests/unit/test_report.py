@@ -1,25 +1,32 @@
-"""The report draws what a run has, whole or in part, and nothing that a model wrote becomes markup."""
+"""The report shows what a run has, whole or in part; nothing that a model wrote becomes markup; figures are right."""
 
+import base64
+import gzip
 import json
 import math
 import random
 import re
 from dataclasses import replace
-from html import escape
 from html.parser import HTMLParser
+from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SUM, TOOL, WORDS, keep_talks, talk
+from talks import CALLING, keep_talks, talk
 
-from megatron_rl.config.schema import Run
-from megatron_rl.run import report_figures as figures
-from megatron_rl.run import report_samples
+from megatron_rl.commands.parser import build_parser
+from megatron_rl.commands.report import run as report_command
+from megatron_rl.config.schema import ConfigError, Run
+from megatron_rl.run import report_curves as curves
+from megatron_rl.run import report_png, report_tables
 from megatron_rl.run.directory import open_run
-from megatron_rl.run.metrics import MetricsRow, Tracker, read_metrics
-from megatron_rl.run.report import confusion, pairs, write_figure, write_report
-from megatron_rl.run.report_samples import split_steps
-from megatron_rl.run.report_sweep import write_sweep_report
+from megatron_rl.run.html_page import as_json, page
+from megatron_rl.run.metrics import Tracker
+from megatron_rl.run.report import write_comparison, write_report
+from megatron_rl.run.report_flips import of_evaluations
+from megatron_rl.run.report_read import Curve, read_run
+from megatron_rl.run.report_rollouts import opinion, pick
+from megatron_rl.run.report_runs import arms, differences, interval, read_runs
 from megatron_rl.text import Decoded
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
@@ -32,21 +39,26 @@ roles:
   generator: {model: {path: models/<tiny>}, optimizer: {lr: 1.5e-4}, layout: {tp: 2}}
   verifier: {model: {path: models/tiny}, optimizer: {lr: 1.0e-4}}
 """
-VOID = {"meta", "br", "link", "img"}
+WORDS = ["Q", "<think>", "<step>", "a&b", "</step>", "</think>", "</script><script>alert(1)</script>", "<answer>"]
+SAYS_RIGHT = "<final_verification>\\boxed{CORRECT}</final_verification>"
+SAYS_WRONG = "<final_verification>\\boxed{INCORRECT}</final_verification>"
+VOID = {"meta", "br", "link", "img", "polyline"}
 
 
 class Page(HTMLParser):
-    """Text and tags of a page; `problems` names what is not nested."""
+    """Text and tags of a page; `problems` names what is not nested, `blocks` has the data by id."""
 
     def __init__(self, text):
         super().__init__()
-        self.text, self.tags, self.open, self.problems, self.links = [], [], [], [], []
+        self.text, self.tags, self.open, self.problems, self.links, self.blocks = [], [], [], [], [], {}
+        self._block = None
         self.feed(text)
         self.problems += self.open
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
         self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href")]
+        self._block = dict(attributes).get("id") if tag == "script" else None
         if tag not in VOID:
             self.open.append(tag)
 
@@ -59,14 +71,18 @@ class Page(HTMLParser):
             self.problems.append(f"</{tag}>")
 
     def handle_data(self, data):
-        self.text.append(data)
+        if self.open and self.open[-1] in ("script", "style"):
+            if self._block:
+                self.blocks[self._block] = self.blocks.get(self._block, "") + data
+        else:
+            self.text.append(data)
 
-    def classes(self, name):
-        return [
-            dict(attributes).get("class")
-            for tag, attributes in self.tags
-            if name in (attributes.get("class") or "").split()
-        ]
+    def data(self, name):
+        return json.loads(self.blocks[f"{name}-data"])
+
+    def rollouts(self):
+        packed = [value for name, value in self.blocks.items() if name.startswith("texts-")]
+        return [row for chunk in packed for row in json.loads(gzip.decompress(base64.b64decode(chunk)))]
 
 
 def decode(role, tokens):
@@ -80,7 +96,7 @@ def keep(directory, turn, **rollouts):
     return TurnStore(directory.rollouts, decode=decode).put(turn, Played(rollouts=rollouts, metrics={}), {})
 
 
-def solution(draw, good, role="generator"):
+def solution(draw, good, role="generator", question="last letters of <b>x</b>?"):
     verdicts = [1, 1 if good else -1]
     return Rollout(
         role=role,
@@ -90,11 +106,11 @@ def solution(draw, good, role="generator"):
         spans=spans_of((1, Author.ENVIRONMENT, -1), (9, Author.POLICY, 3)),
         stop=Stop.EOS,
         payload={
-            "question": "last letters of <b>x</b>?",
+            "question": question,
             "answer": "ab",
             "correct": good,
             "verdicts": verdicts,
-            "review": "ok </pre>",
+            "review": SAYS_RIGHT if draw.random() < 0.7 else SAYS_WRONG,
         },
         marks={STEP: Marks([(2, 5), (5, 8)], [v / 2 for v in verdicts])},
         rewards={"outcome": float(good)},
@@ -102,10 +118,10 @@ def solution(draw, good, role="generator"):
     )
 
 
-def make_run(tmp_path, turns=24, rollouts=True, verifier=True):
+def make_run(tmp_path, turns=24, rollouts=True, verifier=True, name="demo <run>", seed=0, config=CONFIG):
     """A run as the loop would leave it; returns its directory."""
-    draw = random.Random(0)
-    directory = open_run(Run(dir=str(tmp_path), name="demo <run>"), CONFIG)
+    draw = random.Random(seed)
+    directory = open_run(Run(dir=str(tmp_path), name=name), config)
     tracker = Tracker(directory.metrics)
     for turn in range(turns):
         share = (turn + 1) / turns
@@ -115,101 +131,62 @@ def make_run(tmp_path, turns=24, rollouts=True, verifier=True):
             "kl_ref": 0.01 * share,
             "entropy": 1 - 0.5 * share,
             "length": 90 + 40 * draw.random(),
-        }
-        metrics |= {
             "reward/outcome": share * 0.8,
             "reward/format": 0.9,
             "engine_gap": 1e-4,
             "clip_frac": 0.0,
-            "seconds/rollout": 2.0,
+            **{"seconds/rollout": 2.0, "seconds/train": 1.5, "seconds/refit": 0.1},
         }
-        metrics |= {"seconds/train": 1.5, "seconds/refit": 0.1}
         if role == "verifier":
-            metrics |= {
-                f"confusion/{cell}": value
-                for cell, value in zip(("tp", "fp", "tn", "fn"), (10 * share, 3, 12, 4), strict=True)
-            }
+            counts = {"tp": 10 * share, "fp": 3, "tn": 12, "fn": 4}
+            metrics |= {f"confusion/{cell}": value for cell, value in counts.items()}
         tracker.log(turn, role, metrics, turn=turn)
         if turn % 6 == 0:
-            tracker.log(
-                turn,
-                "eval",
-                {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4},
-                turn=turn,
-            )
+            figures = {"generator/accuracy_sampled": share * 0.7, "verifier/outcome_f1": 0.5 + share / 4}
+            tracker.log(turn, "eval", figures | {"generator/num_problems": 200.0}, turn=turn)
         if rollouts:
             keep(directory, turn, **{role: [solution(draw, draw.random() < share, role) for _ in range(12)]})
-    directory.update_summary(
-        {
-            "generator_accuracy_start": 0.125,
-            "generator_accuracy_end": 0.75,
-            "seconds": {"train": 36.0},
-            "updates": turns,
-        }
-    )
+    directory.update_summary({"generator_accuracy_start": 0.125, "generator_accuracy_end": 0.75, "planned": turns})
     return directory.path
 
 
 def test_a_whole_run_makes_one_page_that_needs_nothing_else(tmp_path):
     path = write_report(make_run(tmp_path))
     assert path.name == "report.html"
-    page = Page(path.read_text(encoding="utf-8"))
-    assert page.problems == []
-    assert all(link.startswith("#") for link in page.links), page.links
-    assert "url(http" not in path.read_text() and "@import" not in path.read_text()
-    text = " ".join(page.text)
-    for heading in (
-        "Before and after",
-        "Held-out evaluation",
-        "Training curves",
-        "Verdicts against the truth",
-        "Where the time went",
-    ):
-        assert heading in text
-    for shown in (
-        "generator accuracy",
-        "0.125",
-        "0.75",
-        "+0.625",
-        "engine_gap",
-        "generator: reward",
-        "18 generator updates",
-        "1.5e-4",
-    ):
-        assert shown in text, shown
-
-
-def test_what_models_wrote_stays_text(tmp_path):
-    page = Page(write_report(make_run(tmp_path)).read_text(encoding="utf-8"))
-    assert "script" not in {tag for tag, _ in page.tags}
-    assert "b" in {tag for tag, _ in page.tags}  # our own bold; theirs is text:
-    text = "".join(page.text)
-    assert (
-        "<script>alert(1)</script>" in text
-        and "last letters of <b>x</b>?" in text
-        and "ok </pre>" in text
-        and "demo <run>" in text
+    text = path.read_text(encoding="utf-8")
+    found = Page(text)
+    assert found.problems == [] and all(link.startswith("#") for link in found.links), found.links
+    assert "url(http" not in text and "@import" not in text and "default-src 'none'" in text
+    shown = " ".join(found.text)
+    for heading in (*curves.QUESTIONS.values(), "In short", "Rollouts", "Summary and config"):
+        assert (heading in shown) == (heading != "Other figures"), heading
+    for words in ("18 generator updates", "1.5e-4", "200 problems", "verifier turns: last turns", "0.02917", "+0.525"):
+        assert words in shown, words
+    titles = {chart["title"]: chart["question"] for chart in found.data("report")["charts"]}
+    assert titles["generator: held out"] == "learn" and titles["verifier: held out"] == "verify"
+    assert titles["kl_ref"] == "update" and titles["loss"] == "update" and titles["says_right_of_right"] == "verify"
+    assert "engine_gap" not in titles and "generator, verifier: engine_gap = 0.0001" in shown, (
+        "constants are told as text"
     )
 
 
-def test_steps_carry_the_colour_of_their_verdict_and_their_advantage(tmp_path):
+def test_what_models_wrote_stays_text(tmp_path):
     text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
-    page = Page(text)
-    right, wrong = page.classes("right").count("step right"), page.classes("wrong").count("step wrong")
-    assert right > wrong > 0
-    assert "✓ correct  A " in text and "✗ incorrect  A " in text
-    for label in ("early generator", "late generator", "early verifier", "late verifier"):
-        assert label in text
+    found = Page(text)
+    assert "b" in {tag for tag, _ in found.tags}  # our own bold; theirs is text:
+    assert "alert(1)" not in text and "<b>x" not in text
+    row = found.rollouts()[0]
+    assert "</script><script>alert(1)</script>" in row["text"] and row["question"] == "last letters of <b>x</b>?"
+    assert "demo <run>" in "".join(found.text) and "<run>" not in text.replace("demo &lt;run&gt;", "")
+    assert as_json({"a": "</script>\u2028<!--"}) == '{"a":"\\u003c/script>\\u2028\\u003c!--"}'
 
 
-def test_verdicts_that_do_not_match_the_steps_colour_nothing(tmp_path):
-    directory = open_run(Run(dir=str(tmp_path), name="r"), CONFIG)
-    good = solution(random.Random(0), True)
-    payload = {**good.payload, "verdicts": [1, -1, 1]}
-    keep(directory, 0, generator=[replace(good, payload=payload, stop=Stop.LENGTH, advantages=None)])
-    text = write_report(directory.path).read_text(encoding="utf-8")
-    assert "step unread" in text and 'class="step right"' not in text
-    assert "3 verdicts for 2 steps" in text
+def test_only_the_pages_own_scripts_may_run(tmp_path):
+    """The policy names each script by its hash, and a page without scripts allows none."""
+    text = write_report(make_run(tmp_path, turns=2)).read_text(encoding="utf-8")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    assert policy.count("'sha256-") == 6 and "unsafe-inline'" in policy.split("style-src")[1].split(";")[0]
+    assert "script-src" not in page("a", "b", [("c", "<p>d</p>")])
 
 
 @pytest.mark.parametrize(
@@ -218,28 +195,25 @@ def test_verdicts_that_do_not_match_the_steps_colour_nothing(tmp_path):
 )
 def test_a_run_with_parts_missing_still_reports(tmp_path, turns, rollouts, verifier):
     run = make_run(tmp_path, turns, rollouts, verifier)
-    page = Page(write_report(run).read_text(encoding="utf-8"))
-    assert page.problems == []
-    text = " ".join(page.text)
-    assert ("Sample rollouts" in text) == rollouts
-    assert ("Verdicts against the truth" in text) == (verifier and turns > 3)
-    assert write_figure(run, run / "curves.png").stat().st_size > 1000
+    found = Page(write_report(run).read_text(encoding="utf-8"))
+    assert found.problems == []
+    text = " ".join(found.text)
+    assert ("rollouts-data" in found.blocks) == rollouts
+    assert ("against the truth" in text) == (verifier and turns > 3)
+    assert report_png.draw_overview(read_run(run), run / "curves.png").stat().st_size > 1000
 
 
 def test_sft_and_values_that_are_not_finite(tmp_path):
     directory = open_run(Run(dir=str(tmp_path), name="sft"), "model: {path: m}\n")
     tracker = Tracker(directory.metrics)
     for step in range(20):
-        tracker.log(
-            step,
-            "sft",
-            {"loss": math.nan if step == 3 else 5 / (step + 1), "lr": 1e-3, "seconds/train": 0.1},
-            turn=step,
-        )
-    page = Page(write_report(directory.path).read_text(encoding="utf-8"))
-    assert page.problems == []
-    assert "20 sft updates" in " ".join(page.text)
-    assert figures.charts(read_metrics(directory.path))[0].lines["sft"][0] == [*range(3), *range(4, 20)]
+        loss = math.nan if step == 3 else 5 / (step + 1)
+        tracker.log(step, "sft", {"loss": loss, "lr": 1e-3, "seconds/train": 0.1}, turn=step)
+    found = Page(write_report(directory.path).read_text(encoding="utf-8"))
+    assert found.problems == [] and "20 sft updates" in " ".join(found.text)
+    [chart] = [chart for chart in found.data("report")["charts"] if chart["title"] == "loss"]
+    assert chart["question"] == "learn" and chart["lines"][0]["x"] == [*range(3), *range(4, 20)]
+    assert "1 values are not finite, the first at turn 4" in chart["lines"][0]["broken"]
 
 
 def test_the_report_is_a_function_of_the_run(tmp_path):
@@ -250,9 +224,75 @@ def test_the_report_is_a_function_of_the_run(tmp_path):
 def test_a_directory_without_a_run_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not a run directory"):
         write_report(tmp_path)
+    for words, message in ((["nowhere"], "no run directory"), ([str(tmp_path)], "is no run directory")):
+        with pytest.raises(ConfigError, match=message):
+            report_command(build_parser().parse_args(["report", *words]))
 
 
-def test_pairs_and_confusion_sums():
+def test_numbers_beyond_all_measure_break_no_page(tmp_path):
+    """Sums of values near the largest float are not finite, and JSON has no infinity."""
+    run = make_run(tmp_path, turns=8)
+    huge = {"turn": 9, "step": 1, "scope": "generator", "time": {"train": 1.7e308, "refit": "inf"}}
+    lines = [huge | {"turn": turn, "metrics": {"loss": 1.7e308, "reward/outcome": -1.7e308}} for turn in (9, 10)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    found = Page(write_report(run).read_text(encoding="utf-8"))
+    assert found.problems == [] and found.data("report")["charts"]
+
+
+@pytest.mark.parametrize("count", [1, 37, 2000, 2001, 5000])
+def test_long_curves_keep_their_extremes_and_means(count):
+    draw = random.Random(count)
+    curve = Curve()
+    for turn in range(count):
+        curve.add(turn, draw.gauss(0, 1) + 50 * (turn == count // 3))
+    chart = curves.Chart(question="learn", title="x", lines=[(0, "x", curve)])
+    width = curves.bucket_width([chart])
+    found = curves.thin(curve, width)
+    if count <= curves.MAX_POINTS:
+        assert width == 1 and found.low is None and len(found.y) == count
+        return
+    assert len(found.low) + len(found.high) <= curves.MAX_POINTS and width > 1
+    for x, y, low, high in zip(found.x, found.y, found.low, found.high, strict=True):
+        own = [curve.values[t] for t in range(x, min(x + width, count))]
+        assert (low, high) == (pytest.approx(min(own), rel=1e-5), pytest.approx(max(own), rel=1e-5))
+        assert y == pytest.approx(fmean(own), rel=1e-4, abs=1e-5)
+
+
+def test_a_page_of_many_curves_has_fewer_points_of_each_at_the_same_turns():
+    whole, part = Curve(), Curve()
+    for turn in range(3000):
+        whole.add(turn, 1.0 * turn)
+        if turn < 1000:
+            part.add(turn, 2.0 * turn)
+    charts = [curves.Chart(question="learn", title="x", lines=[(0, "x", whole), (1, "x", part)])] * 1000
+    width = curves.bucket_width(charts)
+    assert -(-3000 // width) <= curves.PAGE_POINTS // 2000 / 2
+    assert set(curves.thin(part, width).x) < set(curves.thin(whole, width).x)
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "question"),
+    [
+        ("eval", "generator/accuracy_greedy", "learn"),
+        ("eval", "verifier/step_f1", "verify"),
+        ("eval", "exploitability", "learn"),
+        ("eval", "first/J check bet", "learn"),
+        ("generator", "reward/trained", "learn"),
+        ("generator", "predicted_positive", "verify"),
+        ("generator", "grad_norm", "update"),
+        ("generator", "loss", "update"),
+        ("sft", "validation_loss", "learn"),
+        ("generator", "packed_tokens", "time"),
+        ("generator", "something_else", "rest"),
+        ("gate", "gate/reward_right", "update"),
+    ],
+)
+def test_figures_stand_under_the_question_that_they_answer(scope, name, question):
+    assert curves.question_of(scope, name) == question
+
+
+def test_pairs_of_a_summary():
     summary = {
         "a_start": 1,
         "a_end": 2.5,
@@ -261,50 +301,37 @@ def test_pairs_and_confusion_sums():
         "name_start": "x",
         "name_end": "y",
     }
-    assert pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
-    counts = {"confusion/tp": 1.0, "confusion/fp": 2.0, "confusion/tn": 3.0, "confusion/fn": 4.0}
-    rows = [
-        MetricsRow(turn=0, step=0, scope="verifier", time={}, metrics=metrics)
-        for metrics in (counts, {"loss": 1.0}, counts)
-    ]
-    assert confusion(rows) == {"tp": 2.0, "fp": 4.0, "tn": 6.0, "fn": 8.0}
-    assert confusion(rows[1:2]) == {}
+    assert report_tables.pairs(summary) == {"a": (1, 2.5), "eval.f1": (0.1, 0.2)}
 
 
-def test_split_steps():
-    assert split_steps("xaaybz", ["aa", "b"]) == [(None, "x"), (0, "aa"), (None, "y"), (1, "b"), (None, "z")]
-    assert split_steps("aa", ["a", "a"]) == [(0, "a"), (1, "a")]
-    assert split_steps("abc", ["?", "b"]) == [(0, "?"), (None, "a"), (1, "b"), (None, "c")]
-    assert split_steps("abc", []) == [(None, "abc")]
+def test_a_change_within_chance_is_not_called_learning():
+    """Two shares p and q of n problems differ by chance by up to 1.96 sqrt(p(1-p)/n + q(1-q)/n), in 95 of 100 cases."""
+    far, near = (report_tables.Gain("generator/accuracy", 0.2, end, 100) for end in (0.5, 0.25))
+    assert far.better is True and near.better is None
+    assert far.error == pytest.approx(1.96 * math.sqrt(0.2 * 0.8 / 100 + 0.5 * 0.5 / 100))
+    assert report_tables.Gain("exploitability", 0.4, 0.1).better is True
+    assert report_tables.Gain("x", 1.0, 1.0).better is None
 
 
 def test_smoothing_shifts_nothing():
     line = [3.0 * x + 1 for x in range(60)]
-    assert figures.smooth(line) == pytest.approx(line)
-    spike = figures.smooth([0.0] * 30 + [1.0] + [0.0] * 29)
+    assert report_png.smooth(line) == pytest.approx(line)
+    spike = report_png.smooth([0.0] * 30 + [1.0] + [0.0] * 29)
     assert max(spike) == spike[30] < 0.2
-    assert figures.smooth([]) == []
+    assert report_png.smooth([]) == []
 
 
 def test_refits_are_summed_up_by_role_and_a_line_cut_short_is_left_out(tmp_path):
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
-    names = (
-        "seconds",
-        "floor_seconds",
-        "ratio_to_floor",
-        "gigabytes",
-        "local_gigabytes",
-        "checked_slices",
-        "failed_engines",
-    )
+    names = ("seconds", "floor_seconds", "ratio_to_floor", "gigabytes", "local_gigabytes", "checked_slices")
     lines = [{"role": "generator", "version": v, **{f"refit/{name}": float(v) for name in names}} for v in (1, 2, 3)]
     run.refits.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"role": "gen')
     text = " ".join(Page(write_report(run.path).read_text()).text)
-    assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text)
+    assert "Refits" in text and re.search(r"generator\s+3\s+2\s+2", text) and "refits.jsonl: line 4 of 4" in text
 
 
 def test_turns_of_several_roles_and_turns_that_are_not_kept(tmp_path):
-    """The report reads each role's rows of a turn; turns without texts, and files that cannot be read, are left out."""
+    """The report shows each role's rows of a turn; turns without texts, and files that cannot be read, are left out."""
     run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
     draw = random.Random(0)
     for turn in range(2):
@@ -316,123 +343,147 @@ def test_turns_of_several_roles_and_turns_that_are_not_kept(tmp_path):
     )  # fmt: skip
     (run.rollouts / "turn_000003.parquet").write_bytes(b"half a file")
     text = write_report(run.path).read_text()
-    for shown in ("early proposer", "late proposer", "early solver", "late solver"):
-        assert shown in text, shown
-    assert "judge" not in text and "turn_000003.parquet cannot be read" in text
+    index = Page(text).data("rollouts")
+    assert index["roles"] == ["proposer", "solver"] and index["turn"] == [0, 0, 1, 1]
+    assert "turn_000003.parquet cannot be read" in text and "2 of 4 turns" in index["note"]
 
 
-def sweep(tmp_path, ends):
+def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part(tmp_path):
+    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
+    draw = random.Random(0)
+    for turn in range(30):
+        rows = [replace(solution(draw, True), group=str(group)) for group in range(4) for _ in range(4)]
+        keep(run, turn, generator=rows)
+    picked = pick([read_run(run.path).record], 40)
+    assert picked.index.turn[0] == 0 and picked.index.turn[-1] == 29 and len(picked.index) <= 40
+    found = Page(write_report(run.path, rollouts=240).read_text())
+    index = found.data("rollouts")
+    assert index["note"] == "240 of 480 rollouts, from all 30 turns that were kept"
+    assert [index["turn"].count(turn) for turn in range(30)] == [8] * 30, "two whole groups of each turn"
+    assert len(found.rollouts()) == 240 and max(len(found.blocks[f"texts-{i}"]) for i in range(4)) < 5000
+
+
+def test_a_verdict_is_told_beside_the_truth():
+    """A solution's verdict is that of its verification; a verification's own truth follows from whether it agrees."""
+    row = {"review": SAYS_WRONG, "correct": True, "verdicts": [1], "text": "x", "rewards": {}}
+    assert opinion(row) == (0, True)
+    assert opinion(row | {"review": "hm"}) == (2, True)
+    own = {"review": None, "correct": False, "verdicts": [1], "text": SAYS_RIGHT, "rewards": {}}
+    assert opinion(own) == (1, False) and opinion(own | {"correct": True}) == (1, True)
+    assert opinion(own | {"text": SAYS_WRONG}) == (0, True) and opinion(own | {"verdicts": None}) == (-1, None)
+
+
+def sweep(tmp_path, ends, name="sweep"):
     """Writes a sweep of one run for each item of `ends`: its last evaluated figures, or None where it has not begun."""
+    own = tmp_path / name
+    own.mkdir()
     changes = [{"run": f"run{i}", "changes": {"run.seed": i}} for i in range(len(ends))]
-    (tmp_path / "sweep.json").write_text(json.dumps(changes))
+    (own / "sweep.json").write_text(json.dumps(changes))
     for i, figures_of_run in enumerate(ends):
-        (tmp_path / f"run{i}").mkdir()
+        (own / f"run{i}").mkdir()
         if figures_of_run is not None:
-            Tracker(tmp_path / f"run{i}" / "metrics.jsonl").log(4, "eval", figures_of_run, turn=9)
-    text = write_sweep_report(tmp_path).read_text()
-    return text[text.rindex("Means over seeds") : text.index("standard deviation over seeds")]
+            Tracker(own / f"run{i}" / "metrics.jsonl").log(4, "eval", figures_of_run, turn=9)
+    return own
+
+
+def means_of(text):
+    return re.findall(r"<td>([^<]*)</td>", text[text.rindex("Means over seeds") : text.index("Student's t")])
 
 
 def test_a_mean_over_seeds_counts_only_runs_that_have_the_figure(tmp_path):
     """Of five runs two have not begun, and one has not measured `b`."""
-    found = sweep(tmp_path, [{"a": 0.25, "b": 1.0}, None, {"a": 0.75}, {"a": 0.5, "b": 2.0}, None])
-    cells = re.findall(r"<td>([^<]*)</td>", found)
-    assert cells == ["all", "3 of 5", "0.5 ± 0.25", "1.5 ± 0.71 (2 runs)"]
+    own = sweep(tmp_path, [{"a": 0.25, "b": 1.0}, None, {"a": 0.75}, {"a": 0.5, "b": 2.0}, None])
+    text = write_report(own).read_text()
+    assert means_of(text) == ["all", "3 of 5", "0.5 ± 0.62", "1.5 ± 6.4 (2 runs)"]
+    assert "not begun" in text and "0 of 5 runs are finished" in text
 
 
 def test_a_sweep_without_a_begun_run_has_no_means(tmp_path):
-    assert re.findall(r"<td>([^<]*)</td>", sweep(tmp_path, [None, None])) == ["all", "0 of 2"]
+    assert means_of(write_report(sweep(tmp_path, [None, None])).read_text()) == ["all", "0 of 2"]
 
 
-def page_of(tmp_path, **rollouts):
-    text = write_report(keep_talks(tmp_path, CONFIG, **rollouts).path).read_text()
-    page = Page(text)
-    assert page.problems == [] and "script" not in {tag for tag, _ in page.tags}
-    return text[text.index("<h2>Sample rollouts</h2>") : text.index("<h2>Config</h2>")]
-
-
-def test_an_episode_is_a_conversation_turn_by_turn(tmp_path):
-    rewards = {"outcome": 1.0, "tool_calls": 0.25}
-    text = page_of(tmp_path, solver=[talk(*CALLING, seat="solver-1", episode="e7", rewards=rewards)])
-    assert "turn 1 · episode e7" in text and "how &lt;many&gt;?" in text
-    assert '<h3>solver-1 <small>solver</small></h3><p class="meta">6 tokens · stop: eos · weights 3' in text
-    assert "outcome 1  tool_calls 0.25 · advantage +0.50" in text
-    turns = re.findall(
-        r'<div class="said (\w+)"><p class="who">([^<]*)</p><div class="words">(.*?)</div></div>', text, re.S
+@pytest.mark.parametrize(("values", "quantile"), [([1.0, 2.0], 12.706), ([3.0, 1.0, 4.0, 1.5], 3.182)])
+def test_the_interval_of_a_mean_is_students(values, quantile):
+    assert interval(values) == pytest.approx(quantile * stdev(values) / math.sqrt(len(values)))
+    assert interval(values[:1]) is None and interval([0.0, 1.0] * 40) == pytest.approx(
+        1.96 * stdev([0, 1] * 40) / 80**0.5
     )
-    assert turns == [
-        ("answer", "answer 1 of 2 · 4 tokens",
-         'a&amp;b<span class="call">&lt;tool_call&gt;4 &amp; 5&lt;/tool_call&gt;</span>'),
-        ("environment", "environment · 3 tokens", "\n = 9\n"),
-        ("answer", "answer 2 of 2 · 2 tokens", "&lt;script&gt;alert(1)&lt;/script&gt; = 9"),
+
+
+def test_any_runs_are_compared_with_their_settings(tmp_path):
+    other = CONFIG.replace("1.5e-4", "3e-4")
+    runs = [
+        make_run(tmp_path, 8, name=f"{lr}{seed}", seed=seed, config=text.replace("seed: 7", f"seed: {seed}"))
+        for lr, text in (("low", CONFIG), ("high", other))
+        for seed in (1, 2)
+    ]
+    read = read_runs(runs)
+    assert differences(read) == {
+        "roles.generator.optimizer.lr": [0.00015] * 2 + [0.0003] * 2,
+        "run.seed": [1, 2, 1, 2],
+    }
+    assert [(arm.label, list(arm.runs)) for arm in arms(read)] == [("lr=0.00015", [0, 1]), ("lr=0.0003", [2, 3])]
+    text = write_comparison(runs, tmp_path / "both.html", rollouts=80).read_text()
+    found = Page(text)
+    shown = " ".join(found.text)
+    assert found.problems == [] and "Settings that differ" in shown and "Means over seeds" in shown
+    report, index = found.data("report"), found.data("rollouts")
+    assert [run["arm"] for run in report["runs"]] == [0, 0, 1, 1] and set(index["run"]) == {0, 1, 2, 3}
+    [chart] = [c for c in report["charts"] if c["title"] == "generator: held out: accuracy_sampled"]
+    assert [line["run"] for line in chart["lines"]] == [0, 1, 2, 3]
+    assert "run.name" not in shown
+
+
+def test_the_command_writes_a_page_of_one_or_of_several(tmp_path, capsys):
+    runs = [make_run(tmp_path, 3, name=name, rollouts=False) for name in ("a", "b")]
+    for words, wanted in (
+        ([runs[0]], runs[0] / "report.html"),
+        ([*runs, "--out", tmp_path / "c.html"], tmp_path / "c.html"),
+        ([runs[0], "--out", tmp_path / "d.html"], tmp_path / "d.html"),
+    ):
+        assert report_command(build_parser().parse_args(["report", *map(str, words)])) == 0
+        assert capsys.readouterr().out.strip() == str(wanted) and wanted.stat().st_size > 20_000
+
+
+def evaluation(tmp_path, name, scores):
+    """Writes an evaluation as `megatron-rl eval` does, with two samples of each problem."""
+    rows = [
+        {"set": "s", "measure": "solve", "id": i, "sample": j, "row": i, "question": f"q{i} <img>", "score": score,
+         "answer": "1", "response": f"{name} says {score}"}
+        for i, both in enumerate(scores) for j, score in enumerate(both)
     ]  # fmt: skip
-    assert 'class="legend"' not in text, "one advantage needs no colours"
+    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / f"{name}.json").write_text("{}")
+    return tmp_path / f"{name}.json"
 
 
-def test_seats_of_one_episode_stand_together_and_others_apart(tmp_path):
-    def seats(episode, good):
-        solver = talk(*CALLING, seat="a", episode=episode, rewards={"outcome": float(good)})
-        judge = talk((POLICY, [3]), seat="b", episode=episode, role="judge", rewards={"form": 1.0, "kind": 0.0})
-        return solver, judge
-
-    pairs_of = [seats(str(number), number % 2) for number in range(6)]
-    text = page_of(tmp_path, judge=[b for _, b in pairs_of], solver=[a for a, _ in pairs_of])
-    found = [re.findall(r"· episode (\d)|<h3>(.)", part) for part in text.split('<details class="sample')[1:]]
-    assert found == [[(number, ""), ("", "b"), ("", "a")] for number in ("1", "3", "0", "2")], "two of each outcome"
-    assert text.count('<details class="sample episode" open>') == 2
-    both = [talk(*CALLING, seat=s, episode="9", rewards={"outcome": r}) for s, r in (("x", 1.0), ("y", 0.0))]
-    text = page_of(tmp_path / "game", solver=both)
-    assert text.count('class="sample episode"') == 1 and "seats differ</span> early solver" in text
+def test_problems_that_flipped_between_evaluations(tmp_path):
+    before = evaluation(tmp_path, "before", [(0, 0), (1, 1), (1, 1), (1, 0), (0, 0)])
+    after = evaluation(tmp_path, "after", [(1, 1), (0, 0), (1, 1), (1, 1)])
+    [found] = of_evaluations([before, after])
+    assert (found.common, found.gained, found.lost) == (4, 2, 1), "half of the samples right is not solved"
+    assert [row["question"] for row in found.rows] == ["q1 <img>", "q0 <img>", "q3 <img>"], "what was lost comes first"
+    assert found.rows[0]["texts"] == ["before says 1", "after says 0"]
+    text = write_comparison([before, after], tmp_path / "c.html").read_text()
+    assert Page(text).data("report")["flips"][0]["lost"] == 1 and "<img" not in text
+    with pytest.raises(ConfigError, match="neither a run"):
+        of_evaluations([before, tmp_path / "before.jsonl"])
 
 
-def test_credit_that_differs_is_coloured_by_its_value_with_a_legend(tmp_path):
-    credit = [0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0, 0.0, 1.0, 1.0]  # a call of which the last token earned something
-    text = page_of(tmp_path, solver=[talk(*CALLING, seat="a", advantages=credit)])
-    colour = "background: color-mix(in srgb, var(--{}) {}%, transparent)"
-    good, bad, half = colour.format("good", 60), colour.format("bad", 30), colour.format("good", 30)
-    assert (
-        f'<span style="{bad}" title="-1">a&amp;b</span><span class="call">'  # it was one piece, cut by the call's frame
-        f'<span style="{bad}" title="-1">&lt;tool_call&gt;4 &amp; 5</span>'
-        f'<span style="{good}" title="+2">&lt;/tool_call&gt;</span></span>'
-    ) in text
-    assert f'answer 2 of 2 · 2 tokens · advantage +1.00</p><div class="words"><span style="{half}"' in text
-    assert "answer 1 of 2 · 4 tokens</p>" in text and "advantages from -1.00 to +2.00" in text
-    shown = re.search(r'<p class="legend">(.*?)</p>', text)[1]
-    assert re.sub("<[^>]*>", "|", shown) == "advantage of each token: |-2.00||-1.00||0||+1.00||+2.00|"
+def test_problems_that_flipped_within_a_run(tmp_path):
+    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
+    draw = random.Random(0)
+    for turn, (a, b) in enumerate([(False, True), (True, False), (True, True)]):
+        keep(run, turn, generator=[solution(draw, a, question="a"), solution(draw, b, question="b")])
+    [found] = Page(write_report(run.path).read_text()).data("report")["flips"]
+    assert (found["common"], found["gained"], found["lost"]) == (1 + 1, 1, 0)
+    assert found["rows"][0]["question"] == "a" and found["rows"][0]["turns"] == [1, 3]
 
 
-def test_credit_by_token_of_a_single_answer_is_coloured_where_no_steps_show_it(tmp_path):
-    per_token = talk((POLICY, [3, SUM]), advantages=[0.0, 1.0, -1.0])
-    text = page_of(tmp_path, solver=[per_token])
-    assert 'class="sample episode"' not in text and 'class="legend"' in text
-    assert 'title="+1">a&amp;b</span>' in text and 'title="-1">4 &amp; 5</span>' in text
-
-
-def test_partners_are_set_apart_and_frames_of_a_template_are_left_out(tmp_path):
-    text = page_of(tmp_path, solver=[talk((POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE]))])
-    assert 'a&amp;b<span class="partner" title="written by a partner">4 &amp; 5</span>' in text
-    assert "answer 1 of 2 · 2 tokens" in text and '<div class="said environment">' not in text
-    assert "<h3>solver</h3>" in text, "no seat was named"
-
-
-def test_long_turns_are_folded_and_longer_ones_cut_within_a_call(tmp_path, monkeypatch):
-    few = -(-report_samples.MAX_OPEN // 80)
-    text = page_of(tmp_path, solver=[talk((POLICY, [TOOL, *[LONG] * few]), (ENVIRONMENT, [SUM]), (POLICY, [3]))])
-    start = escape("<tool_call>" + "w" * 109)
-    assert f"<details><summary>{start} … ({11 + few * 80} characters)</summary>" in text
-    monkeypatch.setattr(report_samples, "MAX_CHARACTERS", 20)
-    text = page_of(tmp_path / "cut", solver=[talk((POLICY, [3, TOOL, LONG]), (ENVIRONMENT, [SUM]), (POLICY, [3]))])
-    assert f'a&amp;b<span class="call">&lt;tool_call&gt;{"w" * 6}</span> … (74 more characters)' in text
-
-
-@pytest.mark.parametrize(
-    ("text", "calls"),
-    [
-        ("a <tool_call>{}</tool_call> b <tool_call>x", ["<tool_call>{}</tool_call>", "<tool_call>x"]),
-        ("<function=f><p=1>2</p></function>.", ["<function=f><p=1>2</p></function>"]),
-        ("see ```py\n1\n``` and <search>who?</search>", ["```py\n1\n```", "<search>who?</search>"]),
-        ("<toolbox>1</toolbox> x < tool > <code", []),
-    ],
-)
-def test_calls_of_tools_are_found_in_the_forms_that_models_write(text, calls):
-    assert [match[0] for match in report_samples._CALL.finditer(text)] == calls
+def test_conversations_are_kept_piece_by_piece(tmp_path):
+    run = keep_talks(tmp_path, CONFIG, solver=[talk(*CALLING, seat="solver-1", episode="e7", rewards={"outcome": 1.0})])
+    found = Page(write_report(run.path).read_text())
+    [row] = found.rollouts()
+    index = found.data("rollouts")
+    assert [piece[:3] for piece in row["pieces"]] == [[0, 4, 0.5], [2, 3, None], [0, 2, 0.5]]
+    assert "text" not in row and row["episode"] == "e7" and index["seats"] == ["solver-1"] and index["outcome"] == [1]

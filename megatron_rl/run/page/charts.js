@@ -1,0 +1,300 @@
+// The report's curves: one uPlot chart for each, under one bar of controls; all charts share zoom and hover.
+"use strict";
+
+Report.charts = (() => {
+  const { make, number } = Report;
+  const COLOURS = ["#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f"];
+  const HEIGHT = 210;
+  const SHARES = [0, 0.02, 0.05, 0.1, 0.2, 0.4]; // of a line that a running mean goes over
+  const FEW = 8; // a line with fewer points is not smoothed
+  const T = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]; // Student's t, 97.5 %
+
+  const state = { smoothing: 2, log: false, axis: "turn", seeds: "each", hidden: new Set(), zoom: null };
+  const charts = [];
+  let report = null;
+  let observer = null;
+
+  /** Returns running means over a centred window, narrower toward the ends, so that nothing is shifted. */
+  function smooth(values, share) {
+    const half = Math.floor((values.length * share) / 2);
+    if (half < 1 || values.length < FEW) return values;
+    const sums = [0];
+    for (const value of values) sums.push(sums[sums.length - 1] + value);
+    return values.map((_, i) => {
+      const reach = Math.min(half, i, values.length - 1 - i);
+      return (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1);
+    });
+  }
+
+  /** Returns turns as the chosen axis counts them: turns from 1, steps, or hours. Values between known turns are
+   * interpolated. */
+  function onAxis(turns, run) {
+    if (state.axis === "turn") return turns.map((turn) => turn + 1);
+    const clock = report.clocks[run];
+    const known = clock[state.axis];
+    let place = 0;
+    return turns.map((turn) => {
+      while (place < clock.turn.length - 1 && clock.turn[place + 1] <= turn) place += 1;
+      const next = Math.min(place + 1, known.length - 1);
+      const width = clock.turn[next] - clock.turn[place];
+      const share = width > 0 ? Math.min(1, Math.max(0, (turn - clock.turn[place]) / width)) : 0;
+      return known[place] + share * (known[next] - known[place]);
+    });
+  }
+
+  /** Returns the mean over runs at each turn that one of them has, with its 95 % interval where there are several. */
+  function overSeeds(lines) {
+    const found = new Map();
+    for (const line of lines) {
+      line.x.forEach((turn, i) => found.set(turn, [...(found.get(turn) ?? []), line.y[i]]));
+    }
+    const x = [...found.keys()].sort((a, b) => a - b);
+    const y = [], low = [], high = [];
+    for (const turn of x) {
+      const values = found.get(turn);
+      const mean = values.reduce((a, b) => a + b, 0) / values.length;
+      const spread = values.reduce((a, b) => a + (b - mean) ** 2, 0);
+      const degrees = values.length - 1;
+      const half = degrees ? (T[degrees - 1] ?? 1.96 + 2.6 / degrees) * Math.sqrt(spread / degrees / values.length) : 0;
+      y.push(mean);
+      low.push(mean - half);
+      high.push(mean + half);
+    }
+    return { x, y, low, high };
+  }
+
+  /** Returns the lines of a chart that are to be drawn: {name, colour, dash, x, y, low, high}. */
+  function drawn(chart) {
+    const many = report.runs.length > 1;
+    if (!many) {
+      const bases = [...new Set(chart.lines.map((line) => base(line.name)))];
+      return chart.lines.map((line) => ({
+        ...line, colour: COLOURS[bases.indexOf(base(line.name)) % COLOURS.length], dash: line.name.endsWith("_greedy"),
+      }));
+    }
+    const shown = chart.lines.filter((line) => !state.hidden.has(line.run));
+    if (state.seeds === "each") {
+      return shown.map((line) => ({ ...line, name: report.runs[line.run].name, colour: colourOf(line.run) }));
+    }
+    return report.arms.map((label, arm) => {
+      const own = shown.filter((line) => report.runs[line.run].arm === arm);
+      return own.length === 0 ? null
+        : { ...overSeeds(own), run: own[0].run, name: `${label} (${own.length})`,
+          colour: COLOURS[arm % COLOURS.length] };
+    }).filter((line) => line !== null);
+  }
+
+  const base = (name) => name.replace(/_(greedy|sampled)$/, "");
+  const hasSeeds = () => report.arms.length < report.runs.length;
+  const byArm = () => report.arms.length > 1 && hasSeeds();
+  const colourOf = (run) => COLOURS[(byArm() ? report.runs[run].arm : run) % COLOURS.length];
+  const ink = () => getComputedStyle(document.body).color;
+
+  /** Returns uPlot's data and series of a chart. Each line is drawn as measured, pale, and smoothed, on top. */
+  function content(chart) {
+    const lines = drawn(chart);
+    const share = chart.dots || state.seeds === "mean" ? 0 : SHARES[state.smoothing];
+    const positive = (values) => (chart.log ? values.map((value) => (value > 0 ? value : null)) : values);
+    const tables = [], series = [{ label: state.axis }], bands = [];
+    for (const line of lines) {
+      const x = onAxis(line.x, line.run);
+      const dots = chart.dots || x.length < FEW;
+      const mean = smooth(line.y, share);
+      const style = { stroke: line.colour, spanGaps: true, value: (_, value) => number(value) };
+      const points = { show: dots, size: 6, fill: line.colour };
+      if (line.low) {
+        tables.push([x, positive(line.high), positive(line.low)]);
+        bands.push({ series: [series.length, series.length + 1], fill: `${line.colour}2e` });
+        const edge = { ...style, width: 0, points: { show: false }, hover: false };
+        series.push({ ...edge, label: `${line.name} greatest` }, { ...edge, label: `${line.name} least` });
+      } else if (mean !== line.y) {
+        tables.push([x, positive(line.y)]);
+        series.push({ ...style, width: 1, alpha: 0.3, label: `${line.name} as measured`, points: { show: false } });
+      }
+      tables.push([x, positive(mean)]);
+      series.push({ ...style, width: 2, label: line.name, points, dash: line.dash ? [6, 4] : undefined });
+    }
+    const ready = tables.map((table) => inOrder(table));
+    return { data: ready.length ? uPlot.join(ready) : [[]], series, bands, lines };
+  }
+
+  /** Returns a table by growing x with one row for each x: uPlot needs it, and a clock may stand still. */
+  function inOrder([x, ...rest]) {
+    const order = x.map((_, i) => i).sort((a, b) => x[a] - x[b] || a - b).filter((i, k, all) => x[i] !== x[all[k - 1]]);
+    return order.length === x.length && order.every((i, k) => i === k)
+      ? [x, ...rest]
+      : [order.map((i) => x[i]), ...rest.map((column) => order.map((i) => column[i]))];
+  }
+
+  function options(chart, found) {
+    const colour = ink();
+    const axis = { stroke: colour, grid: { stroke: colour.replace("rgb(", "rgba(").replace(")", ", 0.1)"), width: 1 },
+      ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const values = (_, splits) => splits.map((split) => (split === null ? "" : number(split, 5)));
+    return {
+      width: Math.max(200, chart.box.clientWidth), height: HEIGHT, series: found.series, bands: found.bands,
+      legend: { show: false },
+      cursor: { sync: { key: "report", scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
+        points: { size: 7 } },
+      scales: {
+        x: { time: false, range: (_, least, most) => state.zoom ?? padded(least, most) },
+        y: chart.log ? { distr: 3 } : {},
+      },
+      axes: [{ ...axis, size: 28, values }, { ...axis, size: 52, values }],
+      hooks: {
+        setSelect: [(plot) => zoomTo(plot)],
+        setCursor: [(plot) => tell(chart, plot)],
+        ready: [(plot) => plot.over.addEventListener("dblclick", () => zoom(null))],
+      },
+    };
+  }
+
+  const padded = (least, most) => (least === most ? [least - 1, most + 1] : [least, most]);
+
+  function zoomTo(plot) {
+    if (plot.select.width < 4) return;
+    zoom([plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")]);
+  }
+
+  /** Shows the same part of the axis in all charts; null shows all of it. */
+  function zoom(range) {
+    state.zoom = range;
+    document.querySelectorAll(".unzoom").forEach((button) => { button.hidden = range === null; });
+    refresh();
+  }
+
+  /** Writes the values under the pointer into the chart's legend: of the drawn lines, not of their edges. */
+  function tell(chart, plot) {
+    const place = plot.cursor.idx;
+    chart.where.textContent = place === null || place === undefined
+      ? "" : `${state.axis} ${number(plot.data[0][place], 6)}`;
+    for (const [name, cell] of chart.cells) {
+      const own = plot.series.findIndex((one) => one.label === name);
+      cell.textContent = place === null || place === undefined ? "" : ` ${number(nearest(plot.data[own], place))}`;
+    }
+  }
+
+  /** Returns the value at a place; where the line has none there, the one before. */
+  function nearest(values, place) {
+    for (let i = place; i >= 0; i -= 1) if (values[i] !== null && values[i] !== undefined) return values[i];
+    return null;
+  }
+
+  function draw(chart) {
+    chart.plot?.destroy();
+    chart.stale = false;
+    const found = content(chart);
+    chart.cells = new Map();
+    chart.where = make("span", { class: "where" });
+    const items = found.lines.map((line) => {
+      const cell = make("b");
+      chart.cells.set(line.name, cell);
+      const mark = make("i", { style: { background: line.colour }, class: line.dash ? "dashed" : null });
+      return make("span", { title: line.broken || null }, mark, line.name, cell, line.broken ? " ⚠" : null);
+    });
+    chart.legend.replaceChildren(...items, chart.where);
+    chart.plot = new uPlot(options(chart, found), found.data, chart.box);
+  }
+
+  /** Draws again what can be seen, and the rest when it comes into sight. */
+  function refresh() {
+    for (const chart of charts) {
+      chart.stale = true;
+      observer.unobserve(chart.box);
+      observer.observe(chart.box);
+    }
+  }
+
+  function card(chart) {
+    chart.log = false;
+    chart.box = make("div", { class: "plot", style: { minHeight: `${HEIGHT}px` } });
+    chart.legend = make("p", { class: "lines" });
+    const button = make("button", { type: "button", class: "log", title: "logarithmic axis", "aria-pressed": "false",
+      onclick: () => setLog(chart, button, !chart.log) }, "log");
+    chart.button = button;
+    const broken = chart.lines.map((line) => line.broken).filter((text) => text);
+    chart.card = make("figure", { class: "card chart", "data-title": chart.title },
+      make("h3", {}, chart.title, button), chart.about ? make("p", { class: "about" }, chart.about) : null, chart.box,
+      chart.legend, broken.length ? make("p", { class: "warning" }, `⚠ ${broken.join("; ")}`) : null);
+    return chart.card;
+  }
+
+  function setLog(chart, button, log) {
+    chart.log = log;
+    button.setAttribute("aria-pressed", String(log));
+    draw(chart);
+  }
+
+  function controls() {
+    const steps = report.clocks.some((clock) => clock.step.length && clock.step[clock.step.length - 1] > 0);
+    const axes = [["turn", "turns"], ...(steps ? [["step", "steps"]] : []), ["hours", "hours"]];
+    const slider = make("input", { type: "range", min: 0, max: SHARES.length - 1, value: state.smoothing,
+      id: "smoothing", oninput: () => { state.smoothing = Number(slider.value); refresh(); } });
+    const log = make("input", { type: "checkbox", id: "log-axes",
+      onchange: () => charts.forEach((chart) => setLog(chart, chart.button, log.checked)) });
+    const find = make("input", { type: "search", placeholder: "find a curve", id: "find-curve", oninput: () => {
+      const words = find.value.toLowerCase();
+      for (const chart of charts) chart.card.hidden = !chart.title.toLowerCase().includes(words);
+    } });
+    return make("div", { class: "controls", id: "curve-controls" },
+      Report.labelled("smoothing", slider), Report.labelled("log axes", log),
+      Report.labelled("over", Report.choice(axes, (value) => { state.axis = value; zoom(null); }, { id: "axis" })),
+      hasSeeds() ? Report.labelled("seeds", Report.choice([["each", "each run"], ["mean", "mean, 95 % interval"]],
+        (value) => { state.seeds = value; refresh(); }, { id: "seeds" })) : null,
+      find, make("button", { type: "button", class: "unzoom", hidden: true, onclick: () => zoom(null) }, "whole range"),
+      report.runs.length > 1 ? picker() : null);
+  }
+
+  /** Returns a check box for each run. */
+  function picker() {
+    const boxes = report.runs.map((run, place) => {
+      const box = make("input", { type: "checkbox", checked: true, "data-run": place, onchange: () => {
+        if (box.checked) state.hidden.delete(place); else state.hidden.add(place);
+        refresh();
+      } });
+      return make("label", {}, box, make("i", { style: { background: colourOf(place) } }), ` ${run.name}`);
+    });
+    const all = (shown) => () => boxes.forEach((label) => {
+      const box = label.querySelector("input");
+      if (box.checked !== shown) box.click();
+    });
+    return make("div", { class: "runs" }, boxes, make("button", { type: "button", onclick: all(true) }, "all"),
+      make("button", { type: "button", onclick: all(false) }, "none"));
+  }
+
+  /** Puts the controls before all curves, in one element with them, so that they stay in sight as long as these. */
+  function holdTogether(bar) {
+    const sections = [...document.querySelectorAll("main > section")];
+    const having = sections.map((section) => section.querySelector(".charts") !== null);
+    const own = sections.slice(having.indexOf(true), having.lastIndexOf(true) + 1);
+    const whole = make("div");
+    own[0].before(whole);
+    whole.append(bar, ...own);
+  }
+
+  function start(found) {
+    report = found;
+    if (report.charts.length === 0) return;
+    observer = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        const chart = charts.find((one) => one.box === entry.target);
+        if (entry.isIntersecting && chart.stale) draw(chart);
+      }
+    }, { rootMargin: "300px" });
+    for (const place of document.querySelectorAll(".charts")) {
+      for (const chart of report.charts.filter((one) => one.question === place.dataset.question)) {
+        charts.push(chart);
+        place.append(card(chart));
+      }
+    }
+    holdTogether(controls());
+    refresh();
+    let width = window.innerWidth;
+    window.addEventListener("resize", () => {
+      if (window.innerWidth !== width) { width = window.innerWidth; refresh(); }
+    });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
+  }
+
+  return { start, smooth, overSeeds, state, all: charts };
+})();

@@ -1,0 +1,284 @@
+"""Sorts the figures of runs by the question that they answer, and thins them out so that a page stays small."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.run.report_read import EVAL, GATE, SFT, Clock, Curve, Key, RunFigures
+
+MAX_POINTS = 2000  # most values of one line: the least and the greatest of each bucket of turns
+PAGE_POINTS = 400_000  # most values of all lines of a page; with many lines each has fewer
+FEWEST = 100  # points of a line in any case
+LEARN, VERIFY, UPDATE, TIME, REST = "learn", "verify", "update", "time", "rest"
+QUESTIONS = {
+    LEARN: "Does it learn?",
+    VERIFY: "Is the verifier right?",
+    UPDATE: "Is the update sane?",
+    TIME: "Where does the time go?",
+    REST: "Other figures",
+}
+# The first pattern that is found in a figure's name decides which question it answers.
+_SORTED = (
+    (TIME, r"^seconds"),
+    (
+        LEARN,
+        r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution|^length",
+    ),
+    (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_"),
+    (LEARN, r"accuracy|outcome|score|success|exploitab|validation_loss|train_loss"),
+    (
+        UPDATE,
+        r"^loss|^kl|entropy|clip|^ratio|grad|^engine_|^lr$|skipped|optimizer_steps|alpha|staleness|version|advant",
+    ),
+    (UPDATE, r"logprob|mask|reject|truncat|weight|^gate"),
+    (TIME, r"tokens|micro_batch|imbalance|samples|refit|memory"),
+)
+_FIRST = ("accuracy", "outcome", "reward", "f1", "loss", "kl_ref", "entropy", "grad_norm", "engine_gap", "seconds")
+# What the figures mean whose names say too little.
+MEANINGS = {
+    "turns": "answers in an episode",
+    "tool_calls": "calls of tools in an episode",
+    "cuts": "cut transcripts in an episode",
+    "episodes": "episodes that failed",
+    "reward": "mean over the rollouts of a turn",
+    "groups_without_signal": "share of groups whose rewards are all equal: nothing is learned from them",
+    "finished": "share of rollouts that ended by themselves",
+    "engine_gap": "mean |log-prob of trainer - log-prob of engine| of the sampled tokens; near 0 is sound",
+    "engine_kl": "KL between engine and trainer, from the sampled tokens",
+    "kl_ref": "KL from the reference, from the sampled tokens",
+    "clip_frac": "share of trained tokens whose ratio is clipped",
+    "ratio": "mean of new over old probability of the trained tokens",
+    "entropy": "mean entropy of the next token, in nats",
+    "grad_norm": "norm of the gradient before clipping",
+    "predicted_positive": "share that the verifier calls right",
+    "says_right_of_right": "share of right solutions that the verifier calls right",
+    "says_wrong_of_wrong": "share of wrong solutions that the verifier calls wrong",
+    "verdicts_match": "share of verifications with one verdict for each step",
+    "step_agreement": "share of the verdicts on steps that are true",
+    "staleness": "updates that a rollout has missed since it was written",
+    "length": "tokens that a model wrote, mean",
+    "seconds": "measured seconds of a turn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """A line to be drawn. With several turns to a bucket: its mean, and its least and greatest value; else the
+    values."""
+
+    x: list[int]  # the first turn of each bucket
+    y: list[float]
+    low: list[float] | None = None
+    high: list[float] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the line as the page's scripts read it."""
+        found: dict[str, Any] = {"x": self.x, "y": self.y}
+        return found if self.low is None else found | {"low": self.low, "high": self.high}
+
+
+@dataclass(slots=True, kw_only=True)
+class Chart:
+    """Lines that are drawn over one axis."""
+
+    question: str
+    title: str
+    about: str = ""
+    dots: bool = False  # every point is a measurement of its own (an evaluation), so that nothing is smoothed
+    lines: list[tuple[int, str, Curve]] = field(default_factory=list)  # (place of the run, name, figures)
+
+
+@dataclass(slots=True)
+class Sorted:
+    """The figures of runs: charts, and by question a text for each figure that never changes."""
+
+    charts: list[Chart]
+    constants: dict[str, list[str]]
+
+
+def sort_curves(runs: Sequence[RunFigures]) -> Sorted:
+    """Returns charts of all figures that change.
+
+    Of one run, a chart has a line for each role, and families `a/b` (reward/outcome, reward/format) get one for each
+    role. Of several runs, each figure of each role has a chart of its own with a line for each run.
+    """
+    charts: dict[tuple[str, ...], Chart] = {}
+    constants: dict[str, dict[str, list[str]]] = {}  # by question: "name = value" -> scopes
+    drawn = [_drawn(run) for run in runs]
+    for key in dict.fromkeys(key for own in drawn for key in own):
+        found = [(place, own[key]) for place, own in enumerate(drawn) if key in own and own[key].values]
+        if not found:
+            continue
+        question = question_of(*key)
+        values = [np.frombuffer(curve.values, np.float64) for _, curve in found]
+        least = min(float(own.min()) for own in values)
+        if key[0] != EVAL and all(float(own.max()) == least for own in values):
+            constants.setdefault(question, {}).setdefault(f"{key[1]} = {least:.4g}", []).append(key[0])
+            continue
+        title, name = _place(key, alone=len(runs) == 1)
+        chart = charts.setdefault((question, title), Chart(question=question, title=title, dots=key[0] == EVAL))
+        chart.about = chart.about or ("" if chart.dots else _meaning(key[1]))
+        for place, curve in found:
+            _add_line(chart, place, name, curve)
+    texts = {q: [f"{', '.join(scopes)}: {text}" for text, scopes in own.items()] for q, own in constants.items()}
+    return Sorted(sorted(charts.values(), key=_rank), texts)
+
+
+def _add_line(chart: Chart, place: int, name: str, curve: Curve) -> None:
+    """Adds a line; one that equals another of the same run gives that one its name besides."""
+    for i, (other, named, drawn) in enumerate(chart.lines):
+        if other == place and drawn.turns == curve.turns and drawn.values == curve.values:
+            chart.lines[i] = (place, f"{named} = {name}", drawn)
+            return
+    chart.lines.append((place, name, curve))
+
+
+def question_of(scope: str, name: str) -> str:
+    """Returns the question that a figure answers."""
+    last = name.rpartition("/")[2]
+    if scope == GATE:
+        return UPDATE
+    if scope == SFT and last in ("loss", "validation_loss"):
+        return LEARN
+    for question, pattern in _SORTED:
+        if re.search(pattern, name if scope != EVAL else last):
+            return question
+    return LEARN if scope == EVAL else REST
+
+
+def plain_charts(found: Sorted) -> list[dict[str, Any]]:
+    """Returns the charts as the page's scripts read them, thinned out."""
+    width = bucket_width(found.charts)
+    return [
+        {
+            "question": chart.question,
+            "title": chart.title,
+            "about": chart.about,
+            "dots": chart.dots,
+            "lines": [
+                {"run": place, "name": name, "broken": _broken(curve), **thin(curve, width).plain()}
+                for place, name, curve in chart.lines
+            ],
+        }
+        for chart in found.charts
+    ]
+
+
+def bucket_width(charts: Iterable[Chart]) -> int:
+    """Returns how many turns share a bucket, the same for all lines of a page, so that runs have their points at the
+    same turns: 1 where nothing need be thinned out."""
+    curves = [curve for chart in charts for _, _, curve in chart.lines]
+    if not curves:
+        return 1
+    most = min(MAX_POINTS, max(FEWEST, PAGE_POINTS // len(curves)))
+    if max(len(curve.values) for curve in curves) <= most:
+        return 1
+    turns = max(max(curve.turns) for curve in curves) + 1
+    return -(-turns // (most // 2))
+
+
+def thin(curve: Curve, width: int) -> Thinned:
+    """Returns a curve by buckets of `width` turns; with a width of 1 all of its points."""
+    turns, values = np.frombuffer(curve.turns, np.intc), np.frombuffer(curve.values, np.float64)
+    if width == 1:
+        return Thinned(turns.tolist(), rounded(values))
+    buckets = turns // width
+    if (np.diff(buckets) < 0).any():
+        order = np.argsort(buckets, kind="stable")
+        buckets, values = buckets[order], values[order]
+    starts = np.flatnonzero(np.diff(buckets, prepend=-1))
+    counts = np.diff(starts, append=len(values))
+    means = np.add.reduceat(values / np.repeat(counts, counts), starts)  # divided first: sums of large values overflow
+    low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+    return Thinned((buckets[starts] * width).tolist(), rounded(means), rounded(low), rounded(high))
+
+
+def thin_clock(clock: Clock, most: int = MAX_POINTS // 2) -> dict[str, Any]:
+    """Returns the steps and hours at some turns, between which a page may interpolate."""
+    if not clock.turns:
+        return {"turn": [], "step": [], "hours": []}
+    turns = np.frombuffer(clock.turns, np.intc)
+    last = np.flatnonzero(np.diff(turns, append=-1))  # the last line of each turn
+    if len(last) > most:
+        last = last[np.linspace(0, len(last) - 1, most).astype(int)]
+    steps, seconds = np.frombuffer(clock.steps, np.int64), np.frombuffer(clock.seconds, np.float64)
+    return {
+        "turn": turns[last].tolist(),
+        "step": steps[last].tolist(),
+        "hours": rounded(np.nan_to_num(seconds[last] / 3600)),
+    }
+
+
+def rounded(values: np.ndarray) -> list[float]:
+    """Returns floats with six significant digits, which is more than a chart can show."""
+    return [rounded_float(value) for value in values.tolist()]
+
+
+def rounded_float(value: float) -> float:
+    """Returns a float with six significant digits."""
+    return float(f"{value:.6g}")
+
+
+def _drawn(run: RunFigures) -> Mapping[Key, Curve]:
+    """Returns the figures that are drawn: those logged, the verifier's two accuracies in place of its counts, and the
+    seconds by phase."""
+    own = {
+        key: curve
+        for key, curve in run.curves.items()
+        if not key[1].startswith("confusion/") and not key[1].rpartition("/")[2].startswith("num_")
+    }
+    for scope in run.updates:
+        own |= {(scope, name): curve for name, curve in class_accuracies(run, scope).items()}
+    times = {
+        (scope, f"seconds/{phase}"): curve for (scope, phase), curve in run.seconds.items() if scope in run.updates
+    }
+    return own | times
+
+
+def class_accuracies(run: RunFigures, scope: str) -> dict[str, Curve]:
+    """Returns by turn the verifier's accuracies on right and on wrong solutions, from its counts; none without."""
+    cells = [run.curves.get((scope, f"confusion/{cell}")) for cell in ("tp", "fn", "tn", "fp")]
+    known = [cell for cell in cells if cell is not None]
+    if len(known) < 4 or len({len(cell.values) for cell in known}) > 1:
+        return {}
+    out = {}
+    for name, (good, bad) in (("says_right_of_right", known[:2]), ("says_wrong_of_wrong", known[2:])):
+        curve = out[name] = Curve()
+        for turn, right, wrong in zip(good.turns, good.values, bad.values, strict=True):
+            if right + wrong > 0:
+                curve.add(turn, right / (right + wrong))
+    return out
+
+
+def _place(key: Key, *, alone: bool) -> tuple[str, str]:
+    """Returns the title of a figure's chart and the name of its line there. `alone`: there is one run."""
+    scope, name = key
+    if scope == EVAL:
+        role, _, figure = name.rpartition("/")
+        title = f"{role}: held out" if role else "held out"
+        return (title, figure) if alone else (f"{title}: {figure}", "")
+    family, _, member = name.partition("/")
+    if not alone:
+        return f"{scope}: {name}", ""
+    return (f"{scope}: {family}", member) if member else (name, scope)
+
+
+def _rank(chart: Chart) -> tuple[int, bool, int, str]:
+    place = next((i for i, word in enumerate(_FIRST) if word in chart.title), len(_FIRST))
+    return list(QUESTIONS).index(chart.question), not chart.dots, place, chart.title
+
+
+def _meaning(name: str) -> str:
+    return MEANINGS.get(name, MEANINGS.get(name.partition("/")[0], ""))
+
+
+def _broken(curve: Curve) -> str:
+    """Returns a sentence about values that are no numbers; nothing where all are."""
+    if not curve.broken:
+        return ""
+    return f"{curve.broken} values are not finite, the first at turn {curve.first_broken + 1}"

@@ -1,0 +1,123 @@
+"""Finds the problems that flipped: solved in one evaluation and not in another, or early in a run and not late."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import ConfigError
+from megatron_rl.evaluation.samples import Sample, read_samples
+from megatron_rl.run.report_rollouts import Picked
+
+FLIP = 0.5  # a problem is solved where more than this share of its answers is right
+MAX_FLIPS = 500  # shown for each pair
+MAX_CHARACTERS = 4000  # of a text
+Solved = tuple[int, int]  # right answers, answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flips:
+    """The problems whose answers changed between two looks at them."""
+
+    first: str
+    second: str
+    common: int  # problems that both have
+    gained: int  # wrong, then right
+    lost: int  # right, then wrong
+    rows: Sequence[Mapping[str, Any]]
+
+    def plain(self) -> dict[str, Any]:
+        """Returns what the page's scripts read."""
+        return {
+            "first": self.first, "second": self.second, "common": self.common, "gained": self.gained,
+            "lost": self.lost, "rows": list(self.rows[:MAX_FLIPS]),
+        }  # fmt: skip
+
+
+def of_evaluations(files: Sequence[Path]) -> list[Flips]:
+    """Compares each result of `megatron-rl eval` with the one before it. `files`: NAME.json, with NAME.jsonl beside.
+
+    Raises ConfigError for a file that is no finished evaluation.
+    """
+    read = [_answers(path) for path in files]
+    stems = [path.stem for path in files]
+    names = stems if len(set(stems)) == len(stems) else [str(path.with_suffix("")) for path in files]
+    out = []
+    for place in range(1, len(files)):
+        before, after = read[place - 1], read[place]
+        rows = [
+            {"question": key[2], "set": key[0], "answer": _of(before[key], "answer"), **_change(a, b),
+             "texts": [_of(before[key], "response"), _of(after[key], "response")]}
+            for key in before.keys() & after.keys()
+            if _solved(a := _share(before[key])) != _solved(b := _share(after[key]))
+        ]  # fmt: skip
+        out.append(_flips(names[place - 1], names[place], len(before.keys() & after.keys()), rows))
+    return out
+
+
+def of_rollouts(picked: Picked, runs: Sequence[str]) -> list[Flips]:
+    """Compares the first with the last time that a run met a problem, over the rollouts that were picked."""
+    out = []
+    for place, name in enumerate(runs):
+        again = {key: found for key, found in picked.solved.items() if key[0] == place and len(found) > 1}
+        rows = [
+            {"question": question, "set": role, "answer": None, "turns": [found[0][0] + 1, found[-1][0] + 1],
+             **_change(found[0][1:], found[-1][1:])}
+            for (_, role, question), found in again.items()
+            if _solved(found[0][1:]) != _solved(found[-1][1:])
+        ]  # fmt: skip
+        if again:
+            out.append(_flips(f"{name}, first time", "last time", len(again), rows))
+    return out
+
+
+def _flips(first: str, second: str, common: int, rows: list[dict[str, Any]]) -> Flips:
+    gained = sum(row["gained"] for row in rows)
+    ordered = sorted(rows, key=lambda row: (row["gained"], row["question"] or ""))  # what was lost comes first
+    return Flips(first=first, second=second, common=common, gained=gained, lost=len(rows) - gained, rows=ordered)
+
+
+def _change(before: Solved, after: Solved) -> dict[str, Any]:
+    return {"before": list(before), "after": list(after), "gained": _solved(after)}
+
+
+def _solved(counts: Solved) -> bool:
+    return counts[0] > FLIP * counts[1]
+
+
+def _share(rows: Sequence[Sample]) -> Solved:
+    return sum(_score(row) > FLIP for row in rows), len(rows)
+
+
+def _score(row: Sample) -> float:
+    score = row.get("score")
+    if isinstance(score, int | float):
+        return float(score)
+    return float("predicted" in row and row["predicted"] == row.get("label"))
+
+
+def _of(rows: Sequence[Sample], name: str) -> str | None:
+    """Returns a text of the first row that has it."""
+    value = next((row[name] for row in rows if row.get(name) is not None), None)
+    text = value if value is None or isinstance(value, str) else str(value)
+    if text is None or len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]} … ({len(text) - MAX_CHARACTERS} more characters)"
+
+
+def _answers(path: Path) -> dict[tuple[str, str, str], list[Sample]]:
+    """Returns an evaluation's samples by (set, measure, problem). A problem is its row and question."""
+    if path.suffix != ".json" or not path.is_file():
+        raise ConfigError(f"{path} is neither a run, a sweep nor the NAME.json of a finished `megatron-rl eval`")
+    try:
+        rows = read_samples(path.with_suffix(".jsonl"))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    found: dict[tuple[str, str, str], list[Sample]] = {}
+    for row in rows:
+        if "score" in row or {"predicted", "label"} <= row.keys():
+            question = str(row.get("question") or f"problem {row.get('row', row['id'])}")
+            found.setdefault((row["set"], row["measure"], question), []).append(row)
+    return found

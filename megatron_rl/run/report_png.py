@@ -1,0 +1,84 @@
+"""Draws the main curves of a run as one PNG, for a README or a slide; the report's page draws its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from megatron_rl.run.report_curves import Chart, bucket_width, sort_curves, thin
+from megatron_rl.run.report_read import RunFigures
+
+PALETTE = ("#2f7ed8", "#e07b39", "#2ca25f", "#9467bd", "#d64550", "#17a2b8", "#b8860b", "#7f7f7f")
+INK = "#222222"
+MOST = 9  # charts
+COLUMNS = 3
+FEW = 20  # a line with fewer points is not smoothed
+_STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.edgecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.limits": (-3, 5),
+    "axes.formatter.useoffset": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def draw_overview(run: RunFigures, path: Path) -> Path:
+    """Draws a run's first curves on one white sheet and returns its path: held-out figures, then training."""
+    charts = sorted(sort_curves([run]).charts, key=lambda chart: not chart.dots)[:MOST]
+    rows = max(1, math.ceil(len(charts) / COLUMNS))
+    width = bucket_width(charts)
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(13, 2.9 * rows + 0.4), layout="constrained")
+        grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+        for axes, chart in zip(grid, charts, strict=False):
+            _draw(axes, chart, width)
+        for axes in grid[len(charts) :]:
+            axes.set_visible(False)
+        figure.suptitle(run.name.replace("$", r"\$"), fontsize=13, fontweight="bold")
+        figure.savefig(path, dpi=130, facecolor="white")
+    return path
+
+
+def _draw(axes: Axes, chart: Chart, width: int) -> None:
+    """Draws each line thin and pale as measured, with its running mean on top when there are enough points."""
+    for place, (_, name, curve) in enumerate(chart.lines):
+        found, color = thin(curve, width), PALETTE[place % len(PALETTE)]
+        label = name.replace("$", r"\$")
+        if chart.dots or len(found.x) < FEW:
+            axes.plot(found.x, found.y, color=color, linewidth=1.4, marker="o", markersize=3.5, label=label)
+        else:
+            axes.plot(found.x, found.y, color=color, linewidth=0.7, alpha=0.35)
+            axes.plot(found.x, smooth(found.y), color=color, linewidth=1.6, label=label)
+    axes.set_title(chart.title.replace("$", r"\$"))
+    axes.set_xlabel("turn")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.grid(True, linewidth=0.4, alpha=0.25)
+    axes.legend(loc="best")
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Returns running means over a centred window of about a tenth of the line.
+
+    The window is narrower toward the ends, so that nothing is shifted.
+    """
+    half = max(1, len(values) // 20)
+    means = []
+    for i in range(len(values)):
+        reach = min(half, i, len(values) - 1 - i)
+        window = values[i - reach : i + reach + 1]
+        means.append(sum(value / len(window) for value in window))
+    return means

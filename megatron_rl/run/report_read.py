@@ -1,0 +1,175 @@
+"""Reads what a report shows of one run, in little memory: figures as columns of numbers, settings, refits, damage."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.run.metrics import MetricsRow
+from megatron_rl.run.record import RunRecord
+
+EVAL, GATE, SFT = "eval", "gate", "sft"  # scopes of metrics lines that are no roles
+MOST_TURNS = 2**31 - 1  # a larger number of a turn is damage
+Key = tuple[str, str]  # (scope, name of the figure)
+
+
+@dataclass(slots=True)
+class Curve:
+    """One figure of a run over its turns, in the order of the file. Values that are not finite are counted instead."""
+
+    turns: array[int] = field(default_factory=lambda: array("i"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+    broken: int = 0  # values that were NaN or infinite
+    first_broken: int = -1  # turn of the first of them
+
+    def add(self, turn: int, value: float) -> None:
+        """Appends a value."""
+        if math.isfinite(value):
+            self.turns.append(turn)
+            self.values.append(value)
+        else:
+            self.first_broken = self.first_broken if self.broken else turn
+            self.broken += 1
+
+
+@dataclass(slots=True)
+class Clock:
+    """The steps of the recipe and the measured seconds that had passed at each line of the metrics."""
+
+    turns: array[int] = field(default_factory=lambda: array("i"))
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))  # summed over the lines so far
+
+    @property
+    def total(self) -> float:
+        return self.seconds[-1] if self.seconds else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class RunFigures:
+    """What a report shows of one run, but for its rollouts."""
+
+    name: str
+    record: RunRecord
+    curves: dict[Key, Curve]  # figures
+    seconds: dict[Key, Curve]  # times; the name is that of the phase
+    clock: Clock
+    updates: dict[str, int]  # lines by scope, evaluations and gates aside
+    summary: Mapping[str, Any]
+    settings: Mapping[str, Any]  # {"run.seed": 1}
+    config_text: str
+    refits: dict[Key, Curve]  # figures of refits by (role, name)
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that a sweep gave it
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.summary.get("finished"))
+
+    def evaluated(self) -> dict[str, Curve]:
+        """Returns the held-out figures by name, such as `generator/accuracy_sampled`, counts aside."""
+        return {
+            name: curve
+            for (scope, name), curve in self.curves.items()
+            if scope == EVAL and not name.rpartition("/")[2].startswith("num_") and curve.values
+        }
+
+    def roles(self) -> list[str]:
+        """Returns the scopes that are trained, in the order of their first lines."""
+        return list(self.updates)
+
+
+def read_run(directory: Path, *, name: str | None = None) -> RunFigures:
+    """Reads a run directory. A directory without a run in it gives no figures."""
+    record = RunRecord(directory)
+    columns, refits = _Columns(), dict[Key, Curve]()
+    record.each_metric(columns.take)
+    record.each_refit(lambda line: _take_refit(refits, line))
+    return RunFigures(
+        name=name or record.directory.path.resolve().name,
+        record=record,
+        curves=columns.curves,
+        seconds=columns.seconds,
+        clock=columns.clock,
+        updates=columns.updates,
+        refits=refits,
+        summary=record.summary(),
+        settings=flatten(record.config()),
+        config_text=record.config_text(),
+    )
+
+
+def is_run(directory: Path) -> bool:
+    """Returns whether a run has left something in the directory."""
+    own = RunRecord(directory).directory
+    return own.metrics.exists() or own.config.exists()
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns a tree of mappings as {"run.seed": 1}; empty mappings vanish."""
+    return dict(_leaves(value, prefix))
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, value
+
+
+def _take_refit(columns: dict[Key, Curve], line: Mapping[str, Any]) -> None:
+    for name, value in line.items():
+        if name not in ("role", "version"):
+            columns.setdefault((line["role"], name.removeprefix("refit/")), Curve()).add(0, value)
+
+
+class _Columns:
+    """The columns that lines of metrics are sorted into."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.updates: dict[str, int] = {}
+        self._curves: dict[str, dict[str, Curve]] = {}  # by scope, so that a value costs one look-up
+        self._seconds: dict[str, dict[str, Curve]] = {}
+
+    @property
+    def curves(self) -> dict[Key, Curve]:
+        return _flat(self._curves)
+
+    @property
+    def seconds(self) -> dict[Key, Curve]:
+        return _flat(self._seconds)
+
+    def take(self, row: MetricsRow) -> None:
+        """Adds a line. Raises ValueError for one whose turn or step cannot be."""
+        if not (0 <= row.turn <= MOST_TURNS and abs(row.step) < 2**62):
+            raise ValueError(f"turn {row.turn} and step {row.step} are out of range")
+        _add(self._curves.setdefault(row.scope, {}), row.turn, row.metrics)
+        _add(self._seconds.setdefault(row.scope, {}), row.turn, row.time)
+        spent = sum(value for value in row.time.values() if math.isfinite(value))
+        self.clock.turns.append(row.turn)
+        self.clock.steps.append(row.step)
+        self.clock.seconds.append(self.clock.total + spent)
+        if row.scope not in (EVAL, GATE):
+            self.updates[row.scope] = self.updates.get(row.scope, 0) + 1
+
+
+def _add(columns: dict[str, Curve], turn: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        try:
+            curve = columns[name]
+        except KeyError:
+            curve = columns[name] = Curve()
+        if math.isfinite(value):  # as Curve.add does; a call for each of millions of values would take seconds
+            curve.turns.append(turn)
+            curve.values.append(value)
+        else:
+            curve.add(turn, value)
+
+
+def _flat(by_scope: Mapping[str, Mapping[str, Curve]]) -> dict[Key, Curve]:
+    return {(scope, name): curve for scope, own in by_scope.items() for name, curve in own.items()}

@@ -1,0 +1,254 @@
+"""Picks rollouts of runs for a report: a small index by which a page filters them, and their texts in packed chunks."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.rewards.verdicts import final_verdict
+from megatron_rl.run.html_page import Block, as_json
+from megatron_rl.run.record import RunRecord
+from megatron_rl.run.report_curves import rounded_float
+
+MAX_ROLLOUTS = 4000  # shown of all runs together, unless more are asked for
+MAX_FILES = 400  # turns read of all runs together, unless more rollouts are asked for
+CHUNK = 64  # rollouts whose texts are packed together
+MAX_CHARACTERS = 20_000  # longer texts are cut
+MAX_PIECES = 400  # of a conversation
+RIGHT = 0.5  # where nothing says whether a rollout is right, its reward is compared with this
+Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
+
+
+@dataclass(slots=True)
+class Index:
+    """The columns by which a page filters rollouts, and the words that they count. -1 stands for None."""
+
+    run: list[int] = field(default_factory=list)
+    turn: list[int] = field(default_factory=list)
+    role: list[int] = field(default_factory=list)  # place in `roles`
+    seat: list[int] = field(default_factory=list)  # place in `seats`
+    episode: list[int] = field(default_factory=list)  # number of the episode on the page
+    reward: list[float | None] = field(default_factory=list)
+    outcome: list[int] = field(default_factory=list)  # 1: the rollout is right, 0: wrong
+    says: list[int] = field(default_factory=list)  # a verifier's final verdict on the solution; 2: it is unreadable
+    truth: list[int] = field(default_factory=list)  # whether that solution is right
+    length: list[int] = field(default_factory=list)  # tokens that models wrote
+    steps: list[int] = field(default_factory=list)  # number of reasoning steps
+    advantage: list[float | None] = field(default_factory=list)
+    roles: dict[str, int] = field(default_factory=dict)
+    seats: dict[str, int] = field(default_factory=dict)
+    episodes: dict[tuple[int, int, str], int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.run)
+
+    def add(self, run: int, row: Row) -> None:
+        """Adds a rollout."""
+        says, truth = opinion(row)
+        self.run.append(run)
+        self.turn.append(row["turn"])
+        self.role.append(_number(self.roles, row["role"]))
+        self.seat.append(_number(self.seats, row["seat"]))
+        self.episode.append(
+            -1 if row["episode"] is None else _number(self.episodes, (run, row["turn"], row["episode"]))
+        )
+        self.reward.append(_finite(main_reward(row["rewards"])))
+        self.outcome.append(_flag(is_right(row)))
+        self.says.append(says)
+        self.truth.append(_flag(truth))
+        self.length.append(row["num_tokens"] or 0)
+        self.steps.append(len(row["steps"] or ()))
+        self.advantage.append(_finite(row["advantage"]))
+
+    def plain(self, note: str, runs: Sequence[str]) -> dict[str, Any]:
+        """Returns the index as the page's scripts read it."""
+        columns = (
+            *("run", "turn", "role", "seat", "episode", "reward", "outcome", "says", "truth", "length", "steps"),
+            "advantage",
+        )
+        found = {name: getattr(self, name) for name in columns}
+        return {
+            **found,
+            "roles": list(self.roles),
+            "seats": list(self.seats),
+            "runs": runs,
+            "note": note,
+            "chunk": CHUNK,
+        }
+
+
+@dataclass(slots=True)
+class Picked:
+    """The rollouts that a page shows, and what is known of problems that came up again."""
+
+    index: Index = field(default_factory=Index)
+    chunks: list[str] = field(default_factory=list)  # base64 of gzip of JSON: a list of CHUNK rollouts
+    solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
+    """(run, role, question) -> (turn, right answers, answers), by turn"""
+    files: int = 0  # files there are
+    read: int = 0  # files that were read
+    seen: int = 0  # rollouts in these
+
+    def note(self) -> str:
+        """Returns a sentence about what part of the rollouts this is."""
+        shown, of = len(self.index), f" of {self.seen:,}" if self.seen > len(self.index) else ""
+        turns = f"all {self.files:,} turns" if self.read == self.files else f"{self.read:,} of {self.files:,} turns"
+        return f"{shown:,}{of} rollouts, from {turns} that were kept"
+
+    def blocks(self, runs: Sequence[str]) -> Iterator[Block]:
+        """Yields the page's data; none without rollouts."""
+        if len(self.index):
+            yield Block("rollouts-data", as_json(self.index.plain(self.note(), runs)))
+        for number, chunk in enumerate(self.chunks):
+            yield Block(f"texts-{number}", chunk)
+
+
+def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
+    """Reads rollouts of some turns of each run, evenly over the run with both ends, and of each turn whole groups."""
+    picked, waiting = Picked(), list[dict[str, Any]]()
+    for place, record in enumerate(records):
+        files = record.turn_files()
+        own = _evenly(files, max(2, max(MAX_FILES, most // 16) // len(records)))
+        quota = max(1, most // (len(records) * max(1, len(own))))
+        picked.files += len(files)
+        for path in own:
+            rows = [row for row in record.rollouts(path) if row["text"] is not None]
+            picked.read += bool(rows)
+            picked.seen += len(rows)
+            for row in _groups(rows, quota):
+                picked.index.add(place, row)
+                _count(picked, place, row)
+                waiting.append(texts(row))
+                if len(waiting) == CHUNK:
+                    picked.chunks.append(_packed(waiting))
+                    waiting.clear()
+    if waiting:
+        picked.chunks.append(_packed(waiting))
+    return picked
+
+
+def is_right(row: Row) -> bool | None:
+    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above 0.5."""
+    if row["correct"] is not None:
+        return row["correct"]
+    rewards = row["rewards"]
+    value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
+    return None if value is None else value > RIGHT
+
+
+def opinion(row: Row) -> tuple[int, bool | None]:
+    """Returns a verifier's final verdict on a solution (1, 0, 2 where it cannot be read, -1 without one), and whether
+    the solution is right.
+
+    A solution's row has its verification as `review`. A verification's own row has verdicts and no review; its
+    `correct` is whether its verdict agrees with the truth.
+    """
+    if row["review"] is not None:
+        verdict = final_verdict(row["review"])
+        return 2 if verdict is None else int(verdict), is_right(row)
+    if row["verdicts"] is None or (verdict := final_verdict(row["text"])) is None:
+        return (-1 if row["verdicts"] is None else 2), None
+    agrees = row["correct"]
+    return int(verdict), None if agrees is None else verdict == agrees
+
+
+def main_reward(rewards: Mapping[str, float]) -> float | None:
+    """Returns the reward `trained` or `outcome`; where there is neither, the first."""
+    for name in ("trained", "outcome"):
+        if name in rewards:
+            return rewards[name]
+    return next(iter(rewards.values()), None)
+
+
+def texts(row: Row) -> dict[str, Any]:
+    """Returns what the page shows of an opened rollout, without what is empty. Long texts are cut."""
+    found = {
+        "group": row["group"],
+        "question": row["question"],
+        "answer": row["answer"],
+        "prompt": row["prompt"],
+        "text": None if row["pieces"] else row["text"],
+        "stop": row["stop"],
+        "version": row["version"],
+        "rewards": {name: _finite(value) for name, value in row["rewards"].items()},
+        "steps": row["steps"],
+        "verdicts": row["verdicts"],
+        "credit": [_finite(value) for value in row["step_advantages"] or ()],
+        "review": row["review"],
+        "episode": row["episode"],
+        "pieces": [_piece(piece) for piece in (row["pieces"] or ())[:MAX_PIECES]],
+    }
+    cut = {name: _cut(value) if isinstance(value, str) else value for name, value in found.items()}
+    if cut["steps"]:
+        cut["steps"] = [_cut(step) for step in cut["steps"]]
+    return {name: value for name, value in cut.items() if value not in (None, [], {}, "")}
+
+
+def _piece(piece: Row) -> list[Any]:
+    return [piece["author"], piece["tokens"], _finite(piece["advantage"]), _cut(piece["text"])]
+
+
+def _cut(text: str) -> str:
+    more = len(text) - MAX_CHARACTERS
+    return text if more <= 0 else f"{text[:MAX_CHARACTERS]} … ({more} more characters)"
+
+
+def _packed(rows: Sequence[dict[str, Any]]) -> str:
+    whole = json.dumps(rows, separators=(",", ":"), allow_nan=False).encode()
+    return base64.b64encode(gzip.compress(whole, 5, mtime=0)).decode()
+
+
+def _evenly(files: Sequence[Path], count: int) -> list[Path]:
+    """Returns some of the files, evenly from the first to the last."""
+    if len(files) <= count:
+        return list(files)
+    return [files[round(i * (len(files) - 1) / (count - 1))] for i in range(count)]
+
+
+def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
+    """Returns about as many rows as the quota says, of every role as many: whole groups while they fit, at least a part
+    of one."""
+    roles = {role: list(own) for role, own in groupby(sorted(rows, key=lambda row: row["role"]), lambda r: r["role"])}
+    out: list[dict[str, Any]] = []
+    for own in roles.values():
+        share, taken = max(1, quota // len(roles)), list[dict[str, Any]]()
+        for _, group in groupby(own, key=lambda row: row["group"]):
+            members = list(group)
+            if taken and len(taken) + len(members) > share:
+                break
+            taken += members[:share]
+        out += taken
+    return out
+
+
+def _count(picked: Picked, run: int, row: Row) -> None:
+    """Counts an answer to a problem, if it is known whether it is right."""
+    right = is_right(row)
+    if right is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
+        return
+    turns = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])
+    if turns and turns[-1][0] == row["turn"]:
+        turn, good, count = turns.pop()
+        turns.append((turn, good + right, count + 1))
+    else:
+        turns.append((row["turn"], int(right), 1))
+
+
+def _number(words: dict[Any, int], word: Any) -> int:
+    """Returns the place of a word, which is added where it is new; -1 for None."""
+    return -1 if word is None else words.setdefault(word, len(words))
+
+
+def _flag(value: bool | None) -> int:
+    return -1 if value is None else int(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else rounded_float(value)
