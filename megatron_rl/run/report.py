@@ -36,7 +36,8 @@ def write_report(run_dir: Path, target: Path | None = None, *, rollouts: int = M
     `target` or DIRECTORY/report.html. Uses no network. `rollouts`: most rollouts that the page holds.
 
     Any part that was not logged (rollouts, a verifier, evaluations) is left out, and so is what is damaged, which the
-    page and a warning then say. Raises FileNotFoundError for a directory without a run, and ConfigError for a damaged sweep.json.
+    page and a warning then say. Raises FileNotFoundError for a directory without a run, and ConfigError for a damaged
+    sweep.json.
     """
     target = target or run_dir / "report.html"
     if (run_dir / SWEEP).exists():
