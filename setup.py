@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_rl/__init__.py").read_text()).group(1)
+DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]  # the site of docs/
 
 setup(
     name="megatron-rl",
@@ -45,9 +46,11 @@ setup(
         "tasks": ["reasoning-gym==0.1.25", "gymnasium>=1.0", "bm25s>=0.3"],
         "agents": ["renderers==0.1.12", "httpx"],
         "te": ["transformer-engine[pytorch]"],
+        "docs": DOCS,
         "dev": [
             *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),
             *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.3"),
+            *DOCS,
         ],
     },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},
