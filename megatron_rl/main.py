@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_rl.commands import check, cluster, conversions, offline, plan, ranks, report, serve
+from megatron_rl.commands import check, cluster, conversions, fetch, offline, plan, ranks, report, serve
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.run.lines import DiskError
@@ -33,7 +33,7 @@ def _call(args: argparse.Namespace) -> int:
         return conversions.run(args.form, args)
     if args.command in cluster.NAMES:
         return cluster.run(args)
-    alone = {"report": report.run, "check": check.run, "plan": plan.run, "serve": serve.run}
+    alone = {"report": report.run, "check": check.run, "plan": plan.run, "serve": serve.run, "fetch": fetch.run}
     if args.command in alone:
         return alone[args.command](args)
     if args.command == "eval" and (args.completions or args.compare):

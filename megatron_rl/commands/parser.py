@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import cluster, conversions, plan
+from megatron_rl.commands import cluster, conversions, fetch, plan
 from megatron_rl.commands.settings import METAVAR, SCHEMAS, positive
 from megatron_rl.config.describe import describe
 
@@ -41,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in conversions.HELP.items():
         conversions.add_arguments(forms.add_parser(name, help=text, description=text), name)
     _add_serve(commands)
+    fetch.add_parser(commands)
     cluster.add_parsers(commands)
     report = commands.add_parser(
         "report", help="write RUN/report.html: curves, time, lengths, verdicts, sample rollouts"

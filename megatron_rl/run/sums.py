@@ -41,7 +41,11 @@ def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = 
 
 def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
     """Writes SHA256SUMS for the files of a directory."""
-    found = digests(directory, sorted(path.name for path in directory.glob(pattern)))
+    keep(directory, digests(directory, sorted(path.name for path in directory.glob(pattern))))
+
+
+def keep(directory: Path, found: Mapping[str, str]) -> None:
+    """Writes SHA256SUMS with the digests of files, by name, that are known already."""
     partial = directory / f".{SUMS}.tmp"
     partial.write_text("".join(f"{value}  {name}\n" for name, value in found.items()), encoding="utf-8")
     os.replace(partial, directory / SUMS)
