@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import filter_repo_objects
 
 from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig, SftData, TandemConfig
-from megatron_rl.run import sums
+from megatron_rl.run.sums import digests, keep
 
 Kind = Literal["model", "dataset"]
 RECORD = "FETCHED.json"  # beside the files: the repository, the commit, and each file's size and SHA-256
@@ -132,7 +132,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         wanted.name, repo_type=wanted.kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
         allow_patterns=patterns, ignore_patterns=[*left_out],
     )  # fmt: skip
-    found = sums.digests(folder, names)
+    found = digests(folder, names)
     if wrong := [name for name in names if not _as_listed(folder / name, found[name], listed[name])]:
         for name in wrong:
             (folder / name).unlink()
@@ -140,7 +140,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in names}
     record = {"repository": wanted.name, "type": wanted.kind, "commit": info.sha, "hub": api.endpoint, "files": files}
     _write(folder / RECORD, json.dumps(record, indent=1) + "\n")
-    sums.keep(folder, found)
+    keep(folder, found)
     return Fetched(wanted=wanted, folder=folder, commit=str(info.sha), files=files, new=True)
 
 

@@ -43,12 +43,16 @@ def served(monkeypatch):
     repositories["models__org__words"] = Repository({**MODEL, "tokenizer.json": b'{"of": "words"}'})
     with hub(**repositories) as found:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", found.url)
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
         yield found
 
 
 def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(served, tmp_path):
     """The command itself, with HF_ENDPOINT, as on a login node."""
-    served.breaks["model.safetensors"] = 50_000
+    large = WEIGHTS * 120  # the library asks for the rest in steps of 10 MiB
+    served.repositories["models/org/tiny"] = Repository({**MODEL, "model.safetensors": large})
+    served.breaks["model.safetensors"] = len(large) - 1000
     words = [sys.executable, "-m", "megatron_rl.main", "fetch", "org/tiny", "--to", str(tmp_path)]
     environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
@@ -58,11 +62,11 @@ def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(ser
     folder = tmp_path / "org/tiny"
     there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert there == {"config.json", "tokenizer.json", "model.safetensors", RECORD, sums.SUMS}
-    assert (folder / "model.safetensors").read_bytes() == WEIGHTS and not sums.wrong_of(folder)
+    assert (folder / "model.safetensors").read_bytes() == large and not sums.wrong_of(folder)
     record = json.loads((folder / RECORD).read_text())
     assert (record["repository"], record["commit"], record["hub"]) == ("org/tiny", COMMIT, served.url)
     assert record["files"]["model.safetensors"] == {
-        "bytes": len(WEIGHTS),
+        "bytes": len(large),
         "sha256": sums.digest(folder / "model.safetensors"),
     }
     assert f"commit {COMMIT[:12]}" in done.stdout and str(folder) in done.stdout
