@@ -36,7 +36,8 @@ FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
 }
 LEFT_OUT: dict[Kind, Sequence[str]] = {"model": ("*/*",), "dataset": (".*",)}  # a model lies in the top folder
 # Errors of connections. The library's own base class for HTTP differs from version to version, and so is not imported.
-BROKEN = (OSError, HfHubHTTPError.__mro__[1])
+# When one of several downloads fails, the library closes its client, and the others raise RuntimeError.
+BROKEN: tuple[type[BaseException], ...] = (OSError, RuntimeError, HfHubHTTPError.__mro__[1])
 AGAIN = "what is there stays: give the same command again, and it goes on"
 
 
@@ -118,10 +119,11 @@ def fetch(wanted: Wanted, to: Path, *, endpoint: str | None = None) -> Fetched:
 def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
     assert wanted.kind is not None
     revision = wanted.revision or _record(folder).get("commit")
-    info = api.repo_info(wanted.name, repo_type=wanted.kind, revision=revision, files_metadata=True)
+    ask = api.model_info if wanted.kind == "model" else api.dataset_info
+    info = ask(wanted.name, revision=revision, files_metadata=True)
     listed = {file.rfilename: file for file in info.siblings or ()}
     patterns = [p for p in FILES[wanted.kind] if wanted.weights or p != WEIGHTS]
-    left_out = LEFT_OUT[wanted.kind]
+    left_out = [*LEFT_OUT[wanted.kind]]
     names = sorted(filter_repo_objects(listed, allow_patterns=patterns, ignore_patterns=left_out))
     _check_content(wanted, names)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,7 @@ def _download(wanted: Wanted, folder: Path, api: HfApi) -> Fetched:
         raise ConfigError(f"{folder} has {free / 1e9:.1f} GB free, {wanted.name} needs {missing / 1e9:.1f}: make room")
     snapshot_download(
         wanted.name, repo_type=wanted.kind, revision=info.sha, local_dir=folder, endpoint=api.endpoint,
-        allow_patterns=patterns, ignore_patterns=[*left_out],
+        allow_patterns=patterns, ignore_patterns=left_out,
     )  # fmt: skip
     found = digests(folder, names)
     if wrong := [name for name in names if not _as_listed(folder / name, found[name], listed[name])]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -137,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
-def _listed(file: str, content: bytes) -> dict[str, object]:
+def _listed(file: str, content: bytes) -> dict[str, Any]:
     """Returns how the hub lists a file: a large one by its SHA-256, any by git's SHA-1."""
     sha1 = hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
     large = {"lfs": {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}}

@@ -117,10 +117,11 @@ def test_a_file_that_came_damaged_is_removed(served, tmp_path):
     for name in ("model.safetensors", "config.json"):
         served.damaged = {name}
         with pytest.raises(ConfigError, match=f"{name} came damaged and was removed; .* give the same command again"):
-            fetch(parse("org/tiny"), tmp_path)
-        assert not (tmp_path / "org/tiny" / name).exists() and not (tmp_path / "org/tiny" / RECORD).exists()
-    served.damaged = set()
-    assert fetch(parse("org/tiny"), tmp_path).new
+            fetch(parse("org/tiny"), tmp_path / name)
+        folder = tmp_path / name / "org/tiny"
+        assert not (folder / name).exists() and not (folder / RECORD).exists()
+        served.damaged = set()
+        assert fetch(parse("org/tiny"), tmp_path / name).new and (folder / name).read_bytes() == MODEL[name]
 
 
 def test_a_name_that_cannot_be_had_is_told_with_the_cure(served, tmp_path):
