@@ -72,9 +72,10 @@ def parse(word: str) -> Wanted:
     """Returns what OWNER/NAME, model:OWNER/NAME or dataset:OWNER/NAME asks for, each with @REVISION or without."""
     kind, colon, rest = word.partition(":")
     name, _, revision = (rest if colon else word).partition("@")
-    if colon and kind not in FILES or name.count("/") != 1:
+    own = next((known for known in FILES if known == kind), None) if colon else None
+    if (colon and own is None) or name.count("/") != 1:
         raise ConfigError(f"{word!r}: give OWNER/NAME of the hub, model:OWNER/NAME, dataset:OWNER/NAME, or a YAML file")
-    return Wanted(name=name, kind=kind if colon else None, revision=revision or None)  # pyright: ignore[reportArgumentType]
+    return Wanted(name=name, kind=own, revision=revision or None)
 
 
 def wanted_by(config: Any) -> list[Wanted]:
