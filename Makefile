@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -144,6 +144,9 @@ test-servers: setup ## rollouts by real vLLM servers
 test-others: setup # all but those
 	$(PY) -m pytest tests/unit tests/multi tests/gpu --durations=15
 
+docs: setup ## the site of docs/ into site/ (REPOSITORY_URL=https://... for links to sources); fails for a broken link
+	PYTHONPATH=$(CURDIR) $(PY) -m mkdocs build --strict
+
 test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"
 
@@ -254,4 +257,4 @@ bench: setup ## every benchmark with its bars; fails at the end when one was mis
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 
 clean: ## remove the environment and all runs
-	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers .venv-tasks runs
+	rm -rf .venv .venv-latest .venv-vllm .venv-sglang .venv-nemo .venv-oracles .venv-verifiers .venv-tasks runs site

@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "megatron_rl/__init__.py").read_text()).group(1)
+DOCS = ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]  # the site of docs/
 
 setup(
     name="megatron-rl",
@@ -46,9 +47,12 @@ setup(
         "agents": ["renderers==0.1.12", "httpx"],
         "real-model": ["gguf>=0.17"],  # reads the file of `make real-model`
         "te": ["transformer-engine[pytorch]"],
+        "docs": DOCS,
         "dev": [
             *("pytest>=8", "hypothesis", "ruff>=0.8", "pyright>=1.1.390", "tensorboard", "datasets>=2.19"),
             *("renderers==0.1.12", "httpx", "gymnasium>=1.0", "bm25s>=0.3", "urllib3>=2.2"),
+            *("peft>=0.17", "accelerate", "nbclient", "ipykernel", "wandb"),
+            *DOCS,
         ],
     },
     entry_points={"console_scripts": ["megatron-rl=megatron_rl.main:main"]},

@@ -57,7 +57,7 @@ def _call(args: argparse.Namespace) -> int:
         from megatron_rl.commands import conversions
 
         return conversions.run(args.form, args)
-    if args.command in ("report", "check", "plan", "serve", "init", "settings"):
+    if args.command in ("report", "check", "plan", "serve", "init", "settings", "fetch"):
         return _alone(args)
     if args.command == "eval" and (args.completions or args.compare):
         from megatron_rl.commands import offline
@@ -78,6 +78,8 @@ def _alone(args: argparse.Namespace) -> int:
         from megatron_rl.commands.plan import run
     elif args.command == "report":
         from megatron_rl.commands.report import run
+    elif args.command == "fetch":
+        from megatron_rl.commands.fetch import run
     elif args.command == "init":
         from megatron_rl.commands.init import run
     elif args.command == "settings":

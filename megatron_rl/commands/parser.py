@@ -43,6 +43,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     adders: dict[str, Callable[[Any], None]] = {name: functools.partial(_add_run_command, name=name) for name in HELP}
     adders |= {"drift": _add_drift, "check": _add_check, "init": _add_init, "settings": _add_settings}
     adders |= {"plan": _add_plan, "convert": _add_convert, "serve": _add_serve}
+    adders["fetch"] = _add_fetch
     adders |= {**dict.fromkeys(cluster.NAMES, cluster.add_parsers), "report": _add_report}
     for add in dict.fromkeys([adders[command]] if command in adders else adders.values()):
         add(commands)
@@ -53,6 +54,12 @@ def _add_plan(commands: Any) -> None:
     from megatron_rl.commands import plan
 
     plan.add_parser(commands)
+
+
+def _add_fetch(commands: Any) -> None:
+    from megatron_rl.commands import fetch
+
+    fetch.add_parser(commands)
 
 
 def _add_convert(commands: Any) -> None:

@@ -44,7 +44,11 @@ def wrong(directory: Path, known: Mapping[str, str], *, part: tuple[int, int] = 
 
 def write_sums(directory: Path, pattern: str = "*.safetensors") -> None:
     """Writes SHA256SUMS for the files of a directory, and pushes it to the disk."""
-    found = digests(directory, sorted(path.name for path in directory.glob(pattern)))
+    keep(directory, digests(directory, sorted(path.name for path in directory.glob(pattern))))
+
+
+def keep(directory: Path, found: Mapping[str, str]) -> None:
+    """Writes SHA256SUMS with the digests of files, by name, that are known already, and pushes it to the disk."""
     write_text(directory / SUMS, "".join(f"{value}  {name}\n" for name, value in found.items()))
 
 

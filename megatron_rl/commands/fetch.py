@@ -1,0 +1,54 @@
+"""`megatron-rl fetch`: models and data sets from the hub into a folder that the nodes of a cluster see."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.settings import load
+
+HELP = "download models and data sets of the Hugging Face hub, or all that a config names, to a shared folder"
+DESCRIPTION = """Downloads models and data sets of the Hugging Face hub, on a host that has a network:
+  megatron-rl fetch Qwen/Qwen2.5-7B dataset:openai/gsm8k --to /shared/hub
+  megatron-rl fetch my_run.yaml --to /shared/hub
+For a config it prints the overrides with which a run reads from there. A name may have a branch, tag or commit behind
+it (Qwen/Qwen2.5-7B@main); without one, what was fetched before stays as it is. Each folder gets FETCHED.json, with the
+commit and the SHA-256 of every file. Only safetensors, JSON and the tokenizer's files of models are fetched."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of the command."""
+    parser = commands.add_parser(
+        "fetch", help=HELP, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="OWNER/NAME | dataset:OWNER/NAME | CONFIG.yaml | a.b=c",
+        help="names at the hub, with @REVISION or without; or a config, with overrides",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="the folder that gets them")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fetches everything, one after the other. Returns 0; raises ConfigError for the first that cannot be had."""
+    from megatron_rl.data import hub
+
+    settings = [word for word in args.what if "=" in word or Path(word).suffix in (".yaml", ".yml")]
+    wanted = [hub.parse(word) for word in args.what if word not in settings]
+    config = hub.wanted_by(load(settings)[1]) if settings else []
+    if settings and not config:
+        print("the config names nothing of the hub: its models and data are files here")
+    overrides = []
+    for each in [*wanted, *config]:
+        done = hub.fetch(each, args.to.absolute())
+        verb = "fetched" if done.new else "is here already:"
+        print(f"{done.wanted.name} {verb} {len(done.files)} files, {done.size / 1e9:.2f} GB, commit {done.commit[:12]}")
+        print(f"  {done.folder}")
+        overrides += [f"{key}={done.folder}" for key in each.keys]
+    if overrides:
+        print("with these overrides a run of this config reads from there:")
+        print("  " + " \\\n  ".join(shlex.quote(override) for override in overrides))
+    return 0

@@ -1,0 +1,141 @@
+"""The site of docs/: it builds, its links lead somewhere, and what its pages quote is in the source."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from docs_pages import PAGES, ROOT, blocks, prose
+
+from megatron_rl.commands.settings import SCHEMAS
+from megatron_rl.config.describe import describe
+from megatron_rl.config.evaluation import Reward
+from megatron_rl.rewards.pool import GradePool
+from megatron_rl.training.gate import check_reward
+from megatron_rl.types import Prompt
+
+DOCS = ROOT / "docs"
+MISSING = [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if importlib.util.find_spec(name) is None]
+VALUE = "\0"  # stands for a value in a message of the source
+
+
+def hooks():
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "tools/docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install -e '.[docs]'")
+def test_the_site_builds_without_a_warning(tmp_path):
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "REPOSITORY_URL": "https://example.org/repository"}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site/writing_a_recipe.html").read_text()
+    assert "https://example.org/repository/blob/main/megatron_rl/recipes/grpo.py" in page
+    assert "roles.NAME.loss.clip_low" in (tmp_path / "site/settings.html").read_text()
+    assert "class" in (tmp_path / "site/api/recipes.html").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_of_the_checkout_lead_to_files(page):
+    found = [target for line in prose(page) for target in re.findall(r"\]\(([^)\s]+)\)", line)]
+    local = [target.partition("#")[0] for target in found if "://" not in target]
+    assert not [target for target in local if target and not (page.parent / target).exists()]
+
+
+def test_anchors_of_links_are_headings():
+    for page in PAGES:
+        for line in prose(page):
+            for target, anchor in re.findall(r"\]\(([\w/.]*\.md)?#([^)\s]+)\)", line):
+                if anchor.startswith("megatron_rl"):
+                    continue  # of a docstring
+                headings = [text for text in prose(page.parent / target if target else page) if text.startswith("#")]
+                slugs = {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", h.lstrip("# ").lower())) for h in headings}
+                assert anchor in slugs, f"{page.name}: {target}#{anchor}"
+
+
+def test_links_that_leave_docs_are_addresses_in_the_site():
+    text = "[a](../megatron_rl/types.py#L3) [b](../examples) [c](concepts.md)\n```\n[d](../x)\n```\n[e](../none.py)\n"
+    made, missing = hooks().with_repository_links(text, DOCS, "https://host/repo/")
+    assert missing == ["../none.py"]
+    assert made.splitlines()[0] == (
+        "[a](https://host/repo/blob/main/megatron_rl/types.py#L3) [b](https://host/repo/tree/main/examples) "
+        "[c](concepts.md)"
+    )
+    assert "[d](../x)" in made
+    assert (ROOT / "examples").as_uri() in hooks().with_repository_links(text, DOCS, "")[0]
+    inner, missing = hooks().with_repository_links(
+        "[a](../settings.md) [b](../../Makefile)", DOCS / "api", "https://h/r"
+    )
+    assert inner == "[a](../settings.md) [b](https://h/r/blob/main/Makefile)" and not missing
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_the_tables_of_settings_hold_every_setting(command):
+    table = hooks().settings_table(SCHEMAS[command])
+    assert table.count("\n") == describe(SCHEMAS[command]).count("\n") + 1
+    assert f"<!-- settings: {command} -->" in (DOCS / "settings.md").read_text()
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.fixture(scope="module")
+def messages():
+    """Every text in the package's source, with VALUE in the place of what is put into it."""
+    found = []
+    for path in (ROOT / "megatron_rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.append("".join(
+                    str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values
+                ))  # fmt: skip
+    return "\n".join(found)
+
+
+def quoted():
+    """Returns the messages that docs/troubleshooting.md quotes."""
+    return re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_many_errors_are_explained():
+    assert len(quoted()) >= 40 and len(set(quoted())) == len(quoted())
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_quoted_message_is_one_of_the_source(message, messages):
+    """Its fixed words stand in one text of the source, in this order."""
+    pattern = "[^\n]*".join(re.escape(part) for part in message.split("..."))
+    assert re.search(pattern, messages), "the message has changed: mend docs/troubleshooting.md"
+
+
+@pytest.mark.parametrize("page, name", [("quickstart.md", "share"), ("writing_a_reward.md", "my_rewards")])
+def test_the_rewards_that_pages_show_pass_the_gate(page, name, tmp_path, monkeypatch):
+    [code] = [block.text for block in blocks("python") if block.page.name == page and f"# {name}.py" in block.text]
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    given = {"share": ("b e", "z z z", Reward().answer_format), "my_rewards": ("72", "-1", "The answer is {answer}.")}
+    answer, wrong, form = given[name]
+    prompts = [Prompt(id="0", tokens=[1], payload={"answer": answer})]
+    with GradePool(Reward(target=f"{name}:grade")) as pool:
+        assert check_reward(pool.grade, prompts, wrong, form) == {"gate/reward_right": 1.0, "gate/reward_wrong": 0.0}
+        if name == "share":
+            [half] = pool.grade([r"\boxed{b a}"], [{"answer": answer}])
+            assert half.score == 0.5
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = set(re.findall(r"^ *- (?:[^#\n]*: )?([\w/]+\.md)$", nav, re.MULTILINE))
+    assert named == {str(page.relative_to(DOCS)) for page in PAGES if page.is_relative_to(DOCS)}

@@ -1,0 +1,172 @@
+"""`megatron-rl fetch`, against a server that speaks the hub's API."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hub import COMMIT, NEWER, Repository, hub
+
+from megatron_rl.config.files import load
+from megatron_rl.config.schema import ConfigError, SftConfig, TrainConfig
+from megatron_rl.data.hub import RECORD, Wanted, fetch, parse, wanted_by
+from megatron_rl.main import main
+from megatron_rl.run import sums
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = bytes(range(256)) * 400
+MODEL = {
+    "config.json": b'{"model_type": "qwen2"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": WEIGHTS,
+    "pytorch_model.bin": b"a pickle",
+    "modeling_own.py": b"code",
+    "original/params.json": b"{}",
+}
+DATA = {"README.md": b"---\n---\n", "data/train.parquet": WEIGHTS[:1000], "script.py": b"code"}
+CONFIG = """
+roles: {generator: {model: {path: org/tiny, tokenizer: org/words}}}
+data: {path: org/rows}
+evaluation: {prompts: {path: org/rows, split: test}}
+recipe: {target: "megatron_rl.recipes.grpo:Grpo", args: {updates: 1}}
+"""
+
+
+@pytest.fixture
+def served(monkeypatch):
+    repositories = {"models__org__tiny": Repository(MODEL), "datasets__org__rows": Repository(DATA)}
+    repositories["models__org__words"] = Repository({**MODEL, "tokenizer.json": b'{"of": "words"}'})
+    with hub(**repositories) as found:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", found.url)
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield found
+
+
+def test_a_download_that_breaks_off_in_the_middle_is_taken_up_where_it_stood(served, tmp_path):
+    """The command itself, with HF_ENDPOINT, as on a login node."""
+    large = WEIGHTS * 120  # the library asks for the rest in steps of 10 MiB
+    served.repositories["models/org/tiny"] = Repository({**MODEL, "model.safetensors": large})
+    served.breaks["model.safetensors"] = len(large) - 1000
+    words = [sys.executable, "-m", "megatron_rl.main", "fetch", "org/tiny", "--to", str(tmp_path)]
+    environment = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ranges = [part for file, part in served.downloads() if file == "model.safetensors" and part]
+    assert ranges and all(int(part.removeprefix("bytes=").rstrip("-")) > 0 for part in ranges), served.downloads()
+    folder = tmp_path / "org/tiny"
+    there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert there == {"config.json", "tokenizer.json", "model.safetensors", RECORD, sums.SUMS}
+    assert (folder / "model.safetensors").read_bytes() == large and not sums.wrong_of(folder)
+    record = json.loads((folder / RECORD).read_text())
+    assert (record["repository"], record["commit"], record["hub"]) == ("org/tiny", COMMIT, served.url)
+    assert record["files"]["model.safetensors"] == {
+        "bytes": len(large),
+        "sha256": sums.digest(folder / "model.safetensors"),
+    }
+    assert f"commit {COMMIT[:12]}" in done.stdout and str(folder) in done.stdout
+
+
+def test_a_config_is_fetched_and_the_overrides_are_those_that_it_needs(served, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    assert main(["fetch", str(tmp_path / "run.yaml"), "--to", str(tmp_path / "hub")]) == 0
+    told = capsys.readouterr().out
+    overrides = shlex.split(told.split("reads from there:\n")[1].replace("\\\n", " "))
+    config = load(TrainConfig, [tmp_path / "run.yaml"], overrides)
+    role = config.roles["generator"].model
+    assert config.evaluation.prompts is not None and role.tokenizer is not None
+    for path in (role.path, role.tokenizer, config.data.path, config.evaluation.prompts.path):
+        assert Path(path).is_relative_to(tmp_path) and (Path(path) / RECORD).is_file()
+    assert (Path(config.data.path) / "data/train.parquet").read_bytes() == DATA["data/train.parquet"]
+    assert not (Path(role.tokenizer) / "model.safetensors").exists(), "a tokenizer needs no weights"
+    assert wanted_by(config) == [], "all of it is here now"
+
+
+def test_what_is_there_needs_no_network(served, tmp_path, capsys):
+    fetch(parse("org/tiny"), tmp_path)
+    number = len(served.asked)
+    again = fetch(parse("org/tiny"), tmp_path, endpoint="http://127.0.0.1:9")
+    assert not again.new and again.commit == COMMIT and len(served.asked) == number
+    assert main(["fetch", "org/tiny", "--to", str(tmp_path)]) == 0
+    assert "is here already: 3 files" in capsys.readouterr().out
+    (tmp_path / "org/tiny/model.safetensors").write_bytes(WEIGHTS[:10])
+    (tmp_path / "org/tiny/model.safetensors").unlink()
+    assert fetch(parse("org/tiny"), tmp_path).new, "a file is missing"
+
+
+def test_a_folder_stays_at_its_commit_until_a_revision_is_named(served, tmp_path):
+    fetch(parse("org/tiny"), tmp_path)
+    served.repositories["models/org/tiny"] = Repository({**MODEL, "config.json": b"{}"}, commits=(COMMIT, NEWER))
+    assert fetch(parse("org/tiny"), tmp_path).commit == COMMIT
+    moved = fetch(parse("org/tiny@main"), tmp_path)
+    assert moved.new and moved.commit == NEWER and (tmp_path / "org/tiny/config.json").read_bytes() == b"{}"
+
+
+def test_a_name_without_a_kind_may_be_a_data_sets(served, tmp_path):
+    assert fetch(parse("org/rows"), tmp_path).folder == tmp_path / "datasets/org/rows"
+    assert not (tmp_path / "datasets/org/rows/script.py").exists()
+    assert not fetch(parse("dataset:org/rows"), tmp_path).new
+
+
+def test_a_file_that_came_damaged_is_removed(served, tmp_path):
+    for name in ("model.safetensors", "config.json"):
+        served.damaged = {name}
+        with pytest.raises(ConfigError, match=f"{name} came damaged and was removed; .* give the same command again"):
+            fetch(parse("org/tiny"), tmp_path / name)
+        folder = tmp_path / name / "org/tiny"
+        assert not (folder / name).exists() and not (folder / RECORD).exists()
+        served.damaged = set()
+        assert fetch(parse("org/tiny"), tmp_path / name).new and (folder / name).read_bytes() == MODEL[name]
+
+
+def test_a_name_that_cannot_be_had_is_told_with_the_cure(served, tmp_path):
+    served.repositories["models/org/asks"] = Repository(MODEL, gated=True)
+    served.repositories["models/org/pickled"] = Repository({n: c for n, c in MODEL.items() if n != "model.safetensors"})
+    for word, says in {
+        "org/none": "the hub shows no model and no data set org/none: look at the spelling; .*HF_TOKEN",
+        "dataset:org/tiny": "the hub shows no data set org/tiny",
+        "org/asks": "org/asks asks for consent: accept its terms on its page at the hub, .*HF_TOKEN",
+        "org/tiny@v9": "org/tiny has no revision 'v9': give a branch",
+        "org/pickled": "org/pickled has no .*safetensors",
+        "org/bad--name..": "is no name of the hub",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            fetch(parse(word), tmp_path)
+    for word in ("tiny", "space:org/tiny", "a/b/c"):
+        with pytest.raises(ConfigError, match="give OWNER/NAME of the hub"):
+            parse(word)
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_the_cure(served, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"org/tiny could not be fetched .*HTTPS_PROXY or HF_ENDPOINT"):
+        fetch(parse("org/tiny"), tmp_path, endpoint="http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to fetch it: unset it"):
+        fetch(parse("org/tiny"), tmp_path)
+
+
+def test_a_judge_behind_a_url_is_fetched_without_weights(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "roles:\n  writer: {model: {path: org/tiny}}\n  same: {same_as: writer}\n  drawn: {model: {path: org/r, init: "
+        "random}}\n  judge: {policy: none, model: {path: org/judge}, endpoint: {url: 'https://judge.example/v1', "
+        "model: j}}\n  pair: {model: {path: org/senior}, tandem: {junior: org/judge}}\n"
+        "data: {path: reasoning_gym:chain_sum}\nrecipe: {target: 'a:B'}\n"
+    )
+    found = {each.name: each for each in wanted_by(load(TrainConfig, [tmp_path / "run.yaml"]))}
+    assert {name: each.weights for name, each in found.items()} == {
+        "org/tiny": True, "org/r": False, "org/judge": True, "org/senior": True,
+    }  # fmt: skip
+    assert found["org/judge"].keys == ("roles.judge.model.path", "roles.pair.tandem.junior")
+    [sft] = [
+        each
+        for each in wanted_by(
+            load(SftConfig, overrides=["model.path=a/b", "data.train=a/rows", "data.validation=v.jsonl"])
+        )
+        if each.kind == "dataset"
+    ]
+    assert sft == Wanted(name="a/rows", kind="dataset", keys=("data.train",))

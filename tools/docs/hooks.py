@@ -1,0 +1,77 @@
+"""Prepares the pages of docs/ for the site: links that leave docs/ get the repository's address, and settings.md its
+tables. mkdocs calls the functions whose names begin with `on_`.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.settings import SCHEMAS
+from megatron_rl.config.describe import describe
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+BRANCH = "main"  # of the repository that links lead to
+LINK = re.compile(r"\]\((\.\./[^)\s#]*)(#[^)\s]*)?\)")
+FENCE = re.compile(r"\s*(```|~~~)")
+TABLE = re.compile(r"<!-- settings: (\w+) -->")
+SETTING = re.compile(r"  (?P<name>[\w.]+)(?:: (?P<section>.*)| = (?P<default>.*?))?(?:  # (?P<comment>.*))?")
+_log = logging.getLogger("mkdocs.hooks.megatron_rl")  # mkdocs --strict counts warnings below `mkdocs`
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Returns the page as it is to be rendered. A link to a file that does not exist is a warning, on which a strict
+    build fails."""
+    file = Path(page.file.abs_src_path)
+    text, missing = with_repository_links(markdown, file.parent, config.repo_url or "")
+    for target in missing:
+        _log.warning("%s links to %s, which does not exist", file.name, target)
+    return TABLE.sub(lambda found: settings_table(SCHEMAS[found[1]]), text)
+
+
+def with_repository_links(markdown: str, folder: Path, repository: str) -> tuple[str, list[str]]:
+    """Returns a page's text in which links that leave docs/ are addresses, and the targets that do not exist.
+
+    `folder`: where the page lies. `repository`: the address of the repository; where it is empty, links lead to the
+    files of this checkout. Blocks of code are left as they are.
+    """
+    missing: list[str] = []
+
+    def address(found: re.Match[str]) -> str:
+        target = (folder / found[1]).resolve()
+        if target.is_relative_to(DOCS):
+            return found[0]
+        if not target.is_relative_to(ROOT) or not target.exists():
+            missing.append(found[1])
+            return found[0]
+        if not repository:
+            return f"]({target.as_uri()}{found[2] or ''})"
+        kind = "tree" if target.is_dir() else "blob"
+        return f"]({repository.rstrip('/')}/{kind}/{BRANCH}/{target.relative_to(ROOT).as_posix()}{found[2] or ''})"
+
+    lines, in_code = [], False
+    for line in markdown.splitlines(keepends=True):
+        in_code ^= FENCE.match(line) is not None
+        lines.append(line if in_code else LINK.sub(address, line))
+    return "".join(lines), missing
+
+
+def settings_table(schema: type) -> str:
+    """Returns all settings of a command's schema as a table in Markdown: name, default, meaning."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for line in describe(schema).splitlines()[1:]:
+        found = SETTING.fullmatch(line)
+        if found is None:
+            raise ValueError(f"describe has a line that is no setting: {line!r}")
+        default = "" if found["default"] is None else f"`{found['default'].replace('|', chr(92) + '|')}`"
+        rows.append(f"| `{found['name']}` | {default} | {_cell(found['section'] or found['comment'] or '')} |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    """Returns a plain text so that Markdown and HTML leave it as it is."""
+    return re.sub(r"([\\`*_|\[\]])", r"\\\1", html.escape(text, quote=False))
