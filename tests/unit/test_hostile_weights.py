@@ -115,11 +115,10 @@ def test_hostile_bit_in_the_weights_is_seen_by_every_command(command, model, tmp
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1", "prompt": "p", "response": "r"}\n' * 4)
     (tmp_path / "t.txt").write_text("ask {question}\n")
     run = {"dir": str(tmp_path), "name": "run"}
+    args = {"updates": 1, "template": str(tmp_path / "t.txt")}
     rl = {
         "roles": {"generator": {"model": {"path": str(model)}, "tandem": {"junior": str(bad)}}},
-        "recipe": {
-            "target": "megatron_rl.recipes.grpo:Grpo", "args": {"updates": 1, "template": str(tmp_path / "t.txt")},
-        },
+        "recipe": {"target": "megatron_rl.recipes.grpo:Grpo", "args": args},
         "data": {"path": f"{tmp_path}/rows.jsonl"}, "run": run, "gate": {"enabled": False},
     }  # fmt: skip
     served = rl | {"engine": {"kind": "vllm", "python": "/bin/true"}}
