@@ -13,8 +13,10 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import types
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.managers import SyncManager
@@ -25,7 +27,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
 
-from megatron_rl.run.parent import leave_with_parent
+from megatron_rl.run.parent import end_with_parent
 
 CPU = torch.device("cpu")
 _FACTORIES = (
@@ -353,13 +355,16 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
 
 
 def end_writers_with_rank() -> None:
-    """Has the process that writers of checkpoints report to end with this rank, which calls it before it
-    saves. Core's own stays for ever, with its temporary directory, when the rank is killed."""
+    """Has the process that writers of checkpoints report to end with this rank, which calls it before it saves. Core's
+    own stays for ever when the rank is killed. This one listens at a name that no file system knows (Linux), behind
+    its key: core's leaves a directory for temporary files when it is killed itself.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
     if core._results_queue is None:
-        reports = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        reports.start(leave_with_parent, (os.getpid(),))
+        name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
+        reports = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
+        reports.start(end_with_parent, (signal.SIGKILL, os.getpid()))
         core._results_queue = reports.Queue()  # type: ignore[assignment]
 
 

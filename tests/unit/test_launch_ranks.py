@@ -10,14 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 
 import psutil
 import pytest
 from fake_fleet import until
 
-from megatron_rl.run.parent import leave_with_parent
+from megatron_rl.megatron import platform
 from megatron_rl.session import launch
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -115,23 +114,26 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
     until("their end", lambda: len(list(tmp_path.glob("left*"))) == 2)
 
 
-def manage(directory: Path) -> None:
-    """Starts a manager of queues as a rank does that saves in the background, and waits."""
-    os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    manager.start(leave_with_parent, (os.getpid(),))
-    (directory / "pid").write_text(str(manager._process.pid))
+def manage(directory: Path, own_end: bool) -> None:
+    """Begins to save as a rank does, and waits."""
+    tempfile.tempdir = str(directory / "tmp")
+    platform.end_writers_with_rank()
+    [manager] = psutil.Process().children()[-1:]
+    (directory / "pid").write_text(str(manager.pid))
+    if own_end:
+        manager.kill()
     signal.pause()
 
 
-def test_a_manager_of_queues_leaves_with_its_rank_and_takes_its_files_along(tmp_path):
-    """It stayed for ever when a rank was killed that had saved in the background, and so did its directory."""
+@pytest.mark.parametrize("own_end", [False, True])
+def test_the_manager_of_writers_leaves_with_its_rank_and_leaves_no_files(tmp_path, own_end):
+    """It stayed for ever when a rank was killed that had saved, and its directory did when it was killed itself."""
     (tmp_path / "tmp").mkdir()
-    rank = multiprocessing.get_context("fork").Process(target=manage, args=(tmp_path,))
+    rank = multiprocessing.get_context("fork").Process(target=manage, args=(tmp_path, own_end))
     rank.start()
     until("the manager", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    assert list((tmp_path / "tmp").iterdir())
     rank.kill()
     rank.join()
-    until("its end", lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+    pid = int((tmp_path / "pid").read_text())
+    until("its end", lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert not list((tmp_path / "tmp").iterdir())
