@@ -361,7 +361,7 @@ def end_writers_with_rank() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async as core
 
-    if core._results_queue is None:
+    if vars(core).get("_results_queue", "a core without it") is None:
         name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
         reports = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
         reports.start(end_with_parent, (signal.SIGKILL, os.getpid()))
