@@ -79,7 +79,7 @@ def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, 
 
 def test_a_signal_is_passed_on_to_all(tmp_path):
     def send() -> None:
-        while len(list(tmp_path.glob("ready*"))) < 2:
+        while len(list(tmp_path.glob("ready*"))) < 2 or signal.getsignal(signal.SIGUSR1) == before:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -129,8 +129,12 @@ def test_the_manager_of_writers_leaves_with_its_rank_and_leaves_no_files(tmp_pat
     rank = multiprocessing.get_context("fork").Process(target=manage, args=(tmp_path,))
     rank.start()
     until("the manager", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    pid = int((tmp_path / "pid").read_text())
+    told = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(told["SigBlk"], 16) >> signal.SIGTERM - 1 & 1, (
+        "a signal to the whole group ended it, and the save failed"
+    )
     rank.kill()
     rank.join()
-    pid = int((tmp_path / "pid").read_text())
     until("its end", lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     assert not list((tmp_path / "tmp").glob("pymp-*"))
