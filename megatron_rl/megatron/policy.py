@@ -453,7 +453,7 @@ class MegatronPolicy:
 def _signals_wait() -> Iterator[None]:
     """Core's writer processes, forked inside, inherit this: a signal to the whole group must not kill them in the
     middle of a file."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, platform.HELD_BACK)
     try:
         yield
     finally:

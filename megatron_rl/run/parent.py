@@ -22,16 +22,3 @@ def end_with_parent(number: signal.Signals, parent: int) -> None:
     _LIBC.prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
-
-
-def leave_with_parent(parent: int) -> None:
-    """Does what `end_with_parent` does for a process that must tidy up: it leaves as by sys.exit.
-
-    The signal is one that nobody sends to a whole group of processes, in which this one has work to finish.
-    """
-    signal.signal(signal.SIGUSR2, _leave)
-    end_with_parent(signal.SIGUSR2, parent)
-
-
-def _leave(*_: object) -> None:
-    sys.exit(0)

@@ -10,14 +10,13 @@ import sys
 import tempfile
 import threading
 import time
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 
 import psutil
 import pytest
 from fake_fleet import until
 
-from megatron_rl.run.parent import leave_with_parent
+from megatron_rl.megatron import platform
 from megatron_rl.session import launch
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -80,7 +79,7 @@ def test_when_one_rank_fails_the_others_are_told_to_leave(tmp_path, capfd, how, 
 
 def test_a_signal_is_passed_on_to_all(tmp_path):
     def send() -> None:
-        while len(list(tmp_path.glob("ready*"))) < 2:
+        while len(list(tmp_path.glob("ready*"))) < 2 or signal.getsignal(signal.SIGUSR1) == before:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -116,22 +115,26 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
 
 
 def manage(directory: Path) -> None:
-    """Starts a manager of queues as a rank does that saves in the background, and waits."""
-    os.environ["TMPDIR"] = tempfile.tempdir = str(directory / "tmp")
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-    manager.start(leave_with_parent, (os.getpid(),))
-    (directory / "pid").write_text(str(manager._process.pid))
+    """Begins to save as a rank does, and waits."""
+    tempfile.tempdir = str(directory / "tmp")
+    platform.end_writers_with_rank()
+    [manager] = psutil.Process().children()[-1:]
+    (directory / "pid").write_text(str(manager.pid))
     signal.pause()
 
 
-def test_a_manager_of_queues_leaves_with_its_rank_and_takes_its_files_along(tmp_path):
-    """It stayed for ever when a rank was killed that had saved in the background, and so did its directory."""
+def test_the_manager_of_writers_leaves_with_its_rank_and_leaves_no_files(tmp_path):
+    """It stayed for ever when a rank was killed that had saved, and so did its directory."""
     (tmp_path / "tmp").mkdir()
     rank = multiprocessing.get_context("fork").Process(target=manage, args=(tmp_path,))
     rank.start()
     until("the manager", lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    assert list((tmp_path / "tmp").iterdir())
+    pid = int((tmp_path / "pid").read_text())
+    told = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert int(told["SigBlk"], 16) >> signal.SIGTERM - 1 & 1, (
+        "a signal to the whole group ended it, and the save failed"
+    )
     rank.kill()
     rank.join()
-    until("its end", lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
-    assert not list((tmp_path / "tmp").iterdir())
+    until("its end", lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    assert not list((tmp_path / "tmp").glob("pymp-*"))
