@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_plugins(config: Any, ranks: int, *, elsewhere: bool, deep: bool) -> list[str]:
     """Builds the recipe and the losses, looks at the reward, and returns lines on the recipe. With `deep` the reward is
     imported too."""
-    if getattr(config, "reward", None) is not None:
+    if vars(config).get("reward") is not None:
         use = configs.Use(target=config.reward.target, args=config.reward.args)
         plugins.look_at(use)
         if deep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +83,11 @@ def engine_problems(config: Any) -> list[str]:
     if not isinstance(engine, Servers) or engine.urls or not engine.start:
         return []
     if engine.python is not None:
-        there = Path(engine.python).is_file()
-        return [] if there else [f"engine.python = {engine.python} is not there: run `make engines`, or mend the path"]
+        return (
+            []
+            if shutil.which(engine.python)
+            else [f"engine.python = {engine.python} is not there: run `make engines`, or mend the path"]
+        )
     if importlib.util.find_spec(engine.kind) is None:
         return [
             f"engine.kind = {engine.kind!r}: the package {engine.kind} is not installed here; run `make engines`, and "
