@@ -151,7 +151,7 @@ test-unit: setup ## the quick loop: no extra ranks, no whole runs
 	$(PY) -m pytest tests -q -m "not multi and not slow and not matrix"
 
 test-layouts: setup ## every axis and every pair of axes on four ranks, packed and padded, dense and with experts, against transformers
-	$(PY) -m pytest tests/multi/test_layouts.py -m "matrix or not matrix"
+	$(PY) -m pytest tests/multi/test_layouts.py tests/multi/test_lora.py -m "matrix or not matrix"
 
 test-resume: setup ## every method, with and without turns played ahead: cut in the middle and resumed, against the whole run
 	$(PY) -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py -m matrix
