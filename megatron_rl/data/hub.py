@@ -28,6 +28,7 @@ from megatron_rl.config.schema import ConfigError, Model, PromptSet, RoleConfig,
 from megatron_rl.run.sums import digests, keep
 
 Kind = Literal["model", "dataset"]
+KINDS: dict[str, Kind] = {"model": "model", "dataset": "dataset"}
 RECORD = "FETCHED.json"  # beside the files: the repository, the commit, and each file's size and SHA-256
 WEIGHTS = "*.safetensors"
 FILES: dict[Kind, Sequence[str]] = {  # no pickles and no code
@@ -72,7 +73,7 @@ def parse(word: str) -> Wanted:
     """Returns what OWNER/NAME, model:OWNER/NAME or dataset:OWNER/NAME asks for, each with @REVISION or without."""
     kind, colon, rest = word.partition(":")
     name, _, revision = (rest if colon else word).partition("@")
-    own = next((known for known in FILES if known == kind), None) if colon else None
+    own = KINDS.get(kind) if colon else None
     if (colon and own is None) or name.count("/") != 1:
         raise ConfigError(f"{word!r}: give OWNER/NAME of the hub, model:OWNER/NAME, dataset:OWNER/NAME, or a YAML file")
     return Wanted(name=name, kind=own, revision=revision or None)
