@@ -36,9 +36,7 @@ def make(model, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "start", forked_start(tmp_path / "started"))
 
     def made(reward, dataset=None, **settings):
-        return Trainer(
-            model, reward, dataset or ROWS, **{"dir": tmp_path, "name": "run", **SETTINGS, **settings}
-        )
+        return Trainer(model, reward, dataset or ROWS, **{"dir": tmp_path, "name": "run", **SETTINGS, **settings})
 
     return made
 
