@@ -206,7 +206,7 @@ def read_yaml(path: Path) -> Any:
 
 
 @functools.lru_cache
-def _adapter(schema: type[T]) -> pydantic.TypeAdapter[T]:
+def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
     """Returns what reads and writes values of a schema; building it takes longer than using it."""
     return pydantic.TypeAdapter(schema)
 

@@ -18,7 +18,7 @@ from megatron_rl.config.plugins import is_target, look_here, module_file
 
 PACKAGE = Path(__file__).parents[1]
 # Rooms of this package that only start, watch and describe runs: a change there makes no rollout another one.
-WATCHING = ("commands", "conversion", "jobs", "planning", "run")
+WATCHING = ("api", "commands", "conversion", "jobs", "planning", "run")
 CODE = (".py", ".txt", ".jinja")
 TOKENIZER = ("chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 WHOLE_BYTES = 16 << 20  # files up to this size count whole; of larger ones, data sets, size, beginning and end
