@@ -32,6 +32,8 @@ from megatron_rl.models.divisibility import Axes, engine_problems, trainer_probl
 from megatron_rl.models.setting_limits import setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 
+VLLM_RANK = 512  # of an adapter that vLLM computes with, at most
+
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     """Raises ConfigError for settings that cannot work together, or on `ranks` ranks. It names all problems at once.
@@ -189,6 +191,12 @@ def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
         "merged"
         for name in adapted
         if config.roles[name].tandem is not None
+    ]
+    problems += [
+        f"roles.{name}.lora.rank = {lora.rank} with engine.adapters = 'served': vLLM takes up to {VLLM_RANK}; set it "
+        "to merged"
+        for name in adapted
+        if (lora := config.roles[name].lora) is not None and lora.rank > VLLM_RANK
     ]
     return problems
 

@@ -10,7 +10,18 @@ import torch
 from safetensors.torch import save_file
 from tiny_models import make_model
 
-from megatron_rl.config.schema import ConfigError, Lora, Model, RoleConfig
+from megatron_rl.config import checks
+from megatron_rl.config.schema import (
+    ConfigError,
+    Lora,
+    Model,
+    PromptSet,
+    RoleConfig,
+    TandemConfig,
+    TrainConfig,
+    Use,
+    Vllm,
+)
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, projections
 from megatron_rl.weights import adapters
@@ -49,6 +60,24 @@ def test_lora_problems_name_the_cure(sizes, settings, says):
     [found] = adapter_problems(registry.known_sizes(sizes), role(**settings), "a/model")
     assert says in found
     assert adapter_problems(registry.known_sizes(sizes), role(**settings | {"lora": None}), "a/model") == []
+
+
+@pytest.mark.parametrize(
+    ("own", "engine", "says"),
+    [
+        ({"lora": None}, {}, "engine.adapters = 'served', and no role has lora: set it to merged"),
+        ({}, {"urls": {"a": ("http://x:1",)}, "start": False}, "those servers share no directory with the run"),
+        ({"tandem": TandemConfig()}, {}, "vLLM holds no adapters beside two models; set it to merged"),
+        ({"lora": Lora(rank=513)}, {}, "roles.a.lora.rank = 513 with engine.adapters = 'served': vLLM takes up to 512"),
+        ({"policy": "none"}, {}, "roles.a.lora with roles.a.policy = 'none': nothing is trained"),
+    ],
+)
+def test_lora_that_servers_cannot_serve_is_refused(own, engine, says):
+    settings = {"roles": {"a": role(model=Model(path="an/model"), **own)}, "recipe": Use(target="m:R")}
+    config = TrainConfig(**settings, data=PromptSet(path="some/set"), engine=Vllm(adapters="served", **engine))
+    with pytest.raises(ConfigError) as refused:
+        checks.check(config, 1, to_come=True)
+    assert says in str(refused.value)
 
 
 def test_lora_of_qwen_7b_has_as_many_numbers_as_peft_says():
