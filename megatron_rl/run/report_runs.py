@@ -14,7 +14,7 @@ from megatron_rl.run import record
 from megatron_rl.run.directory import FREE_KEYS, SWEEP
 from megatron_rl.run.html_page import show, table
 from megatron_rl.run.report_read import RunFigures, read_run
-from megatron_rl.run.report_tables import LOWER_IS_BETTER
+from megatron_rl.run.report_tables import HAS_DIRECTION, LOWER_IS_BETTER
 
 SEED = "run.seed"  # the setting that distinguishes runs of which a mean is taken
 MAX_LABEL = 60  # characters; an arm with more settings of its own has the name of its first run
@@ -126,11 +126,12 @@ def _end_cell(value: float | None, best: float | None) -> str:
 
 
 def _best(runs: Sequence[RunFigures]) -> dict[str, float]:
-    """Returns the best last value of each evaluated figure that differs among the runs."""
+    """Returns the best last value of each evaluated figure that differs among the runs and has a better way."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for name, curve in run.evaluated().items():
-            found.setdefault(name, []).append(curve.values[-1])
+            if HAS_DIRECTION.search(name):
+                found.setdefault(name, []).append(curve.values[-1])
     best = {name: min(own) if LOWER_IS_BETTER.search(name) else max(own) for name, own in found.items()}
     return {name: value for name, value in best.items() if len(set(found[name])) > 1}
 

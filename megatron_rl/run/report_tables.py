@@ -40,6 +40,8 @@ MAIN = (
     r"accuracy|outcome|score|reward",
 )
 LOWER_IS_BETTER = re.compile(r"loss|exploitab|error|cross_entropy|(^|_)kl|gap|num_failed")
+# Figures of which it is known whether more is better; of others, such as the number of answers, it is not.
+HAS_DIRECTION = re.compile(r"accuracy|outcome|f1|score|reward|success|aligned|pass@|maj@|loss|exploitab|cross_entropy")
 MAX_CARDS = 4  # evaluated figures with a card of their own
 SPARK = 60  # points of a small curve
 CELLS = ("tp", "fp", "tn", "fn")
@@ -68,10 +70,16 @@ class Gain:
         return 1.96 * math.sqrt(sum(p * (1 - p) / self.problems for p in (self.start, self.end)))
 
     @property
+    def by_chance(self) -> bool:
+        """Returns whether the change is within its interval."""
+        return self.error is not None and abs(self.end - self.start) <= self.error
+
+    @property
     def better(self) -> bool | None:
-        """Returns whether the figure got better; None where it did not change, or not by more than chance would."""
+        """Returns whether the figure got better; None where it did not change, or not by more than chance would, or
+        where nothing says which way is better."""
         change = self.end - self.start
-        if not self.held_out or change == 0 or (self.error is not None and abs(change) <= self.error):
+        if not self.held_out or change == 0 or self.by_chance or not HAS_DIRECTION.search(self.name):
             return None
         return (change > 0) != bool(LOWER_IS_BETTER.search(self.name))
 
@@ -289,7 +297,7 @@ def _sentence(gains: Sequence[Gain], rewards: Sequence[Gain]) -> str:
     for gain in gains or rewards:
         kind = {True: "good", False: "bad", None: ""}[gain.better]
         verb = "rose" if gain.end > gain.start else "fell" if gain.end < gain.start else "stayed"
-        if gain.held_out and gain.better is None and gain.end != gain.start:
+        if gain.held_out and gain.by_chance and gain.end != gain.start:
             verb = "did not change beyond chance:"
         error = f" (± {gain.error:.2g})" if gain.error else ""
         parts.append(
