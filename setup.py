@@ -34,6 +34,7 @@ setup(
         "matplotlib>=3.8",
         "pyarrow>=16",
         "xxhash>=3",  # checksums of refits
+        "h11>=0.16",  # HTTP/1.1 with engines
     ],
     extras_require={
         "vllm": ["vllm"],
