@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.engines.base import Completion, Sampling, TopScores
-from megatron_rl.engines.http_wire import Address, Connection, HttpAnswer, TooLongError, WireError
+from megatron_rl.engines.http_wire import Address, Connection, HttpAnswer, Request, TooLongError, WireError
 
 CONNECT_S = 5.0
 KEPT_S = 2.0  # that an idle connection is kept
@@ -184,7 +184,7 @@ class Http:
         """
         headers = {**self._headers, "Content-Type": kind}
         request = self._address.request(method, path, headers, body, keep=terms[2])
-        answer = await self._unless_hung_up(path, self._answer(path, request, *terms))
+        answer = await self._unless_hung_up(path, self._answer(path, request, *terms[:2]))
         if answer.status == 401:
             raise ConfigError(f"{self.url} {self._refused}")
         said = f"{self.url}{path} answered {answer.status}: {_shown(answer)}"
@@ -214,7 +214,7 @@ class Http:
             with self._lock:
                 self._under_way.discard(call)
 
-    async def _answer(self, path: str, request: bytes, timeout_s: float, max_bytes: int, keep: bool) -> HttpAnswer:
+    async def _answer(self, path: str, request: Request, timeout_s: float, max_bytes: int) -> HttpAnswer:
         """Returns the answer to a request, whatever it says. Raises ServerLost."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -231,7 +231,7 @@ class Http:
             raise ServerLost(said) from error
         except (WireError, OSError, ValueError) as error:  # ValueError: a host's name that cannot be encoded
             raise ServerLost(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        if again and keep:
+        if again:
             self._keep(connection)
         else:
             connection.close()

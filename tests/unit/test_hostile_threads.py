@@ -208,15 +208,18 @@ ANSWERS = {
     b"HTTP/1.0 200 OK\r\n\r\n[1]": [1],
     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n2;x=y\r\n[1\r\n1\r\n]\r\n0\r\nA: b\r\n\r\n": [1],
     b"HTTP/1.1 204 No\r\n\r\n": None,
-    b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}": "two lengths",
-    b"HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\n{}": "a body of '\\+2' bytes",
+    b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}": "conflicting Content-Length",
+    b"HTTP/1.1 200 OK\r\nContent-Length: +2\r\n\r\n{}": "bad Content-Length",
     b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}": "ended before the answer did",
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n": "transfer encoding",
-    b"HTTP/1.1 200 OK\r\nContent-Length : 2\r\n\r\n{}": "no field of a head",
-    b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 200 + b"\r\n": "a head of more than",
-    b"HTTP/2 200 OK\r\n\r\n": "no HTTP",
-    b"SSH-2.0-OpenSSH\r\n\r\n": "no HTTP",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n": "Only Transfer-Encoding: chunked",
+    b"HTTP/1.1 200 OK\r\nContent-Length : 2\r\n\r\n{}": "illegal header line",
+    b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 9000 + b"\r\n": "Receive buffer too long",
+    b"HTTP/2 200 OK\r\n\r\n": "illegal status line",
+    b"SSH-2.0-OpenSSH\r\n\r\n": "illegal status line",
     b"HTTP/1.1 100 Continue\r\n\r\n" * 200: "interim answers",
+    # h11 needs a time for these that grows with the square of the white space
+    b"HTTP/1.1 200 OK\r\nA:" + b" " * 20_000 + b"\0\r\n\r\n": "Receive buffer too long",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b" " * 40_000 + b"\n\r\n": "Receive buffer too long",
     b"": "ended before the answer did",
 }
 
@@ -239,6 +242,39 @@ def test_hostile_answers_byte_by_byte(said):
                 http.call("GET", "/c", timeout_s=5.0)
         else:
             assert http.call("GET", "/c", timeout_s=5.0) == wanted
+        thread.join()
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_hostile_answer_that_nobody_asked_for_is_not_taken_for_the_next_one(at_once):
+    asked_again = threading.Event()
+    right, stray = (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\n[%d]" % number for number in (1, 2))
+
+    def play(listening: socket.socket) -> None:
+        with listening.accept()[0] as made:
+            made.recv(4096)
+            made.sendall(right + stray if at_once else right)
+            asked_again.wait(10.0)
+            made.sendall(stray)
+            with listening.accept()[0] as other:
+                other.recv(4096)
+                other.sendall(right)
+
+    async def ask_twice(http: Http) -> None:
+        assert await http.ask("GET", "/", timeout_s=5.0) == [1]
+        assert len(http._idle) == (not at_once)
+        connections = http._idle.copy()
+        assert all(connection.usable for connection in connections)
+        asked_again.set()
+        while any(connection.usable for connection in connections):
+            await asyncio.sleep(0.01)
+        assert await http.ask("GET", "/", timeout_s=5.0) == [1]
+        http.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=play, args=(listening,), daemon=True)
+        thread.start()
+        asyncio.run(ask_twice(Http(f"http://127.0.0.1:{listening.getsockname()[1]}", {})))
         thread.join()
 
 
