@@ -1,8 +1,8 @@
 """Computes with peft what a policy with adapters must compute: `lora_reference.py FILE FOLDER MODELS`.
 
-MODELS are [name of a model in FOLDER, name of the reference, targets]. Written in FOLDER/MODEL.REFERENCE are: start, the
-adapter that training starts from, as peft writes it; reference.safetensors, with log-probs, logits, gradients, and the
-weights after a step; merged.safetensors, the start merged into the model.
+MODELS are [name of a model in FOLDER, name of the reference, targets]. Written in FOLDER/MODEL.REFERENCE are: start,
+the adapter that training starts from, as peft writes it; reference.safetensors, with log-probs, logits, gradients, and
+the weights after a step; merged.safetensors, the start merged into the model.
 """
 
 from __future__ import annotations
