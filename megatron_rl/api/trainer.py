@@ -21,7 +21,6 @@ from megatron_rl.api.recipes import fields_of, use_of
 from megatron_rl.api.result import TrainResult, read_result
 from megatron_rl.commands import check
 from megatron_rl.commands.parser import build_parser
-from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import ConfigError, Use
@@ -85,7 +84,7 @@ class Trainer:
         self.config = _named(whole)
         self._file = directory / f"{self.config.get('run.name')}.yaml"
         self._write()
-        _check(self._file, self.config.resolve())
+        _check(self._file)
 
     def train(self, *, fresh: bool = False) -> TrainResult:
         """Runs to the end, or until a callback stops it, in processes of its own (`ranks` of them), and returns what
@@ -295,9 +294,7 @@ def _named(config: Config) -> Config:
     return config | {"run.name": f"{word}-{hashlib.sha256(str(config).encode()).hexdigest()[:8]}"}
 
 
-def _check(file: Path, config: TrainConfig) -> None:
-    """Raises ConfigError for what `megatron-rl check` refuses, and for files that are to be made yet."""
+def _check(file: Path) -> None:
+    """Raises ConfigError for what `megatron-rl check` refuses."""
     with contextlib.redirect_stdout(io.StringIO()):
         check.run(build_parser().parse_args(["check", str(file), "--command", "train"]))
-    if absent := [one for one in config_checks.absent_files(config) if not one.on_hub]:
-        raise ConfigError(f"{absent[0].name} = {absent[0].path} is not there: give a file or directory that is")

@@ -15,7 +15,17 @@ from typing import Any
 
 from megatron_rl.config import hub
 from megatron_rl.config.data_settings import generated_name
-from megatron_rl.config.schema import ConfigError, EvalConfig, Model, PromptSet, Servers, SftConfig, TrainConfig
+from megatron_rl.config.schema import (
+    ConfigError,
+    EvalConfig,
+    Model,
+    PromptSet,
+    Servers,
+    SftConfig,
+    Sglang,
+    TrainConfig,
+    Vllm,
+)
 
 _DATA_FILES = (".jsonl", ".json", ".parquet", ".csv")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -80,7 +90,7 @@ def absent_recipe_files(recipe: Any) -> list[Absent]:
 def engine_problems(config: Any) -> list[str]:
     """Returns why servers that a run starts itself could not be started here."""
     engine = vars(config).get("engine")
-    if not isinstance(engine, Servers) or engine.urls or not engine.start:
+    if not isinstance(engine, Vllm | Sglang) or engine.urls or not engine.start:
         return []
     if engine.python is not None:
         return (

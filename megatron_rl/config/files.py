@@ -162,7 +162,7 @@ def load(
 
 
 @functools.cache
-def _adapter(schema: type) -> pydantic.TypeAdapter[Any]:
+def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
     """Returns the validator of a schema, which takes a while to make: ranks that are forked share their parent's."""
     return pydantic.TypeAdapter(schema)
 
@@ -203,12 +203,6 @@ def read_yaml(path: Path) -> Any:
         return parse(_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-@functools.lru_cache
-def _adapter(schema: type[Any]) -> pydantic.TypeAdapter[Any]:
-    """Returns what reads and writes values of a schema; building it takes longer than using it."""
-    return pydantic.TypeAdapter(schema)
 
 
 def _sources(

@@ -85,7 +85,9 @@ class RunRecord:
 
     def look(self) -> list[str]:
         """Reads all files but those of rollouts. Returns the sentences of `damage`, each once."""
-        for read in (self.metrics, self.refits, self.summary, self.config):
+        self.each_metric(lambda _: None)
+        self.each_refit(lambda _: None)
+        for read in (self.summary, self.config):
             read()
         return list(dict.fromkeys(self.damage))
 

@@ -107,7 +107,7 @@ class WandB:
         """Sends a table of the samples."""
         import wandb
 
-        rows = [
+        rows: list[Any] = [
             [turn, s.group, s.prompt, s.response, ", ".join(f"{n} {v:.4g}" for n, v in s.rewards.items()), s.length]
             for s in samples
         ]
