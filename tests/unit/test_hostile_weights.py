@@ -68,11 +68,12 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     role = SimpleNamespace(model=Model(path=str(model)), same_as=None)
     config = SimpleNamespace(roles={"solver": role})
     recipe = SimpleNamespace(roles=lambda: {"solver": Part()})
-    policy = SimpleNamespace(weights=lambda: hf.read_tensors(model))
-    driver = SimpleNamespace(directory=directory, summary=directory.update_summary, done=lambda text: None)
+    policy = SimpleNamespace(weights=lambda: hf.read_tensors(model), write_adapter=lambda directory: None)
+    quiet = {"done": lambda text: None, "say": lambda text: None, "tracker": None}
+    driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = SimpleNamespace(rank=0, from_driver=OneProcess().from_driver)
-    models, progress = SimpleNamespace(policies={"solver": policy}), SimpleNamespace(number=1)
-    train._finish(config, world, driver, recipe, models, progress, finished=True, turns=1)  # type: ignore[arg-type]
+    models, progress = SimpleNamespace(policies={"solver": policy}), SimpleNamespace(number=1, last_evaluation={})
+    train._finish(config, world, driver, recipe, models, progress, finished=True)  # type: ignore[arg-type]
     assert directory.read_summary()["finished"] is True
     before = disk.pushed_before(directory.summary)
     made = [path for path in (tmp_path / "run/models").rglob("*")]
