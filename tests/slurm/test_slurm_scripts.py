@@ -244,6 +244,7 @@ def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
     """A step of one rank ends with 0 too: the chain would take 130 for a fault."""
     monkeypatch.setattr("megatron_rl.session.train.run", lambda config, place: 130)
     words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
+    words += [f"{name}={tmp_path}" for name in ("roles.generator.model.path", "data.path", "evaluation.prompts.path")]
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     assert main(words) == 130
