@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_models import make_model
 
 from megatron_rl.cluster import profile, slices
 from megatron_rl.cluster.address import own_address
@@ -244,7 +245,9 @@ def test_a_rank_that_left_is_no_fault_of_its_step(tmp_path, monkeypatch):
     """A step of one rank ends with 0 too: the chain would take 130 for a fault."""
     monkeypatch.setattr("megatron_rl.session.train.run", lambda config, place: 130)
     words = ["train", str(ROOT / "examples/last_letter/grpo.yaml"), "launch.nproc=1", f"run.dir={tmp_path}"]
-    words += [f"{name}={tmp_path}" for name in ("roles.generator.model.path", "data.path", "evaluation.prompts.path")]
+    make_model(tmp_path / "model")
+    words += [f"roles.generator.model.path={tmp_path}/model"]
+    words += [f"{name}={tmp_path}" for name in ("data.path", "evaluation.prompts.path")]
     for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     assert main(words) == 130
