@@ -198,6 +198,12 @@ def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
         for name in adapted
         if (lora := config.roles[name].lora) is not None and lora.rank > VLLM_RANK
     ]
+    if settings.pause == "keep" and config.rollouts.max_staleness > 1:
+        problems.append(
+            "engine.pause = 'keep' with engine.adapters = 'served' and rollouts.max_staleness = "
+            f"{config.rollouts.max_staleness}: answers under way would need adapters that are gone; set engine.pause "
+            "to abort or wait"
+        )
     return problems
 
 

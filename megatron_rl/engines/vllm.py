@@ -359,6 +359,7 @@ class AdapterServer(VllmServer):
         with self._understood():
             if not answer["results"] or not all(answer["results"]):
                 raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
+        self._post("/reset_prefix_cache", None)  # its keys know an adapter's name and path, not its weights
         self._version = version
 
     def version(self) -> int:

@@ -201,7 +201,8 @@ class Extension:
 
     def take_adapter(self, name: str, number: int, directory: str) -> bool:
         """Loads an adapter now, so that one that cannot be loaded is known before it is asked for."""
-        return bool(self.model_runner.add_lora(LoRARequest(name, number, directory)))
+        # In place: a server may outlive a trainer, whose next start writes other weights under the same version.
+        return bool(self.model_runner.add_lora(LoRARequest(name, number, directory, load_inplace=True)))
 
     def tandem_boundaries(self, strategy: Strategy) -> str | None:
         """Returns the fingerprint of the boundaries that this server's tandem goes by; None when it is none."""

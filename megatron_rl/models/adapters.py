@@ -59,6 +59,11 @@ class Projection:
         return rank * (cut / tp + whole)
 
 
+def not_plain(told: Mapping[str, Any]) -> list[str]:
+    """Returns the settings of peft's adapter_config.json under which an adapter is not W + alpha / r B A."""
+    return [key for key, plain in _PLAIN.items() if key in told and told[key] not in plain]
+
+
 @lru_cache(maxsize=4096)
 def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
     """Returns the matrices of a layer that can have an adapter, in the order in which Megatron joins them."""
@@ -132,8 +137,7 @@ def _file_problems(lora: Lora, path: str) -> list[str]:
     found = [
         f"lora.path = {path}: its {CONFIG} says {key} = {told[key]!r}, which changes what the adapter computes and is "
         "not supported; give a plain LoRA adapter"
-        for key, plain in _PLAIN.items()
-        if key in told and told[key] not in plain
+        for key in not_plain(told)
     ]
     targets = told.get("target_modules")
     own: dict[str, tuple[Any, Any]] = {

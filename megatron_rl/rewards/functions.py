@@ -156,6 +156,7 @@ class Grader:
     ) -> None:  # fmt: skip
         """`bounds`: the least and the greatest score that are allowed; without them any finite number is."""
         self._functions, self._bounds = functions, bounds
+        self.limits: tuple[float, float] | None = None  # of the sum
         self._loop: Any = None  # of functions that wait, kept from batch to batch with what they opened in it
 
     @property
@@ -193,6 +194,8 @@ class Grader:
         async def one_of(call: Callable[[], Awaitable[Any]]) -> Any:
             try:
                 return await call()
+            except MemoryError:
+                raise
             except Exception as error:  # the border to user rewards
                 return error
 
@@ -223,7 +226,12 @@ class Grader:
                 total, parts = total + one.weight * score, parts + 1
                 figures |= {one.name: score} if len(row) > 1 else {}
             figures |= {f"{one.name}/{name}" if len(row) > 1 else name: number for name, number in own.items()}
-        return Result(total, figures) if parts else Result(None, why="no reward function gave this response a reward")
+        if not parts:
+            return Result(None, why="no reward function gave this response a reward")
+        if self.limits is not None and not self.limits[0] <= total <= self.limits[1]:
+            low, high = self.limits
+            return Result(None, why=f"the rewards' sum {total:g} is outside of reward.range = [{low:g}, {high:g}]")
+        return Result(total, figures)
 
 
 def read_result(

@@ -103,6 +103,7 @@ class GradePool:
         self._proven = False  # some worker has imported the function
         self._failed_starts = 0  # in a row
         self._alone: set[int] = set()  # items of this call that were in a batch which failed: each gets one of its own
+        self._least = reward.range[0]  # or less, where functions without a range gave less
         self._known: dict[str, bool] = {}  # answers of problems -> whether the reward grades them well
 
     def __enter__(self) -> GradePool:
@@ -154,7 +155,7 @@ class GradePool:
             return one
         if self.reward.cut_off == "drop":
             return replace(one, excused=True)
-        return replace(one, outcome=Outcome.SCORE, score=self.reward.range[0], excused=True)
+        return replace(one, outcome=Outcome.SCORE, score=self._least, half=self.reward.half, excused=True)
 
     def _grade(self, responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
         """Runs the reward function on [B] responses. -> [B] results, in order"""
@@ -269,6 +270,8 @@ class GradePool:
         serial, score, detail, seconds, exhausted, figures = answer
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
+        if score is not None:
+            self._least = min(self._least, score)
         results[worker.held.popleft()] = Graded(
             Outcome.ERROR if score is None else Outcome.SCORE, score or 0.0, detail, seconds, cut_off=exhausted,
             half=self.reward.half, figures=figures,

@@ -128,6 +128,7 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
         if isinstance(found, type):
             found, args = found(**args), {}
         if isinstance(found, RewardFunctions):
+            found.grader.limits = None if bounds == (0.0, 1.0) else bounds  # what is set by default is nobody's wish
             return found.grader
         if not callable(found):
             return f"it is a {type(found).__name__}, not a function"

@@ -69,6 +69,8 @@ def _keep_alive(server: _Serving, settings: Servers, stop: threading.Event, name
             healthy_s = server.serve(stop)
         except StartError as error:
             failure = error
+        except OSError as error:  # a disk that is full now may have room at the next start
+            failure = StartError(f"{name} could not be started: {error}")
         if stop.is_set():
             return 0
         wait_s = restarts.died(healthy_s)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_rl.config.schema import ConfigError, Lora
-from megatron_rl.models.adapters import CONFIG, WEIGHTS, Projection, adapted, projections
+from megatron_rl.models.adapters import CONFIG, WEIGHTS, Projection, adapted, not_plain, projections
 from megatron_rl.models.cuts import ByColumns, ByRows, Cut, Held, Source, Whole
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
@@ -102,7 +102,10 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str)
     """
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{WEIGHTS}.partial"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk comes as one
+        raise OSError(f"{partial} cannot be written: {error}") from error
     partial.replace(directory / WEIGHTS)
     settings = {
         "peft_type": "LORA",
@@ -129,9 +132,16 @@ def read_settings(directory: Path) -> Lora:
     file = directory / CONFIG
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
-        return Lora(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(told["target_modules"]))
+        lora = Lora(rank=told["r"], alpha=told["lora_alpha"], targets=tuple(told["target_modules"]))
+        odd = not_plain(told)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error!r}): is it an adapter of this package?") from error
+        raise ConfigError(f"{file} cannot be read ({error!r}): is it a LoRA adapter?") from error
+    if odd:
+        raise ConfigError(
+            f"{file} says {odd[0]} = {told[odd[0]]!r}, which changes what the adapter computes and is not supported; "
+            "give a plain LoRA adapter"
+        )
+    return lora
 
 
 def base_of(directory: Path) -> Path:

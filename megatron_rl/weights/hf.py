@@ -215,7 +215,10 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / "model.safetensors.partial"
-    save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata={"format": "pt"})
+    try:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, partial, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk comes as one
+        raise OSError(f"{partial} cannot be written: {error}") from error
     partial.replace(directory / "model.safetensors")
 
 

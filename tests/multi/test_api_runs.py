@@ -101,7 +101,7 @@ def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):
     trainer = make(letters("e"))
     own = trainer.train()
     shown = capsys.readouterr().out
-    assert "turn 1/3  generator" in shown and "done: " in shown
+    assert "turn 1/3 (step 1)  generator" in shown and "done: " in shown
     written = trainer.config.to_yaml(tmp_path / "my.yaml")
     ended = process.run(["train", str(written), "run.name=again"], show=False)
     lines = [

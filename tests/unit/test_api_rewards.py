@@ -175,7 +175,7 @@ def test_numbers_of_all_kinds_are_rewards():
         assert read_result(value) == (1.0, {})
     assert read_result(0.5, bounds=(0.0, 1.0)) == (0.5, {}) and read_result(None) == (None, {})
     for value in (None, 1.5, -0.1):
-        with pytest.raises(ValueError, match=r"a number in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"a number in reward.range = \[0, 1\]"):
             read_result(value, bounds=(0.0, 1.0))
 
 
@@ -336,3 +336,36 @@ def test_functions_in_a_config_are_added_up_by_their_weights():
     with GradePool(reward) as pool:
         graded = pool.grade(["ab", "a"], [{"answer": "a"}] * 2)
     assert [g.score for g in graded] == [1.0, 7.0] and graded[1].figures == {"grade": 1.0, "own": 5.0}
+
+
+def test_memory_that_a_waiting_function_takes_is_told_as_of_one_that_does_not():
+    """Its worker must go: an ordinary error would keep it."""
+
+    async def hungry(response, payload):
+        raise MemoryError("too much")
+
+    with pytest.raises(MemoryError):
+        grade(texts("a"), (hungry, 1.0))
+
+
+def test_sums_outside_a_range_that_was_set_are_no_rewards():
+    grader = Grader([CalledFunction.of(lambda response, payload: float(response))])
+    grader.limits = (-1.0, 1.0)
+    inside, outside = grader.grade(texts("-0.5", "7"))
+    assert inside.score == -0.5
+    assert outside.score is None and "7 is outside of reward.range = [-1, 1]" in outside.why
+
+
+def test_an_answer_that_hangs_the_reward_is_never_worth_more_than_a_wrong_one(tmp_path):
+    """Without a range it was worth 0, and a wrong one -1."""
+
+    def stalls(response, payload):
+        if "stall" in response:
+            time.sleep(60)
+        return 1.0 if response == payload["answer"] else -1.0
+
+    section, _ = reward_settings(stalls, tmp_path)
+    with GradePool(Reward(**section, workers=1, timeout_s=1.0, answer_format="{answer}")) as pool:
+        right, wrong, hung = pool.grade(["2", "3", "stall"], [{"answer": "2"}] * 3)
+    assert (right.score, wrong.score, hung.score) == (1.0, -1.0, -1.0)
+    assert hung.outcome is Outcome.SCORE and hung.excused and not hung.right

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     Model,
     PromptSet,
     RoleConfig,
+    Rollouts,
     TandemConfig,
     TrainConfig,
     Use,
@@ -69,12 +70,14 @@ def test_lora_problems_name_the_cure(sizes, settings, says):
         ({}, {"urls": {"a": ("http://x:1",)}, "start": False}, "those servers share no directory with the run"),
         ({"tandem": TandemConfig()}, {}, "vLLM holds no adapters beside two models; set it to merged"),
         ({"lora": Lora(rank=513)}, {}, "roles.a.lora.rank = 513 with engine.adapters = 'served': vLLM takes up to 512"),
+        ({}, {"pause": "keep"}, "answers under way would need adapters that are gone; set engine.pause to abort or"),
         ({"policy": "none"}, {}, "roles.a.lora with roles.a.policy = 'none': nothing is trained"),
     ],
 )
 def test_lora_that_servers_cannot_serve_is_refused(own, engine, says):
     settings = {"roles": {"a": role(model=Model(path="an/model"), **own)}, "recipe": Use(target="m:R")}
-    config = TrainConfig(**settings, data=PromptSet(path="some/set"), engine=Vllm(adapters="served", **engine))
+    config = TrainConfig(**settings, data=PromptSet(path="some/set"), rollouts=Rollouts(max_staleness=2),
+                         engine=Vllm(adapters="served", **engine))  # fmt: skip
     with pytest.raises(ConfigError) as refused:
         checks.check(config, 1, to_come=True)
     assert says in str(refused.value)
@@ -140,3 +143,14 @@ def test_lora_of_another_training_of_the_model_is_told_apart(tmp_path):
     tensors["model.layers.2.mlp.up_proj.weight"][3, 3] += 1.0
     save_file(tensors, second / "model.safetensors", metadata={"format": "pt"})
     assert adapters.base_digest(first) != adapters.base_digest(second)
+
+
+@pytest.mark.parametrize("odd", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 8}}, {"bias": "all"}])
+def test_an_adapter_of_another_kind_is_not_merged_by_the_plain_rule(tmp_path, odd):
+    """rsLoRA's factor is alpha / sqrt(r): `convert to-hf` merged with alpha / r."""
+    plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
+    assert adapters.read_settings(tmp_path) == Lora(rank=4, alpha=8, targets=("q_proj",))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain | odd))
+    with pytest.raises(ConfigError, match=f"says {next(iter(odd))} = .* not supported; give a plain LoRA adapter"):
+        adapters.read_settings(tmp_path)
