@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-others test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -133,7 +133,7 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	else echo "there is no build of vLLM for CPUs of $$(uname -sm): its tests are skipped"; fi
 	@$(MAKE) --no-print-directory slurm
 	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
-		$(MAKE) --jobs=2 --output-sync=line test-others test-slurm test-servers
+		$(MAKE) --jobs=2 --keep-going --output-sync=line test-alone test-slurm test-ranks test-servers
 
 test-slurm: setup ## runs on a real Slurm cluster; they wait more than they compute, so `make test` has them beside the others
 	$(PY) -m pytest tests/slurm --durations=15
@@ -141,8 +141,11 @@ test-slurm: setup ## runs on a real Slurm cluster; they wait more than they comp
 test-servers: setup ## rollouts by real vLLM servers
 	$(PY) -m pytest tests/servers --durations=15
 
-test-others: setup # all but those
-	$(PY) -m pytest tests/unit tests/multi tests/gpu --durations=15
+test-alone: setup # what needs no further ranks
+	$(PY) -m pytest tests/unit tests/gpu --durations=15
+
+test-ranks: setup # what starts ranks, and whole runs
+	$(PY) -m pytest tests/multi --durations=15
 
 docs: setup ## the site of docs/ into site/ (REPOSITORY_URL=https://... for links to sources); fails for a broken link
 	PYTHONPATH=$(CURDIR) $(PY) -m mkdocs build --strict
