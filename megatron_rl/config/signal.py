@@ -18,6 +18,11 @@ def check(config: TrainConfig, recipe: Any, learns: frozenset[str]) -> None:
             f"reward.range = {list(config.reward.range)} with recipe.args.estimator = 'w_reinforce': it tells right "
             "answers by scores above 0.5; scale the reward to [0, 1]"
         )
+    if config.reward.range != (0.0, 1.0) and recipe.needs_shares:
+        raise ConfigError(
+            f"reward.range = {list(config.reward.range)}: this recipe understands rewards from 0 to 1 alone; scale the "
+            "reward to [0, 1]"
+        )
     if config.run.train_without_signal:
         return
     for name, part in recipe.roles().items():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.estimators import find_estimator
 from megatron_rl.algorithms.role_credit import RoleBaselines, compare_peers
-from megatron_rl.config.schema import ConfigError, TrainConfig
+from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.base import accuracies, check_arguments, question_text, sampling_for, solve
 from megatron_rl.recipes.judged import put, quoted
 from megatron_rl.recipes.proposals import Aim, AnswerRule, aimed, read_proposal
@@ -32,6 +32,7 @@ class SelfPlay(Recipe):
     function compares its answers with the proposed one, and its accuracy decides what the proposer earns.
     """
 
+    needs_shares = True  # an answer that nobody gave counts as 0
     updates: int  # turns that train both roles; or rounds, each with the turns of one role and then of the other
     proposer_turns: int = 0  # of a round, in which the solver's model stays as it is; 0 and 0: no rounds
     solver_turns: int = 0  # of a round, each with one proposal of a task
@@ -75,20 +76,12 @@ class SelfPlay(Recipe):
         if self.ema_decay == 1.0:
             raise ConfigError("recipe.args.ema_decay = 1.0: the average would never move; give less than 1")
         if self.least_accuracy > self.most_accuracy:
-            raise ConfigError(
-                f"recipe.args.least_accuracy = {self.least_accuracy}: give at most most_accuracy, {self.most_accuracy}"
-            )
+            least, most = self.least_accuracy, self.most_accuracy
+            raise ConfigError(f"recipe.args.least_accuracy = {least}: give at most most_accuracy, {most}")
         if self.proposer_estimator not in ("hierarchical", "ema"):
             find_estimator(self.proposer_estimator)
         self._baselines = RoleBaselines()
         self._rule = AnswerRule(self.rule, self.rule_workers)
-
-    def check(self, config: TrainConfig) -> None:
-        if config.reward.range != (0.0, 1.0):
-            raise ConfigError(
-                f"reward.range = {list(config.reward.range)}: this recipe counts answers that nobody gave as 0; "
-                "scale the reward to [0, 1]"
-            )
 
     def roles(self) -> Mapping[str, Part]:
         drawn = {PROPOSER: self.proposals, SOLVER: self.proposals * self.answers}

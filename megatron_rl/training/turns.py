@@ -8,7 +8,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import TrainConfig
@@ -110,6 +110,8 @@ class Recipe(ABC):
 
     `play` and `evaluate` run on the driver alone. The other members are pure functions of the arguments.
     """
+
+    needs_shares: ClassVar[bool] = False  # it understands rewards from 0 to 1 alone, whatever reward.range says
 
     @abstractmethod
     def roles(self) -> Mapping[str, Part]:

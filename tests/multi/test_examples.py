@@ -36,7 +36,7 @@ TRAIN = [
     *("evolve_qwen2.5_3b", "evolve_three_qwen2.5_3b", "evolve_mini/three", "evolve_mini/shared"),
     *("self_play_r_zero_qwen3_4b", "self_play_ssp_qwen2.5_7b", "self_play_mini/self_play", "pairwise_mini/pairwise"),
     *("ssrl_mini/ssrl", "agent_mini/agent", "tango_agent_mini/tango"),
-    *("poker_mini/poker", "tango_lora_qwen2.5_7b"),
+    *("poker_mini/poker", "real_model/grpo", "real_model/tango", "tango_lora_qwen2.5_7b"),
     *(
         "search_mini/search",
         "python_mini/python",
@@ -56,6 +56,7 @@ SFT = [
     "poker_mini/sft",
     "search_mini/sft",
     "python_mini/sft",
+    "real_model/sft",
 ]
 EVAL = ["eval_tango_qwen2.5_7b", "eval_tandem_qwen3_4b"]
 
