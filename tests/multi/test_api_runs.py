@@ -146,7 +146,15 @@ def test_what_fails_in_a_run_is_raised_with_its_words(make, tmp_path):
     assert saved["turns"] == 1 and not saved["finished"], "the run saved and left"
 
 
-def test_an_interrupt_has_the_run_save_and_leave(make, tmp_path):
+@pytest.fixture
+def interrupts():
+    """Python's own handler of Ctrl-C: a program that was started in the background of a shell has none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_has_the_run_save_and_leave(make, tmp_path, interrupts):
     class Interrupted(Callback):
         def on_turn_end(self, state):
             signal.raise_signal(signal.SIGINT)
