@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class RunState:
-    """Where a run stands. Callbacks read it; `stop` is all that they change."""
+    """The place that a run has reached. Callbacks read it; `stop` is all that they change."""
 
     run: Path  # the run's directory
     turns: int  # turns of the whole run

@@ -1,4 +1,5 @@
-"""`megatron-rl check`: refuses a config that its command would refuse, in a second, and says what its numbers mean.
+"""`megatron-rl check`: refuses a config that its command would refuse, without starting it, and says what its numbers
+mean.
 
 Torch is not imported, unless a plug-in of the config does so, and no tokenizer is loaded: `--deep` does both.
 """

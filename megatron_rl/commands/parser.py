@@ -119,7 +119,8 @@ def _add_drift(commands: Any) -> None:
 
 def _add_check(commands: Any) -> None:
     parser = commands.add_parser(
-        "check", help="refuse a config that its command would refuse, in a second, and say what its numbers mean"
+        "check",
+        help="refuse a config that its command would refuse, without starting it, and say what its numbers mean",
     )
     parser.add_argument("settings", nargs="+", metavar=METAVAR)
     parser.add_argument(

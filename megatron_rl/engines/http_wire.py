@@ -30,7 +30,7 @@ Request = Sequence[h11.Event]  # the parts that are sent one after the other
 
 
 class WireError(Exception):
-    """What came is no answer in HTTP/1.1."""
+    """Bytes came that are no answer in HTTP/1.1."""
 
 
 class TooLongError(Exception):
@@ -46,7 +46,7 @@ class HttpAnswer(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where a server listens, by its URL."""
+    """The place where a server listens, read from its URL."""
 
     host: str
     port: int

@@ -86,7 +86,8 @@ def _renderer_name(kind: str) -> str:
         from renderers import config_from_name
     except ImportError as error:
         raise ConfigError(
-            f"dialogue = {kind!r}: the package renderers is not installed; run `pip install megatron_rl[agents]`"
+            f"dialogue = {kind!r}: the package renderers is not installed; run `pip install -e '.[agents]'` in the "
+            "checkout of this project"
         ) from error
     try:
         config_from_name(name)

@@ -149,7 +149,7 @@ class CalledFunction:
 
 
 class Grader:
-    """What grades responses with one reward function or several."""
+    """Grades responses with one reward function or several."""
 
     def __init__(
         self, functions: Sequence[CalledFunction], *, bounds: tuple[float, float] | None = None

@@ -27,7 +27,8 @@ _SORTED = (
     (TIME, r"^seconds"),
     (
         LEARN,
-        r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution|^length",
+        r"^reward|^turns|^tool_calls|^cuts|^episodes|^groups_without_signal|^finished|^graded|^steps_per_solution"
+        r"|^length",
     ),
     (VERIFY, r"confusion|f1|aligned|predicted_positive|verdict|agree|review|judge|^says_"),
     (LEARN, r"accuracy|outcome|score|success|exploitab|validation_loss|train_loss"),

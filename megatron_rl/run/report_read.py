@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass(slots=True, kw_only=True)
 class RunFigures:
-    """What a report shows of one run, but for its rollouts."""
+    """The figures that a report shows of one run. Its rollouts are read apart."""
 
     name: str
     record: RunRecord

@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 from tiny_models import make_model
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="parity is measured against peft: pip install -e '.[dev]'")
 HELPERS = Path(__file__).parents[1] / "helpers"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Two matrices of those that Megatron joins, and one of the others: their rows stand between rows without an adapter.

@@ -4,8 +4,9 @@ after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import conformance
 import pytest
@@ -44,6 +45,12 @@ def check_before_and_after_an_update(
     config.write_text(CONFIG.format(base=base, python=PYTHON, layout=layout, families=[*families]))
     worker = Path(__file__).parents[1] / "helpers" / "engines_worker.py"
     found = run_ranks(worker, 2, base / "ranks", str(config), "update", timeout_s=500)[0]
+    check_answers(base, found)
+
+
+def check_answers(base: Path, found: Mapping[str, Any]) -> None:
+    """Compares what the ranks in `base`/ranks asked a server, before an update and after it, with transformers on the
+    weights that they kept. `found`: the answers by name, as engines_worker.py writes them."""
     assert found["greedy_v0"] != found["greedy_v1"], "the update changed nothing"
     for version in (0, 1):
         weights = base / f"ranks/v{version}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import conformance
 import pytest
-from engines_worker import prompts
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_engines_vllm import PYTHON, VOCAB, completions
+from test_engines_experts import check_answers
+from test_engines_vllm import PYTHON, VOCAB
 from tiny_models import make_model
 from toys import characters
 
@@ -44,16 +43,7 @@ def test_lora_answers_of_vllm_are_those_of_the_merged_model(tmp_path, adapters):
     config.write_text(CONFIG.format(base=tmp_path, python=PYTHON, adapters=adapters))
     worker = Path(__file__).parents[1] / "helpers" / "engines_worker.py"
     found = run_ranks(worker, 2, tmp_path / "ranks", str(config), "update", timeout_s=380)[0]
-    assert found["greedy_v0"] != found["greedy_v1"], "the update changed nothing"
-    for version in (0, 1):
-        weights = tmp_path / f"ranks/v{version}"
-        (weights / "config.json").write_text((tmp_path / "model/config.json").read_text())
-        judge = conformance.Judge(weights, characters())
-        answers, scores = completions(found[f"greedy_v{version}"]), found[f"scores_v{version}"]
-        for prompt, (completion,), own in zip(prompts(VOCAB), answers, scores, strict=True):
-            judge.check_greedy(prompt, completion)
-            assert completion.model_logprobs is not None and completion.versions == [(0, version)]
-            assert own == pytest.approx(judge.scores(prompt).tolist(), abs=conformance.NEAR)
+    check_answers(tmp_path, found)
     served = [*(tmp_path / "run/engines").glob("adapters/generator/v*/adapter_model.safetensors")]
     assert len(served) == (2 if adapters == "served" else 0)
     assert all("lora_" in name for file in served for name in load_file(file))

@@ -215,7 +215,8 @@ def test_a_reward_of_a_notebook_goes_to_the_workers_by_value(tmp_path):
     factor = 3.0
 
     def scored(completions, word, extra=2.0):
-        return [(factor * text.count(own) + extra, {"seen": len(completions)}) for text, own in zip(completions, word)]  # noqa: B905
+        pairs = zip(completions, word, strict=True)
+        return [(factor * text.count(own) + extra, {"seen": len(completions)}) for text, own in pairs]
 
     section, [called] = reward_settings([(scored, 0.5)], tmp_path)
     assert called.columns == ("word",) and list(tmp_path.glob("reward-scored-*.pkl"))

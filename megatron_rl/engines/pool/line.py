@@ -34,7 +34,7 @@ class Waiter:
 
 
 class Line:
-    """Who waits for a place at which server. It is used in one thread, that of the loop in which they wait."""
+    """The requests that wait for a place at a server. It is used in one thread, that of the loop in which they wait."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

@@ -296,7 +296,8 @@ Report.rollouts = (() => {
     const turn = (by) => () => show(first + by * PAGE);
     const button = (id, by, text) => make("button", { type: "button", id, onclick: turn(by) }, text);
     place.append(make("p", { class: "meta" }, index.note), controls(),
-      make("details", { class: "spread", open: innerWidth > 600 }, make("summary", {}, "how rewards and lengths are spread"),
+      make("details", { class: "spread", open: innerWidth > 600 },
+        make("summary", {}, "how rewards and lengths are spread"),
         make("div", { id: "rollout-spread" })),
       make("p", { class: "pager" }, button("rollouts-before", -1, "← before"), make("span", { id: "rollout-count" }),
         button("rollouts-after", 1, "after →")),
