@@ -185,7 +185,7 @@ class MegatronPolicy:
         return {name: tensor.reshape(shapes[name]).clone() for name, tensor in stream}
 
     def added(self, name: str, part: ParameterPart) -> Tensor | None:
-        """Returns what adapters add to a part of one of `shards`, float32; None where they add nothing. Not collective."""
+        """Returns what adapters add to a part of one of `shards`, float32; None where it is nothing. Not collective."""
         return None if self._adapters is None else self._adapters.added(name, *part)
 
     @property
