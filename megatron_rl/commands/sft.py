@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.chat import tokenizer_of
-from megatron_rl.config import schema as configs
 from megatron_rl.config.schema import ConfigError, SftConfig
 from megatron_rl.data.sft import read_samples, sft_rollouts
 from megatron_rl.megatron import parallel
@@ -24,7 +23,8 @@ from megatron_rl.world import TorchWorld
 
 
 def run(config: SftConfig, place: Place) -> int:
-    """Trains, validates and saves; writes the model to dir/name/model. Every rank runs it.
+    """Trains, validates and saves; writes the model to dir/name/model, and with `lora` the adapter to dir/name/adapter.
+    Every rank runs it.
 
     Returns 0 when all steps are done, 130 when a signal asked to leave (everything is saved).
     """
@@ -36,15 +36,8 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
     samples: list[Rollout] = []  # on the driver alone, as those for validation
     validation: list[Rollout] = []
     steps, validates = world.from_driver(_read, config, samples, validation)
-    role = configs.RoleConfig(
-        model=config.model,
-        layout=config.layout,
-        optimizer=config.optimizer,
-        loss=configs.LossConfig(kl_coef=0.0),
-        micro_batch_tokens=config.micro_batch_tokens,
-    )
     policy = MegatronPolicy(
-        role, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic
+        config.trained, parallel.create(config.layout), seed=config.run.seed, deterministic=config.run.deterministic
     )
     with (
         Interrupts(announce=place.rank == 0) as interrupts,
@@ -61,6 +54,7 @@ def _run(config: SftConfig, place: Place, world: TorchWorld) -> int:
         finished = _train(config, world, driver, policy, (own, validates, range(done, steps)), interrupts)
         if finished:
             export_model(world, policy.weights(), config.model, driver.directory.path / "model")
+            policy.write_adapter(driver.directory.path / "adapter")
             driver.summary({"finished": True, "steps": steps, "model": str(driver.directory.path / "model")})
             driver.done(f"the model is in {driver.directory.path / 'model'}")
         else:

@@ -126,8 +126,7 @@ def _policy_problems(name: str, role: RoleConfig) -> list[str]:
 
 
 def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
-    trained = RoleConfig(model=config.model, layout=config.layout)
-    problems = _trained_problems("layout of the model", trained, ranks, to_come)
+    problems = _trained_problems("layout of the model", config.trained, ranks, to_come)
     if config.micro_batch_tokens * config.layout.cp < config.data.max_tokens:
         problems.append(
             f"micro_batch_tokens = {config.micro_batch_tokens} is less than data.max_tokens = "
@@ -291,7 +290,9 @@ def explain_recipe(config: TrainConfig, recipe: Any, ranks: int) -> list[str]:
 
 
 def explain(config: Any, ranks: int) -> list[str]:
-    """Returns one line for each role of a training config: how its model lies over the ranks."""
+    """Returns one line for each role of a training config: how its model lies over the ranks; what adapters train."""
+    if isinstance(config, SftConfig) and config.lora is not None:
+        return [f"the model: {_adapters(config.trained)}"]
     if not isinstance(config, TrainConfig):
         return []
     lines = []
@@ -410,6 +411,12 @@ def _engine_problems(config: TrainConfig, to_come: bool) -> list[str]:
             continue
         own, found = _read_model(f"roles.{name}", role.model.path, to_come)
         problems += own if role.policy == "none" else []
+        served = role.lora is not None and isinstance(settings, Vllm) and settings.adapters == "served"
+        if served and found is not None and found[0].experts:
+            problems.append(
+                f"engine.adapters = 'served', and {role.model.path} of {name} has experts: vLLM's adapters beside "
+                "experts are not tested; set it to merged"
+            )
         if found is not None and isinstance(settings, Servers):
             lines = engine_problems(found[0], settings.tp, role.model.path, expert_parallel=settings.expert_parallel)
             problems += [f"engine of {name}: {line}" for line in lines]

@@ -250,7 +250,8 @@ class Lora:
 
     rank: PositiveInt = 16  # r: rows of A and columns of B
     alpha: PositiveFloat = 32.0  # the product B A is multiplied by alpha / rank
-    # The matrices that get an adapter, by their Hugging Face names.
+    # The matrices that get an adapter, by their Hugging Face names. Of a model with experts only those of the attention
+    # can: q_proj, k_proj, v_proj and o_proj.
     targets: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     # The way in which A is drawn from the seed; B is zero, so that training starts from the model itself. kaiming:
     # uniform within 1 / sqrt(columns of W), peft's default. gaussian: normal, of the standard deviation 1 / rank.

@@ -139,6 +139,9 @@ class SftConfig:
     families: tuple[str, ...] = ()  # model families of your own, as package.module:FAMILY (docs/adding_a_model.md)
     data: SftData  # prompt/response pairs
     layout: Layout = field(default_factory=Layout)  # division of the model over the ranks
+    # Train adapters (LoRA) in place of the model; null: train the model itself. The adapter is written to
+    # dir/name/adapter, the merged model to dir/name/model.
+    lora: Lora | None = None
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(lr=5e-6))  # Adam and its learning rate
     samples_per_step: int = 64  # pairs in one optimizer step
     steps: int | None = None  # optimizer steps; null: `epochs` passes over the data
@@ -149,6 +152,18 @@ class SftConfig:
     launch: Launch = field(default_factory=Launch)  # number of ranks to start
     sinks: Sinks = field(default_factory=Sinks)  # further places that receive the metrics
     job: JobConfig = field(default_factory=JobConfig)  # the Slurm job
+
+    @property
+    def trained(self) -> RoleConfig:
+        """The model with what trains it, as a role of reinforcement learning has them."""
+        return RoleConfig(
+            model=self.model,
+            layout=self.layout,
+            lora=self.lora,
+            optimizer=self.optimizer,
+            loss=LossConfig(kl_coef=0.0),
+            micro_batch_tokens=self.micro_batch_tokens,
+        )
 
 
 @config

@@ -23,9 +23,10 @@ from megatron_rl.cluster import slurm
 from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import absent, hub
-from megatron_rl.config.schema import ConfigError, Model, RoleConfig, Servers, TrainConfig
+from megatron_rl.config.schema import ConfigError, Model, Servers, SftConfig, TrainConfig
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
+from megatron_rl.models.adapters import num_elements
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.run import locks
 from megatron_rl.run.checkpoint import read_json
@@ -311,7 +312,8 @@ def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:
         stages = role.layout.tp * role.layout.pp
         own = _parameters(found) / stages
         weights = own * (2 if role.model.dtype == "bfloat16" else 4)
-        rest = own * (GRADIENT + MASTER / max(1, world // stages))
+        trained = own if role.lora is None else num_elements(found, role.lora) / stages
+        rest = trained * (GRADIENT + MASTER / max(1, world // stages))
         awake, asleep = max(awake, rest if role.sleep else 0.0), asleep + weights + (0.0 if role.sleep else rest)
     need = (awake + asleep) / GIB
     have, where = _room(ranks)
@@ -364,7 +366,7 @@ def _roles(config: Any) -> list[tuple[str, Any]]:
     """Returns the config's trained models as (name, role); a config of `sft` has one."""
     if isinstance(config, TrainConfig):
         return [*config.roles.items()]
-    return [("the model", RoleConfig(model=config.model, layout=config.layout))] if hasattr(config, "layout") else []
+    return [("the model", config.trained)] if isinstance(config, SftConfig) else []
 
 
 def _sizes(model: Model) -> Sizes | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.config.schema import Lora
 from megatron_rl.megatron import platform
-from megatron_rl.models.adapters import LINEARS, Projection, adapted, projections
+from megatron_rl.models.adapters import Projection, adapted, linears, projections
 from megatron_rl.models.rows import HF_LAYER, MEGATRON_LAYER
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.weights import adapters, copies, rectangles
@@ -89,7 +89,7 @@ class LayerAdapters(torch.nn.ModuleDict):
         super().__init__({p.name: Adapter(config, p, settings.rank, device=device) for p in own})
         self.sequence_parallel, self.scale = config.sequence_parallel, settings.alpha / settings.rank
         self.group: Any = parallel_state.get_tensor_model_parallel_group()
-        self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in LINEARS}
+        self.joined = {linear: _joined(sizes, layer, linear, own, shard) for linear in linears(sizes, layer)}
 
     def added(self, linear: str, x: Tensor) -> Tensor | None:
         """Returns what the adapters add to the output of a linear module that reads `x` on this rank.
@@ -158,7 +158,7 @@ class RoleAdapters:
             number, device = layer.layer_number - 1, next(layer.parameters()).device
             own = LayerAdapters(layer.config, sizes, number, settings, shard, device=device)
             if not hasattr(layer, "lora"):
-                for linear in LINEARS:
+                for linear in linears(sizes, number):
                     layer.get_submodule(linear).register_forward_hook(functools.partial(_add, layer, linear))
             self._layers.append((layer, own))
             for name, adapter in own.items():
@@ -222,7 +222,7 @@ class RoleAdapters:
             f"{HF_LAYER.format(number)}{p.module}.weight": own[p.name]
             for p in adapted(self._sizes, number, self._settings)
         }
-        for linear in LINEARS:
+        for linear in linears(self._sizes, number):
             name = f"{MEGATRON_LAYER.format(number)}{linear}.weight"
             rects = rectangles.megatron(self._sizes, name, self._shard)[1]
             pairs = [(rect, by_tensor[rect.tensor]) for rect in rects if rect.tensor in by_tensor]

@@ -17,9 +17,11 @@ from megatron_rl.models.registry import layer_rows
 from megatron_rl.models.sizes import Sizes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files, as peft names them
-# Megatron's modules of a layer whose matrices can have one, in the order in which a layer computes them.
+# Megatron's modules of a layer whose matrices can have one, in the order in which a layer computes them. A layer with
+# experts has the first two.
 LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 INWARD = ("self_attention.linear_proj", "mlp.linear_fc2")  # those that tensor ranks cut by columns
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the targets of a model with experts
 # Settings of peft that change what an adapter computes, with the values under which it is W + alpha / r B A.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -78,6 +80,12 @@ def projections(sizes: Sizes, layer: int) -> tuple[Projection, ...]:
     return tuple(found)
 
 
+def linears(sizes: Sizes, layer: int) -> list[str]:
+    """Returns Megatron's modules of a layer whose matrices can have an adapter, in the order of LINEARS."""
+    there = {found.linear for found in projections(sizes, layer)}
+    return [linear for linear in LINEARS if linear in there]
+
+
 def adapted(sizes: Sizes, layer: int, lora: Lora) -> list[Projection]:
     """Returns the matrices of a layer that have an adapter under these settings."""
     return [found for found in projections(sizes, layer) if found.name in lora.targets]
@@ -112,8 +120,11 @@ def adapter_problems(sizes: Sizes, role: RoleConfig, name: str) -> list[str]:
     if lora is None:
         return []
     found = []
-    if sizes.experts:
-        found.append(f"lora, and {name} has experts: adapters are written for dense models; leave lora out")
+    if sizes.experts and (others := [target for target in lora.targets if target not in ATTENTION]):
+        found.append(
+            f"lora.targets = {list(lora.targets)}, and {name} has experts: its attention alone can have adapters, "
+            f"{others[0]} cannot; set lora.targets to [{', '.join(ATTENTION)}]"
+        )
     if sizes.kv_rank:
         found.append(f"lora, and {name} attends through latents: adapters of these are not written; leave lora out")
     if role.model.fp8:

@@ -2,7 +2,7 @@
 
 MODELS are [name of a model in FOLDER, name of the reference, targets]. Written in FOLDER/MODEL.REFERENCE are: start,
 the adapter that training starts from, as peft writes it; reference.safetensors, with log-probs, logits, gradients, and
-the weights after a step; merged.safetensors, the start merged into the model.
+the weights after a step; merged, the model with the start merged into it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def start(path: str, targets: list[str]):
     """Returns a peft model in float32 whose A and B are random numbers, so that the adapter changes every answer."""
     from peft import LoraConfig, get_peft_model  # here: ranks that read RANK and ALPHA start without it
 
-    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    eager = {"experts_implementation": "eager"} if "moe" in Path(path).name else {}
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **eager)
     settings = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
     )
@@ -65,8 +66,7 @@ def compute(out: Path, path: str, targets: list[str]) -> None:
     told |= {"logits": torch.cat(logits), "logprobs": torch.where(batch.mask, live.detach(), 0.0)}
     told |= {"loss": loss.detach().double()[None], "norm": norm.double()[None]}
     save_file({name: tensor.contiguous() for name, tensor in told.items()}, out / "reference.safetensors")
-    merged = start(path, targets).merge_and_unload().state_dict()
-    save_file({name: tensor.clone() for name, tensor in merged.items()}, out / "merged.safetensors")
+    start(path, targets).merge_and_unload().save_pretrained(out / "merged")  # with the names of files, expert by expert
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def parity(path: str, told: Path, case: dict[str, Any]) -> dict[str, float]:
     rollouts, loss = make_rollouts(policy.arch.vocab), WeightedLogprobs()
     work, index = work_of(policy, rollouts, loss)
     base = {name: tensor.clone() for name, tensor in policy.shards().items()}
-    merged = load_file(told / "merged.safetensors")
+    merged = load_file(told / "merged/model.safetensors")
     now = dict(policy.weights())
     errors = {
         "merged": max((now[name] - merged[name]).abs().max().item() for name in now),

@@ -14,7 +14,12 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Two matrices of those that Megatron joins, and one of the others: their rows stand between rows without an adapter.
 SOME = ["v_proj", "up_proj", "o_proj"]
-TOLD = {"qwen2": ("all", "some"), "qwen3": ("all",), "llama": ("all",), "tied": ("all",), "gemma3_text": ("all",)}
+ATTENTION = ALL[:4]  # of models with experts
+TARGETS = {"all": ALL, "some": SOME, "attention": ATTENTION}
+TOLD = {
+    "qwen2": ("all", "some"), "qwen3": ("all",), "llama": ("all",), "tied": ("all",), "gemma3_text": ("all",),
+    "qwen3_moe": ("attention",), "qwen2_moe": ("attention",),
+}  # fmt: skip
 TP, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 CASES: dict[int, list[dict]] = {
     1: [
@@ -23,6 +28,7 @@ CASES: dict[int, list[dict]] = {
         {"name": "qwen3 padded", "model": "qwen3", "packed": False},
         {"name": "llama", "model": "llama"},
         {"name": "recompute full", "model": "qwen2", "recompute": "full"},
+        {"name": "experts", "model": "qwen3_moe", "told": "attention"},
     ],
     2: [
         {"name": "tp", "model": "qwen2", "layout": TP},
@@ -31,6 +37,8 @@ CASES: dict[int, list[dict]] = {
         {"name": "pp", "model": "llama", "layout": {"pp": 2}},
         {"name": "pp tied", "model": "tied", "layout": {"pp": 2}},
         {"name": "dp", "model": "qwen2", "overlap": True},
+        {"name": "experts ep", "model": "qwen3_moe", "told": "attention", "layout": {"ep": 2}},
+        {"name": "experts tp sp, shared", "model": "qwen2_moe", "told": "attention", "layout": SP},
     ],
     4: [{"name": "tp dp", "model": "qwen2", "layout": TP}],
 }
@@ -43,8 +51,12 @@ MORE: dict[int, list[dict]] = {  # make test-layouts
         {"name": "tp some", "model": "qwen2", "layout": TP, "told": "some"},
         {"name": "pp vpp", "model": "qwen2", "layout": {"pp": 2, "vpp": 2, "overlap_p2p": True}},
         {"name": "cp", "model": "qwen2", "layout": {"cp": 2}},
+        {"name": "experts pp", "model": "qwen2_moe", "told": "attention", "layout": {"pp": 2}},
     ],
-    4: [{"name": "tp sp pp", "model": "qwen2", "layout": SP | {"pp": 2}}],
+    4: [
+        {"name": "tp sp pp", "model": "qwen2", "layout": SP | {"pp": 2}},
+        {"name": "experts tp ep", "model": "qwen3_moe", "told": "attention", "layout": SP | {"ep": 2}},
+    ],
 }
 RUNS = [
     {"name": "roles tp", "run": "roles", "model": "qwen2", "layout": SP},
@@ -53,8 +65,24 @@ RUNS = [
     {"name": "dp to tp", "run": "checkpoints", "model": "qwen2", "other": TP},
     {"name": "tp to pp", "run": "checkpoints", "model": "qwen2", "layout": SP, "other": {"pp": 2}},
     {"name": "same", "run": "checkpoints", "model": "qwen2", "other": {}},
+    {
+        "name": "experts",
+        "run": "checkpoints",
+        "model": "qwen3_moe",
+        "told": "attention",
+        "layout": {"ep": 2},
+        "other": SP,
+    },
     {"name": "refit tp", "run": "refits", "model": "qwen2", "layout": TP, "settings": {"verify": "full"}},
     {"name": "refit pp", "run": "refits", "model": "tied", "layout": {"pp": 2}, "settings": {"delta": True}},
+    {
+        "name": "refit experts",
+        "run": "refits",
+        "model": "qwen3_moe",
+        "told": "attention",
+        "layout": {"ep": 2},
+        "settings": {"verify": "full"},
+    },
     {"name": "refit half", "run": "refits", "model": "qwen2", "layout": TP, "dtype": "bfloat16", "settings": {}},
     {"name": "fresh dp", "run": "fresh", "model": "qwen2", "init": "kaiming"},
     {"name": "fresh tp", "run": "fresh", "model": "qwen2", "init": "kaiming", "layout": TP},
@@ -66,11 +94,11 @@ RUNS = [
 def folder(tmp_path_factory):
     """Models, and what peft computes of each."""
     place = tmp_path_factory.mktemp("lora")
-    for name in ("qwen2", "qwen3", "llama", "gemma3_text"):
+    for name in ("qwen2", "qwen3", "llama", "gemma3_text", "qwen3_moe", "qwen2_moe"):
         make_model(place / name, name, vocab_size=97)
     make_model(place / "tied", "qwen2", vocab_size=97, tie_word_embeddings=True)
     make_model(place / "qwen2 trained", "qwen2", vocab_size=97, seed=1)
-    told = [(model, which, ALL if which == "all" else SOME) for model, each in TOLD.items() for which in each]
+    told = [(model, which, TARGETS[which]) for model, each in TOLD.items() for which in each]
     run_ranks(HELPERS / "lora_reference.py", 1, place / "reference", str(place), json.dumps(told))
     return place
 

@@ -51,7 +51,12 @@ def test_lora_settings_that_cannot_be_used_are_refused(settings, says):
 @pytest.mark.parametrize(
     ("sizes", "settings", "says"),
     [
-        ("qwen3-30b-a3b", {}, "has experts: adapters are written for dense models; leave lora out"),
+        (
+            "qwen3-30b-a3b",
+            {},
+            "has experts: its attention alone can have adapters, gate_proj cannot; set lora.targets to [q_proj, k_proj",
+        ),
+        ("deepseek-v2-lite", {"lora": Lora(targets=("o_proj",))}, "attends through latents"),
         ("qwen2.5-7b", {"model": Model(path="m", fp8=True)}, "set fp8 to false"),
         ("qwen2.5-7b", {"model": Model(path="m", init="random")}, "set it to pretrained"),
         ("qwen2.5-7b", {"lora": Lora(path="nowhere")}, "give the directory of an adapter"),
