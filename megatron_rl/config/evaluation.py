@@ -35,7 +35,9 @@ class Reward:
     # A score above the middle counts as right.
     range: tuple[float, float] = (0.0, 1.0)
     workers: PositiveInt = 2  # worker processes
-    timeout_s: PositiveFloat = 5.0  # seconds for one grading; a worker that takes longer is killed
+    # Seconds for one answer; a worker that takes longer is killed. A function of batches has as many times that as the
+    # batch has answers, and answers of a batch that is late or raises are graded one by one.
+    timeout_s: PositiveFloat = 5.0
     memory_mib: PositiveInt = 2048  # memory limit of one worker, in MiB
     # What becomes of an answer whose grading is cut off (by time, memory or a crash), although the problem's own answer
     # is graded well. wrong: it gets the least score, as a text that nobody can check. drop: it leaves its group.

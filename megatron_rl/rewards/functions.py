@@ -24,6 +24,11 @@ REWARD = "reward"  # the key of a function's result that is its reward; other ke
 _OWN = ("messages", "prompt")  # of a payload: no columns of their own
 
 
+class BatchFailed(Exception):
+    """A function of batches raised on a batch of several items. Which of them made it raise is found out by grading
+    each by itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The result of one grading. Without a score, `why` says what went wrong; `figures` are further numbers by name."""
@@ -166,7 +171,8 @@ class Grader:
 
     def grade(self, items: Sequence[Item]) -> Iterator[Result]:
         """Yields the result of each of [B] items, in order. Where no function takes batches or waits, each is yielded
-        before the next is begun. Raises MemoryError alone."""
+        before the next is begun. Raises MemoryError, and BatchFailed where a function of batches raised on several
+        items; on one item its error is that item's result."""
         batches = [list(items)] if self.together else [[item] for item in items]
         for batch in batches:
             columns = [self._values(one, batch) for one in self._functions if not one.waits]
@@ -199,18 +205,19 @@ class Grader:
             except Exception as error:  # the border to user rewards
                 return error
 
-        async def values(one: CalledFunction) -> list[Any]:
+        async def values(one: CalledFunction) -> Any:
             if one.batched:
-                return _listed(one, await one_of(lambda: one.function(**one.batch(batch))), len(batch))
+                return await one_of(lambda: one.function(**one.batch(batch)))
             calls = [one_of(functools.partial(one.function, *item)) for item in batch]
             return list(await asyncio.gather(*calls))
 
-        async def together() -> list[list[Any]]:
+        async def together() -> list[Any]:
             return list(await asyncio.gather(*map(values, waiting)))
 
         if self._loop is None:
             self._loop = asyncio.Runner()
-        return self._loop.run(together())
+        found = zip(waiting, self._loop.run(together()), strict=True)
+        return [_listed(one, value, len(batch)) if one.batched else value for one, value in found]
 
     def _sum(self, row: Sequence[Any]) -> Result:
         """Adds up what the functions returned for one item; a function that returned None has no part in it."""
@@ -321,9 +328,12 @@ def _attempt(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _listed(one: CalledFunction, value: Any, count: int) -> list[Any]:
-    """Returns the [B] results of a batch; where it failed as a whole, the error for each item."""
+    """Returns the [B] results of a batch; the error for each item where it is no list of B. Raises BatchFailed where
+    the function raised on several items."""
     if isinstance(value, Exception):
-        return [value] * count
+        if count > 1:
+            raise BatchFailed(one.name) from value
+        return [value]
     try:
         found = None if isinstance(value, (str, Mapping)) else list(value)
     except TypeError:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_rl.config.schema import Reward
 from megatron_rl.rewards import keeper
-from megatron_rl.rewards.worker import HEADER, TOGETHER, frame
+from megatron_rl.rewards.worker import APART, HEADER, TOGETHER, frame
 from megatron_rl.types import Outcome
 
 CHUNK = 16  # most gradings that a worker holds at once
@@ -78,6 +78,7 @@ class _Worker:
     held: deque[int] = field(default_factory=deque)  # items sent and not answered, in order
     ready: bool = False  # the worker has imported the function
     together: bool = False  # it grades what it holds as one batch, so that its end says nothing of the first item
+    apart: bool = False  # the function raised on the batch that it holds
     ended: str = ""  # why nothing more comes from the worker
     refusal: str = ""  # why the worker cannot use the function
 
@@ -170,6 +171,7 @@ class GradePool:
                     self._feed(worker, waiting, items)
                 self._exchange(results)
                 self._replace(results, waiting)
+                self._take_apart(waiting)
         except BaseException:  # the next call must not take late answers for its own
             self.close()
             raise
@@ -267,6 +269,9 @@ class GradePool:
             else:
                 worker.refusal = worker.ended = str(answer)
             return
+        if answer == APART:
+            worker.apart = True
+            return
         serial, score, detail, seconds, exhausted, figures = answer
         if not worker.held or serial != self._items_before + worker.held[0]:
             raise ValueError(f"an answer to item {serial}, which the worker does not hold")
@@ -284,10 +289,22 @@ class GradePool:
         return max(0.0, min(deadlines, default=0.0) - time.monotonic())
 
     def _limit(self, worker: _Worker) -> float:
-        return self.reward.timeout_s if worker.ready else START_TIMEOUT_S
+        """Returns the seconds for what the worker does now: to start, for the item that it grades, or for each item of
+        a batch."""
+        if not worker.ready:
+            return START_TIMEOUT_S
+        return self.reward.timeout_s * (len(worker.held) if worker.together else 1)
 
     def _is_late(self, worker: _Worker) -> bool:
         return worker.busy and time.monotonic() > worker.since + self._limit(worker)
+
+    def _take_apart(self, waiting: deque[int]) -> None:
+        """Puts the items of batches on which the function raised back to the front of the queue, each for itself."""
+        for worker in (w for w in self._workers if w.apart):
+            self._alone.update(worker.held)
+            waiting.extendleft(reversed(worker.held))
+            worker.held.clear()
+            worker.apart = False
 
     def _replace(self, results: dict[int, Graded], waiting: deque[int]) -> None:
         """Replaces workers that are dead or past their deadline.

@@ -18,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-if TYPE_CHECKING:  # else `main` imports it, once it knows where to look
+if TYPE_CHECKING:  # else `_find` imports it, once `main` knows where to look
     from megatron_rl.rewards.functions import Grader
 
 from megatron_rl import processes
 
 HEADER = struct.Struct("<I")  # a frame's length
 TOGETHER = "together"  # instead of null: a function grades batches, which can fail as a whole only
+APART = "apart"  # instead of a batch's answers: a function raised on the batch, and each item is to be graded alone
 PR_SET_PDEATHSIG = 1  # number of a prctl option of Linux
 
 
@@ -49,7 +50,7 @@ def main(keeper: int | None) -> None:
 
     In: (target, args, memory_mib, (least score, greatest score), sys.path), then batches, lists of items. Out: null,
     TOGETHER or why the target cannot be used, then [serial, score or null, detail, seconds, exhausted, figures] for
-    each item.
+    each item, or APART for a batch.
 
     `keeper` is the process that started this one. With one, what a grading started and what then left this process, by
     a session of its own or by its parent's end, is gone before the answer is given.
@@ -69,8 +70,11 @@ def main(keeper: int | None) -> None:
         for serial, answer in _grade(found, pickle.loads(data), memory_mib):
             if os.getpid() != own:
                 os._exit(1)  # the function forked and came back twice
-            if keeper is not None and not answer.exhausted:  # the pool ends a worker without memory, with its children
+            if keeper is not None and not (answer and answer.exhausted):  # the pool ends one without memory, and all
                 processes.end_strays(keeper, own)
+            if answer is None:
+                _write(answers, APART)
+                break
             _write(answers, [serial, answer.score, answer.detail, answer.seconds, answer.exhausted, answer.figures])
 
 
@@ -139,13 +143,19 @@ def _find(target: str, args: dict[str, Any], bounds: tuple[float, float]) -> Gra
 
 def _grade(
     grader: Grader, items: Sequence[tuple[int, str, Any]], memory_mib: int
-) -> Iterator[tuple[int, Answer]]:  # fmt: skip
-    """Grades items, (serial, response, payload), and yields (serial, answer) for each."""
+) -> Iterator[tuple[int, Answer | None]]:  # fmt: skip
+    """Grades items, (serial, response, payload), and yields (serial, answer) for each; once (serial, None) where each
+    is to be graded by itself."""
+    from megatron_rl.rewards.functions import BatchFailed
+
     found = grader.grade([(response, payload) for _, response, payload in items])
     for serial, _, _ in items:
         start = time.perf_counter()
         try:
             result = next(found)
+        except BatchFailed:
+            yield serial, None
+            return
         except MemoryError as error:
             if grader.together and len(items) > 1:
                 sys.exit(1)  # which of them it was is found out one by one

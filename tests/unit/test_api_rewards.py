@@ -245,10 +245,45 @@ def test_what_hangs_a_batch_or_ends_its_process_costs_only_itself(tmp_path):
     responses = ["a", "hang", "b", "c", "end", "d", "e"]
     with GradePool(Reward(**section, workers=1, timeout_s=0.6)) as pool:
         graded = pool.grade(responses, [{}] * len(responses))
-        raised = pool.grade(["a", "raise"], [{}] * 2)
+        workers = [worker.process.pid for worker in pool._workers]
+        raised = pool.grade(["a", "raise", "b"], [{}] * 3)
+        assert [worker.process.pid for worker in pool._workers] == workers, "an error ends no worker"
     kinds = {"hang": Outcome.TIMEOUT, "end": Outcome.ERROR}
     assert [g.outcome for g in graded] == [kinds.get(r, Outcome.SCORE) for r in responses]
-    assert all("KeyError: 'of the whole batch'" in g.detail for g in raised)
+    assert [g.outcome for g in raised] == [Outcome.SCORE, Outcome.ERROR, Outcome.SCORE]
+    assert "KeyError: 'of the whole batch'" in raised[1].detail
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_batch_that_raises_costs_only_the_answer_that_makes_it_raise(waits, tmp_path):
+    """Of 40 answers, in batches of up to 16 beside a function of single answers, one cannot be parsed."""
+
+    def numbers(completions, **columns):
+        return [float(text) for text in completions]
+
+    async def later(completions, **columns):
+        return [float(text) for text in completions]
+
+    section, _ = reward_settings([later if waits else numbers, lambda response, payload: 0.5], tmp_path)
+    responses = [str(n) if n != 20 else "twenty" for n in range(40)]
+    with GradePool(Reward(**section, workers=2)) as pool:
+        graded = pool.grade(responses, [{}] * 40)
+    assert [g.outcome for g in graded] == [Outcome.ERROR if n == 20 else Outcome.SCORE for n in range(40)]
+    assert [g.score for n, g in enumerate(graded) if n != 20] == [n + 0.5 for n in range(40) if n != 20]
+    assert "could not convert string to float: 'twenty'" in graded[20].detail
+
+
+def test_a_batch_has_the_time_of_each_of_its_answers(tmp_path):
+    """Six answers of 0.25 s with reward.timeout_s = 0.6, as one call, which takes longer than that."""
+
+    def slow(completions, **columns):
+        time.sleep(0.25 * len(completions))
+        return [float(len(completions))] * len(completions)
+
+    section, _ = reward_settings(slow, tmp_path)
+    with GradePool(Reward(**section, workers=1, timeout_s=0.6)) as pool:
+        graded = pool.grade(["a"] * 6, [{}] * 6)
+    assert [(g.outcome, g.score) for g in graded] == [(Outcome.SCORE, 6.0)] * 6, "one call had all six"
 
 
 def test_functions_that_ranks_can_import_are_named_and_names_stay_apart(tmp_path):
