@@ -22,8 +22,9 @@ class RunState:
     stopping: bool = False  # a callback has asked to stop
 
     def stop(self) -> None:
-        """Asks the run to save and leave after this turn. The trained models are written as at the end; another
-        `train()` goes on from there."""
+        """Asks the run to save and leave at once: after this turn, or after this evaluation and before the next turn.
+        The trained models are written as at the end; another `train()` goes on from there, with that evaluation once
+        more."""
         self.stopping = True
 
 

@@ -46,7 +46,7 @@ def job_from(environment: Mapping[str, str]) -> SlurmJob | None:
 
 
 class Leave:
-    """The decision whether a run should save and leave now. The driver calls it after every turn.
+    """The decision whether a run should save and leave now. The driver calls it after every turn and evaluation.
 
     The run should leave when a file asks it to: `stop`, or `leave.JOB`, which the batch script makes when Slurm's
     warning comes. It should also leave when another turn and a save, as long as the longest so far, would not end
@@ -75,7 +75,8 @@ class Leave:
         )
 
     def __call__(self) -> bool:
-        """Returns whether the run should leave now, and says why. The time since the last call counts as a turn."""
+        """Returns whether the run should leave now, and says why. The time since the last call counts as a turn, also
+        that of an evaluation."""
         now = self._clock()
         self._longest_turn, self._last = max(self._longest_turn, now - self._last), now
         if self._job is not None:

@@ -1,4 +1,4 @@
-"""Tells the program that started a run what happens in it, and asks after every turn whether to go on."""
+"""Tells the program that started a run what happens in it, and hears from each answer whether to go on."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Listener:
 
     connection: Connection
     stopped: bool = False  # it asked to stop, and the run is to end as a whole one
+    gone: bool = False  # nobody answers
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -34,39 +35,34 @@ class Listener:
         figures = {name: float(value) for name, value in metrics.items()}
         self._ask({"event": "metrics", "turn": turn, "step": step, "scope": scope, "metrics": figures})
 
-    def turn_done(self, turn: int) -> bool:
-        """Tells that `turn` turns are done. Returns whether the run is to leave: the program asks to stop, or is
-        gone."""
-        answer = self._ask({"event": "turn", "turn": turn})
-        self.stopped = answer is not None and bool(answer["stop"])
-        return answer is None or self.stopped
+    def turn_done(self, turn: int) -> None:
+        """Tells that `turn` turns are done."""
+        self._ask({"event": "turn", "turn": turn})
 
     def failed(self, error: BaseException) -> None:
         """Tells why the run ended."""
         self._ask({"event": "error", "type": type(error).__name__, "message": str(error)})
 
-    def _ask(self, event: Mapping[str, Any]) -> Any:
-        """Sends an event and returns the answer; None where the program is gone."""
+    def _ask(self, event: Mapping[str, Any]) -> None:
+        """Sends an event, and takes from the answer whether the run is to stop."""
         with self._lock:
             try:
                 self.connection.send_bytes(json.dumps(event).encode())
-                return json.loads(self.connection.recv_bytes())
+                self.stopped = bool(json.loads(self.connection.recv_bytes())["stop"])
             except (OSError, EOFError):
-                return None
+                self.gone = True
 
 
 def listening(hooks: Hooks, listener: Listener, progress: Progress, turns: int) -> Hooks:
     """Returns the hooks with the listener told of what they do, for the driver. A stop that is asked for after the last
-    of `turns` turns changes nothing."""
+    of `turns` turns changes nothing: the run is done."""
 
     def log(step: int, scope: str, metrics: Mapping[str, float], *, turn: int) -> None:
         hooks.log(step, scope, metrics, turn=turn)
         listener.log(step, scope, metrics, turn=turn)
 
     def should_stop() -> bool:
-        asked = listener.turn_done(progress.number)
-        if progress.number >= turns:
-            listener.stopped = asked = False
+        asked = progress.number < turns and (listener.stopped or listener.gone)
         return hooks.should_stop() or asked
 
-    return replace(hooks, log=log, should_stop=should_stop)
+    return replace(hooks, log=log, turn_done=listener.turn_done, should_stop=should_stop)

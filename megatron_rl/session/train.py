@@ -117,7 +117,7 @@ def _run(
         stack.enter_context(freeze_garbage_collector())
         finished = loop.train(setup, _plan(config, models, recipe, len(schedule)), progress)
         driver.summary(_summary(progress, before + time.monotonic() - started))
-        whole = finished or world.broadcast(listener is not None and listener.stopped)
+        whole = finished or world.broadcast(listener is not None and listener.stopped and not listener.gone)
         if not finished:
             driver.say(f"saved after turn {progress.number} of {turns}; the same command goes on from there")
         if whole:

@@ -63,7 +63,7 @@ class Plan:
 class Hooks:
     """The actions of a run beside training.
 
-    Every rank calls `save`, `settle`, `log` and `say`; rank 0 alone calls `should_stop`.
+    Every rank calls `save`, `settle`, `log` and `say`; rank 0 alone calls `turn_done` and `should_stop`.
 
     `save` begins a checkpoint; it and `settle` (True: wait for it) tell the number of turns of one that has become
     complete.
@@ -72,7 +72,9 @@ class Hooks:
     log: Callable[..., None]  # (step, scope, metrics, *, turn)
     save: Callable[[int], int | None] = lambda number: number  # number of turns done
     settle: Callable[[bool], int | None] = lambda wait: None
-    should_stop: Callable[[], bool] = lambda: False  # a signal or the time limit asks to save and leave
+    turn_done: Callable[[int], None] = lambda number: None  # number of turns done
+    # A signal, the time limit or a program that listens asks to save and leave; asked after turns and evaluations.
+    should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # tells a person what takes time now
     show: Callable[[Turn, Mapping[str, Sequence[Rollout]]], None] = lambda turn, rollouts: None  # on the driver alone
 
@@ -135,17 +137,22 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     _start(setup, plan, progress)
     told = False
     while progress.step < len(schedule):
-        _evaluate_if_due(setup, plan, progress, len(schedule))
+        before = progress.evaluated
+        if _evaluate_if_due(setup, plan, progress, len(schedule)) and _asked_to_stop(setup):
+            progress.evaluated = before  # a checkpoint comes before its step's evaluation
+            _leave(setup, progress)
+            return False
         if not told:
             setup.hooks.say("writing the first rollouts")
             told = True
         for roles in schedule[progress.step][progress.index :]:
             _turn(setup, plan, progress, roles)
             _settle(setup, wait=False)
-            if setup.world.broadcast(setup.hooks.should_stop()):
+            if setup.world.rank == 0:
+                setup.hooks.turn_done(progress.number)
+            if _asked_to_stop(setup):
                 _end_step(schedule, progress)
-                _save(setup, progress)
-                _settle(setup, wait=True)
+                _leave(setup, progress)
                 return False
         _end_step(schedule, progress)
         if plan.save_every and progress.step % plan.save_every == 0:
@@ -156,6 +163,18 @@ def train(setup: Setup, plan: Plan, progress: Progress) -> bool:
     _settle(setup, wait=True)
     _evaluate_if_due(setup, plan, progress, len(schedule))
     return True
+
+
+def _asked_to_stop(setup: Setup) -> bool:
+    """Returns what the driver's hook says, on every rank."""
+    return setup.world.broadcast(setup.hooks.should_stop())
+
+
+def _leave(setup: Setup, progress: Progress) -> None:
+    """Saves what is not saved yet. Before the first turn there is nothing."""
+    if progress.number:
+        _save(setup, progress)
+    _settle(setup, wait=True)
 
 
 def _why_nothing(progress: Progress) -> str:
@@ -292,16 +311,17 @@ def _end_step(schedule: Schedule, progress: Progress) -> None:
         progress.step, progress.index = progress.step + 1, 0
 
 
-def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -> None:
-    """Evaluates at the start, every so many steps, and at the end. The step's checkpoint comes first: a run that goes
-    on from it evaluates again, with the same figures, so that the two write the same lines.
+def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -> bool:
+    """Evaluates at the start, every so many steps, and at the end, and returns whether it did. The step's checkpoint
+    comes first: a run that goes on from it evaluates again, with the same figures, so that the two write the same
+    lines.
     """
     step = progress.step
     at_start, at_end = step == 0 and plan.evaluate_at_start, step >= steps
     regular = plan.evaluate_every > 0 and step > 0 and step % plan.evaluate_every == 0
     wanted = progress.index == 0 and progress.evaluated != step and (at_start or at_end or regular)
     if not setup.world.broadcast(wanted and bool(setup.held_out)):
-        return
+        return False
     table = replace(setup.table, kept=progress.kept)
     setup.hooks.say(f"evaluating {len(setup.held_out)} held-out problems after step {step}")
     figures = setup.world.from_driver(setup.recipe.evaluate, setup.held_out, table)
@@ -309,6 +329,7 @@ def _evaluate_if_due(setup: Setup, plan: Plan, progress: Progress, steps: int) -
     if not progress.first_evaluation:
         progress.first_evaluation = figures
     setup.hooks.log(step, "eval", figures, turn=progress.number)
+    return True
 
 
 def _save(setup: Setup, progress: Progress) -> None:

@@ -96,6 +96,34 @@ def test_a_run_of_two_ranks_tells_callbacks_what_it_does_and_goes_on_after_a_sto
     assert yaml == trainer.config.resolve(), "the run's own config is the Trainer's"
 
 
+def test_a_stop_that_is_asked_for_in_an_evaluation_acts_before_another_turn(make):
+    """It took another turn, which a model that is good enough does not need."""
+
+    class Enough(Diary):
+        def on_evaluate(self, state):
+            super().on_evaluate(state)
+            if state.step == self.stop_at:
+                state.stop()
+
+        def on_turn_end(self, state):
+            self.told.append(("turn", state.turn))
+
+    diary = Enough(stop_at=0)
+    trainer = make(letters("e"), callbacks=[diary], eval_dataset=ROWS[:2], evaluation={"every": 1})
+    begun = trainer.train()
+    assert [entry[:2] for entry in diary.told] == [("begin", 0), ("eval", 0), ("end", 0)]
+    assert not begun.finished and (begun.models["generator"] / "model.safetensors").exists()
+    diary.stop_at, diary.told = 2, []
+    stopped = trainer.train()
+    order = [entry[:2] for entry in diary.told]
+    assert order == [("begin", 0), ("eval", 0), ("turn", 1), ("eval", 1), ("turn", 2), ("eval", 2), ("end", 2)]
+    assert not stopped.finished
+    diary.stop_at, diary.told = None, []
+    whole = trainer.train()
+    assert [entry[:2] for entry in diary.told] == [("begin", 2), ("eval", 2), ("turn", 3), ("eval", 3), ("end", 3)]
+    assert whole.finished and [row["step"] for row in whole.history if row["scope"] == "eval"] == [0, 1, 2, 3]
+
+
 def test_the_yaml_file_of_a_trainer_gives_the_same_run(make, tmp_path, capsys):
     """With the callable reward in its file, by the command line, bit for bit."""
     trainer = make(letters("e"))
