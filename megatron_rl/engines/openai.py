@@ -73,7 +73,7 @@ class OpenAiServer:
         self._http = Http(self.url, headers, refused="refuses the API key: see key_file or key_variable")
         self._endpoint, self._tokenizer, self._ends = endpoint, tokenizer, frozenset(ends)
         self._vocab = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self._asking = asyncio.Lock()  # one request for the context is enough
+        self._asking: asyncio.Future[None] | None = None  # one request for the context is enough for all that wait
         self._asked_context, self._context = False, None
 
     def ready(self) -> bool:
@@ -271,16 +271,25 @@ class OpenAiServer:
         return told[1 : len(tokens)]
 
     async def _room(self, timeout_s: float) -> int | None:
-        """Returns how many tokens the model's context has; None where the endpoint does not tell."""
-        async with self._asking:
-            if not self._asked_context:
-                try:
-                    listed = await self._call("GET", MODELS, None, timeout_s)
-                except RequestRefused:  # it has no such route
-                    listed = None
-                self._context = _context_of(listed, self._endpoint.model)
-                self._asked_context = True
-            return self._context
+        """Returns how many tokens the model's context has; None where the endpoint does not tell.
+
+        All that ask at once wait for one answer, and fail with it: asked one after the other, an endpoint that is slow
+        to refuse would hold them up for as many times as long.
+        """
+        if not self._asked_context:
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.ensure_future(self._ask_context(timeout_s))
+                self._asking.add_done_callback(_seen)
+            await asyncio.shield(self._asking)  # who gives up waiting takes the answer from nobody else
+        return self._context
+
+    async def _ask_context(self, timeout_s: float) -> None:
+        try:
+            listed = await self._call("GET", MODELS, None, timeout_s)
+        except RequestRefused:  # it has no such route
+            listed = None
+        self._context = _context_of(listed, self._endpoint.model)
+        self._asked_context = True
 
     def _text(self, prompt: np.ndarray) -> str:
         return self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
@@ -293,6 +302,12 @@ class OpenAiServer:
     def _understood(self) -> contextlib.AbstractContextManager[None]:
         """Takes an answer of another shape for none at all."""
         return answers.understood(self.url, "a completion", retry_after_s=PAUSE_S)
+
+
+def _seen(asked: asyncio.Future[None]) -> None:
+    """Looks at the error of a question that nobody waits for any more, which asyncio would warn of."""
+    if not asked.cancelled():
+        asked.exception()
 
 
 def _logprobs(choice: Mapping[str, Any]) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import signal
 from collections.abc import Iterator, Sequence
@@ -227,7 +228,12 @@ class MegatronPolicy:
         """Writes the adapter as peft does, on the first rank; nothing without `role.lora`. Collective."""
         tensors = self.adapter()
         if tensors and self.role.lora is not None and dist.get_rank(self.groups.control) == 0:
-            adapters.write(directory, tensors, self.role.lora, self.role.model.path)
+            adapters.write(directory, tensors, self.role.lora, self.role.model.path, self._base_digest)
+
+    @functools.cached_property
+    def _base_digest(self) -> str:
+        """The digest of the files of the frozen model, as they are when it is first asked for. Not collective."""
+        return adapters.base_digest(self.role.model.path)
 
     def saved(self, *, wait: bool) -> bool:
         """Tells whether all that `save` began is written; with `wait` it is. Raises what a writer raised."""

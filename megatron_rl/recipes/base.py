@@ -25,7 +25,6 @@ from megatron_rl.training.turns import Table, Turn
 from megatron_rl.types import STEP, Marks, Outcome, Prompt, Rollout
 
 GENERATOR, VERIFIER = "generator", "verifier"  # roles of the recipes of this folder
-RIGHT = 0.5  # an episode whose reward is above counts as right
 Item = TypeVar("Item")
 
 

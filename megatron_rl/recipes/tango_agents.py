@@ -20,8 +20,8 @@ class TangoAgents(OverEpisodes, TangoTurns):
     """A run of Tango whose solutions are conversations: a step is what the generator wrote between two texts of its
     environment, and verdict k is about turn k.
 
-    An episode is right where the sum of rewards that counts is above 0.5. One that failed or is late is neither right
-    nor wrong: it is not judged, and its group goes on without it.
+    An episode is right where the sum of rewards that counts is above the middle of reward.range. One that failed or is
+    late is neither right nor wrong: it is not judged, and its group goes on without it.
     """
 
     role: str = GENERATOR  # the generator's, as the environment names it
@@ -78,4 +78,4 @@ class TangoAgents(OverEpisodes, TangoTurns):
 
     def _transcripts(self, table: Table, played: EpisodesGraded) -> list[Transcript]:
         reader = ControlTokens(table.tokenizers[VERIFIER])
-        return transcripts(played, self, table.tokenizers[self.role], self._form, reader)
+        return transcripts(played, self, table.tokenizers[self.role], self._form, reader, table.half)

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_rl.algorithms.advantages import TRAINED
 from megatron_rl.control_tokens import ControlTokens
 from megatron_rl.environments.moves import SEAT
-from megatron_rl.recipes.base import RIGHT, Solution
+from megatron_rl.recipes.base import Solution
 from megatron_rl.recipes.episodes import EPISODE, OUTCOME, EpisodesGraded, OverEpisodes, by_seat
 from megatron_rl.text import decode, fill
 from megatron_rl.types import STEP, Author, Marks, Outcome, Rollout
@@ -57,11 +57,12 @@ class TranscriptForm:
 
 
 def transcripts(
-    played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens
-) -> list[Transcript]:
+    played: EpisodesGraded, recipe: OverEpisodes, tokenizer: Any, form: TranscriptForm, reader: ControlTokens,
+    half: float,
+) -> list[Transcript]:  # fmt: skip
     """Makes every seat of the episodes that count a transcript, in order. Its reward `outcome` is the sum of rewards
-    that counts in the recipe; above 0.5 it is right. `reader`: the verifier's control tokens, which no transcript has:
-    neither the generator nor a tool can end the verifier's prompt and speak in its place.
+    that counts in the recipe; above `half` it is right. `reader`: the verifier's control tokens, which no transcript
+    has: neither the generator nor a tool can end the verifier's prompt and speak in its place.
 
     What a seat was told is the text of the messages. Where an episode does not tell (those of the library verifiers),
     it is decoded from the samples, and a sample behind a cut shows all that it opens with.
@@ -69,14 +70,14 @@ def transcripts(
     found = []
     for samples in by_seat(played.rollouts):
         reward = recipe.total(samples[-1])
-        payload = {**samples[-1].payload, "correct": reward > RIGHT, "grading": Outcome.SCORE.value}
+        payload = {**samples[-1].payload, "correct": reward > half, "grading": Outcome.SCORE.value}
         rollout = replace(mark_turns(joined(samples)), payload=payload, rewards={OUTCOME: reward})
         turns = turn_texts(rollout, tokenizer)
         told = played.episodes[int(payload[EPISODE])].told.get(payload[SEAT], ())
         if len(told) != len(turns):
             told = _heard(rollout, tokenizer)
         text = reader.spell(form.write(str(payload["question"]), told, turns))
-        found.append(Transcript(rollout=rollout, text=text, correct=reward > RIGHT, turns=turns, samples=samples))
+        found.append(Transcript(rollout=rollout, text=text, correct=reward > half, turns=turns, samples=samples))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.files import read_yaml
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, Reward
 from megatron_rl.run import lines
 from megatron_rl.run.checkpoint import read_json
 from megatron_rl.run.directory import RunDirectory
@@ -24,6 +24,7 @@ class RunRecord:
     def __init__(self, directory: Path) -> None:
         self.directory = RunDirectory(Path(directory))
         self.damage: list[str] = []
+        self._config: Mapping[str, Any] | None = None
 
     def metrics(self) -> list[MetricsRow]:
         """Returns the lines of metrics.jsonl."""
@@ -59,7 +60,12 @@ class RunRecord:
             return ""
 
     def config(self) -> Mapping[str, Any]:
-        """Returns the settings of config.yaml; none where it is missing or damaged."""
+        """Returns the settings of config.yaml; none where it is missing or damaged. It is read once."""
+        if self._config is None:
+            self._config = self._read_config()
+        return self._config
+
+    def _read_config(self) -> Mapping[str, Any]:
         if not self.directory.config.exists():
             return {}
         try:
@@ -68,6 +74,15 @@ class RunRecord:
             self.damage.append(f"{_short(error)}: its settings are left out")
             return {}
         return tree if isinstance(tree, Mapping) else {}
+
+    def half(self) -> float:
+        """Returns the reward above which the run counts an answer as right: the middle of its `reward.range`."""
+        section = self.config().get("reward")
+        bounds = section.get("range") if isinstance(section, Mapping) else None
+        try:
+            return Reward(range=(float(bounds[0]), float(bounds[1]))).half if bounds else Reward().half
+        except (ConfigError, LookupError, TypeError, ValueError):  # a damaged config
+            return Reward().half
 
     def turn_files(self) -> list[Path]:
         """Returns the files of rollouts, by turn."""

@@ -22,7 +22,6 @@ MAX_FILES = 400  # turns read of all runs together, unless more rollouts are ask
 CHUNK = 64  # rollouts whose texts are packed together
 MAX_CHARACTERS = 20_000  # longer texts are cut
 MAX_PIECES = 400  # of a conversation
-RIGHT = 0.5  # where nothing says whether a rollout is right, its reward is compared with this
 Row = Mapping[str, Any]  # of a turn's file, as store.read_rows gives it
 
 
@@ -49,9 +48,9 @@ class Index:
     def __len__(self) -> int:
         return len(self.run)
 
-    def add(self, run: int, row: Row) -> None:
-        """Adds a rollout."""
-        says, truth = opinion(row)
+    def add(self, run: int, row: Row, half: float) -> None:
+        """Adds a rollout. `half`: as in `is_right`."""
+        says, truth = opinion(row, half)
         self.run.append(run)
         self.turn.append(row["turn"])
         self.role.append(_number(self.roles, row["role"]))
@@ -60,7 +59,7 @@ class Index:
             -1 if row["episode"] is None else _number(self.episodes, (run, row["turn"], row["episode"]))
         )
         self.reward.append(_finite(main_reward(row["rewards"])))
-        self.outcome.append(_flag(is_right(row)))
+        self.outcome.append(_flag(is_right(row, half)))
         self.says.append(says)
         self.truth.append(_flag(truth))
         self.length.append(row["num_tokens"] or 0)
@@ -114,7 +113,7 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     """Reads rollouts of some turns of each run, evenly over the run with both ends, and of each turn whole groups."""
     picked, waiting = Picked(), list[dict[str, Any]]()
     for place, record in enumerate(records):
-        files = record.turn_files()
+        files, half = record.turn_files(), record.half()
         own = _evenly(files, max(2, max(MAX_FILES, most // 16) // len(records)))
         quota = max(1, most // (len(records) * max(1, len(own))))
         picked.files += len(files)
@@ -123,8 +122,8 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
             picked.read += bool(rows)
             picked.seen += len(rows)
             for row in _groups(rows, quota):
-                picked.index.add(place, row)
-                _count(picked, place, row)
+                picked.index.add(place, row, half)
+                _count(picked, place, row, half)
                 waiting.append(texts(row))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
@@ -134,25 +133,26 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
     return picked
 
 
-def is_right(row: Row) -> bool | None:
-    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above 0.5."""
+def is_right(row: Row, half: float) -> bool | None:
+    """Returns the `correct` column; where it is empty, whether the reward `outcome` (or the only one) is above `half`,
+    the middle of the run's `reward.range`."""
     if row["correct"] is not None:
         return row["correct"]
     rewards = row["rewards"]
     value = rewards.get("outcome", next(iter(rewards.values())) if len(rewards) == 1 else None)
-    return None if value is None else value > RIGHT
+    return None if value is None else value > half
 
 
-def opinion(row: Row) -> tuple[int, bool | None]:
+def opinion(row: Row, half: float) -> tuple[int, bool | None]:
     """Returns a verifier's final verdict on a solution (1, 0, 2 where it cannot be read, -1 without one), and whether
-    the solution is right.
+    the solution is right. `half`: as in `is_right`.
 
     A solution's row has its verification as `review`. A verification's own row has verdicts and no review; its
     `correct` is whether its verdict agrees with the truth.
     """
     if row["review"] is not None:
         verdict = final_verdict(row["review"])
-        return 2 if verdict is None else int(verdict), is_right(row)
+        return 2 if verdict is None else int(verdict), is_right(row, half)
     if row["verdicts"] is None or (verdict := final_verdict(row["text"])) is None:
         return (-1 if row["verdicts"] is None else 2), None
     agrees = row["correct"]
@@ -228,9 +228,9 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     return out
 
 
-def _count(picked: Picked, run: int, row: Row) -> None:
+def _count(picked: Picked, run: int, row: Row, half: float) -> None:
     """Counts an answer to a problem, if it is known whether it is right."""
-    right = is_right(row)
+    right = is_right(row, half)
     if right is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
         return
     turns = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])

@@ -104,6 +104,7 @@ def table(
         grade=grade,
         watch=driver.watch,
         seed=config.run.seed,
+        half=config.reward.half,
         max_failure_share=config.reward.max_failure_share,
     )
 

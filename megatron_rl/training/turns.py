@@ -63,6 +63,7 @@ class Table:
     partner_weights: Mapping[str, float] = field(default_factory=dict)  # by role: Rollout.partner_weight of its tandem
     watch: Stopwatch = field(default_factory=Stopwatch)
     seed: int = 0  # of the run
+    half: float = 0.5  # the reward above which an answer or an episode is right: the middle of reward.range
     max_failure_share: float = 1.0  # of the gradings of one turn that may time out or raise
     notes: dict[str, dict[str, float]] = field(default_factory=dict)  # by role: the turn's figures so far, see `note`
     kept: dict[str, Any] = field(default_factory=dict)  # JSON values that an evaluation keeps for the run's later ones

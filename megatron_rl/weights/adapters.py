@@ -95,8 +95,9 @@ def read(directory: str | Path, sizes: Sizes, lora: Lora) -> dict[str, Tensor]:
     return found
 
 
-def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str) -> None:
-    """Writes an adapter's files as peft does, and which base it belongs to. `base`: the model's path or hub name.
+def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str, digest: str) -> None:
+    """Writes an adapter's files as peft does, and which base it belongs to. `base`: the model's path or hub name;
+    `digest`: its `base_digest`.
 
     peft and vLLM load the directory as it stands.
     """
@@ -124,7 +125,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], lora: Lora, base: str)
         "use_rslora": False,
     }
     (directory / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (directory / BASE).write_text(json.dumps({"path": base, "digest": base_digest(base)}, indent=2) + "\n")
+    (directory / BASE).write_text(json.dumps({"path": base, "digest": digest}, indent=2) + "\n")
 
 
 def read_settings(directory: Path) -> Lora:

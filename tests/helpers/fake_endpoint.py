@@ -12,7 +12,7 @@ class FakeEndpoint:
     """Writes the tokens 10, 11, ... for every prompt, or the text "abc". Listens from its making to `close`.
 
     `ids`: it gives token ids. `scores`: it echoes prompts with log-probs. `faults`: (status, headers, body) of the next
-    answers.
+    answers. `hidden`: it answers 503 when it is asked for its models, `looked` times so far.
     """
 
     def __init__(
@@ -20,6 +20,7 @@ class FakeEndpoint:
     ) -> None:
         self.key, self.ids, self.scores, self.context = key, ids, scores, context
         self.asked: list[dict[str, Any]] = []
+        self.hidden, self.looked = False, 0
         self.faults: list[tuple[int, dict[str, str], str]] = []
         self.end: dict[str, Any] = {"finish_reason": "length", "stop_reason": None}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": self}))
@@ -67,7 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._send(200, {}, json.dumps(self.fake.models()))
+        self.fake.looked += 1
+        self._send(503 if self.fake.hidden else 200, {}, json.dumps(self.fake.models()))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -255,7 +256,31 @@ def roles(path: str, told: Path, case: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-RUNS = {"roles": roles, "parity": parity, "checkpoints": checkpoints, "refits": refits, "fresh": fresh}
+def digests(path: str, told: Path, case: dict[str, Any]) -> list[str]:
+    """Writes the adapter twice, and changes a file of the base in between. Returns the digests of the base."""
+    place = Path(case["directory"]) / case["name"]
+    if dist.get_rank() == 0:
+        shutil.copytree(path, place / "model")
+    dist.barrier()
+    policy = make_policy(str(place / "model"), case, begun(told))
+    policy.write_adapter(place / "first")
+    if dist.get_rank() == 0:
+        with (place / "model/model.safetensors").open("ab") as file:
+            file.write(bytes(8))
+    dist.barrier()
+    policy.write_adapter(place / "second")
+    dist.barrier()
+    return [json.loads((place / name / adapters.BASE).read_text())["digest"] for name in ("first", "second")]
+
+
+RUNS = {
+    "digests": digests,
+    "roles": roles,
+    "parity": parity,
+    "checkpoints": checkpoints,
+    "refits": refits,
+    "fresh": fresh,
+}
 
 if __name__ == "__main__":
     main()

@@ -84,6 +84,7 @@ RUNS = [
         "settings": {"verify": "full"},
     },
     {"name": "refit half", "run": "refits", "model": "qwen2", "layout": TP, "dtype": "bfloat16", "settings": {}},
+    {"name": "digests", "run": "digests", "model": "qwen2", "layout": TP},
     {"name": "fresh dp", "run": "fresh", "model": "qwen2", "init": "kaiming"},
     {"name": "fresh tp", "run": "fresh", "model": "qwen2", "init": "kaiming", "layout": TP},
     {"name": "fresh gaussian", "run": "fresh", "model": "qwen2", "init": "gaussian", "layout": {"pp": 2}},
@@ -163,6 +164,13 @@ def test_lora_checkpoints_of_other_settings_or_another_base_are_refused(answers)
 def test_lora_refits_bring_merged_weights_to_engines(answers, name):
     for found in answers[name]:
         assert found["equal"] == [True] * 4
+
+
+@pytest.mark.multi
+def test_lora_adapters_of_a_run_name_the_base_as_it_was_read(answers):
+    """The base was digested anew for every refit of served adapters, and for every checkpoint."""
+    for first, second in answers["digests"]:
+        assert first == second and len(first) == 64
 
 
 @pytest.mark.multi

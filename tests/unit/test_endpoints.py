@@ -4,6 +4,7 @@ told.
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import numpy as np
@@ -13,8 +14,8 @@ from toys import EOS, characters
 
 from megatron_rl.config.schema import ConfigError, EndpointConfig
 from megatron_rl.engines.base import EngineError, Sampling, complete
-from megatron_rl.engines.openai import open_endpoint
-from megatron_rl.engines.server import RequestRefused
+from megatron_rl.engines.openai import OpenAiServer, open_endpoint
+from megatron_rl.engines.server import RequestRefused, ServerLost
 from megatron_rl.types import Stop
 
 SAMPLING = Sampling(max_tokens=4, n=2, seed=3)
@@ -107,6 +108,28 @@ def test_a_context_that_the_endpoint_tells_is_kept_to(opened):
     near, full = complete(opened(fake), [[5] * 6, [5] * 8], SAMPLING)
     assert [len(c.tokens) for c in near] == [2, 2]
     assert [(len(c.tokens), c.stop) for c in full] == [(0, Stop.LENGTH)] * 2 and len(fake.asked) == 1
+
+
+def test_requests_that_wait_for_the_context_wait_for_one_answer(tmp_path):
+    """Each asked anew behind the one before: an endpoint that fails slowly held up the last for as many times."""
+    fake = FakeEndpoint(context=8)
+    fake.hidden = True
+    endpoint = EndpointConfig(url=fake.url, model="judge")
+    server = OpenAiServer(endpoint, characters(), ends={EOS}, key=fake.key)
+
+    async def at_once(count):
+        asked = (server.generate(np.array([5] * 6), SAMPLING, seed=1, timeout_s=30.0) for _ in range(count))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    async def twice():
+        refused = await at_once(8)
+        looked, fake.hidden = fake.looked, False
+        return refused, looked, await at_once(8)
+
+    refused, looked, answered = asyncio.run(twice())
+    assert all(isinstance(each, ServerLost) for each in refused) and looked == 1
+    assert all([len(c.tokens) for c in each] == [2, 2] for each in answered) and fake.looked == 2
+    fake.close()
 
 
 def test_busy_and_broken_answers_are_asked_for_again_and_counted(opened, monkeypatch):

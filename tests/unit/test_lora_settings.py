@@ -117,7 +117,7 @@ def test_lora_adapters_that_are_not_the_settings_are_refused(tmp_path):
     sizes = registry.read(json.loads((make_model(tmp_path / "m") / "config.json").read_text()))
     lora, there = Lora(rank=2, alpha=4.0), tmp_path / "adapter"
     tensors = {name: torch.ones(shape) for name, shape in adapters.shapes(sizes, lora).items()}
-    adapters.write(there, tensors, lora, str(tmp_path / "m"))
+    adapters.write(there, tensors, lora, str(tmp_path / "m"), "digest")
     own = replace(lora, path=str(there))
     assert adapter_problems(sizes, role(lora=own), "m") == []
     assert adapters.read(there, sizes, own).keys() == tensors.keys() and adapters.read_settings(there).rank == 2

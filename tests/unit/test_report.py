@@ -367,11 +367,22 @@ def test_rollouts_are_picked_evenly_in_whole_groups_and_the_page_says_which_part
 def test_a_verdict_is_told_beside_the_truth():
     """A solution's verdict is that of its verification; a verification's own truth follows from whether it agrees."""
     row = {"review": SAYS_WRONG, "correct": True, "verdicts": [1], "text": "x", "rewards": {}}
-    assert opinion(row) == (0, True)
-    assert opinion(row | {"review": "hm"}) == (2, True)
+    assert opinion(row, 0.5) == (0, True)
+    assert opinion(row | {"review": "hm"}, 0.5) == (2, True)
     own = {"review": None, "correct": False, "verdicts": [1], "text": SAYS_RIGHT, "rewards": {}}
-    assert opinion(own) == (1, False) and opinion(own | {"correct": True}) == (1, True)
-    assert opinion(own | {"text": SAYS_WRONG}) == (0, True) and opinion(own | {"verdicts": None}) == (-1, None)
+    assert opinion(own, 0.5) == (1, False) and opinion(own | {"correct": True}, 0.5) == (1, True)
+    assert opinion(own | {"text": SAYS_WRONG}, 0.5) == (0, True)
+    assert opinion(own | {"verdicts": None}, 0.5) == (-1, None)
+
+
+@pytest.mark.parametrize("bounds, right", [("[-1.0, 1.0]", 1), ("[0.0, 1.0]", 0), ("[2, 1]", 0), ("half", 0)])
+def test_right_is_above_the_middle_of_the_runs_range(tmp_path, bounds, right):
+    """A reward of 0.25 is right from -1 to 1, and wrong from 0 to 1. A damaged range counts as none."""
+    run = open_run(Run(name="demo", dir=str(tmp_path)), f"{CONFIG}\nreward: {{range: {bounds}}}\n")
+    rollout = solution(random.Random(0), True)
+    payload = {name: value for name, value in rollout.payload.items() if name != "correct"}
+    keep(run, 0, generator=[replace(rollout, payload=payload, rewards={"outcome": 0.25})])
+    assert Page(write_report(run.path).read_text()).data("rollouts")["outcome"] == [right]
 
 
 def sweep(tmp_path, ends, name="sweep"):
