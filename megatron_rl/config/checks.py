@@ -203,6 +203,14 @@ def _adapter_server_problems(config: TrainConfig, settings: Vllm) -> list[str]:
             f"{config.rollouts.max_staleness}: answers under way would need adapters that are gone; set engine.pause "
             "to abort or wait"
         )
+    sharing = [name for name, owner in config.server_owners.items() if owner != name]
+    if sharing and config.rollouts.max_staleness > 1:
+        problems.append(
+            f"roles.{sharing[0]} and roles.{config.server_owners[sharing[0]]} share servers (engine.adapters = "
+            f"'served'), and rollouts.max_staleness = {config.rollouts.max_staleness}: a refit does not cut answers of "
+            "shared servers short, and they would need adapters that are gone; set it to 1, or engine.adapters to "
+            "merged"
+        )
     return problems
 
 
@@ -310,6 +318,8 @@ def explain(config: Any, ranks: int) -> list[str]:
             owner = owners(config.roles).get(name, name)
             shared = "" if owner == name else f"; it is the copy that {owner} has"
             lines.append(f"{name}: {_adapters(role)}{shared}")
+        if (server := config.server_owners.get(name, name)) != name:
+            lines.append(f"{name}: answers come from the servers of {server}, which compute with adapters of both")
         if role.tandem is not None:
             junior = role.tandem.junior or f"a frozen copy of {role.model.path}"
             lines.append(f"{name}: its rollouts are written together with {junior}, strategy {role.tandem.strategy}")

@@ -78,6 +78,7 @@ class Vllm(Servers):
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM
     # How roles with adapters (roles.NAME.lora) are served. merged: servers hold merged weights, which refits send.
     # served: servers keep the model as it is and compute with the adapter beside it; refits bring the adapter alone.
+    # Roles with adapters of one model then share their servers.
     adapters: Literal["merged", "served"] = "merged"
 
 

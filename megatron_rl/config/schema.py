@@ -130,6 +130,26 @@ class TrainConfig:
         """The roles that have engines of their own, in order: neither another role's nor an endpoint's."""
         return [name for name, role in self.roles.items() if role.same_as is None and role.endpoint is None]
 
+    @property
+    def server_owners(self) -> dict[str, str]:
+        """Returns {role of `engine_roles`: the role whose servers answer for it}, itself or one before it.
+
+        Where servers compute with adapters beside a model, roles with adapters of the same model share them.
+        """
+        found: dict[str, str] = {}
+        first: dict[tuple[str, ...], str] = {}
+        served = isinstance(self.engine, Vllm) and self.engine.adapters == "served"
+        for name in self.engine_roles:
+            model = self.roles[name].model
+            shared = served and self.roles[name].lora is not None
+            found[name] = first.setdefault((model.path, model.dtype) if shared else (name,), name)
+        return found
+
+    @property
+    def server_roles(self) -> list[str]:
+        """The roles that have servers of their own, in order."""
+        return [name for name, owner in self.server_owners.items() if name == owner]
+
 
 @config
 class SftConfig:

@@ -9,6 +9,8 @@ import contextlib
 import json
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +42,15 @@ class ServerLost(RuntimeError):
 
 class RequestRefused(ValueError):
     """The server says that the request is wrong: every other one would say so too."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Where a role's adapters lie, for a server that computes with them beside a model."""
+
+    directory: Path  # with v{version} in it
+    place: int = 0  # of the role among those that share the server
+    roles: int = 1  # that share it
 
 
 class Server(Protocol):

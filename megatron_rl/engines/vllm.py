@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,14 +20,14 @@ from megatron_rl.engines import answers, frames, sampler
 from megatron_rl.engines.base import Completion, Sampling, TandemSampling, TopScores
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE
 from megatron_rl.engines.launch import Command
-from megatron_rl.engines.server import CONTROL_S, Http, RequestRefused, ServerLost
+from megatron_rl.engines.server import CONTROL_S, Adapters, Http, RequestRefused, ServerLost
 from megatron_rl.engines.vllm_route import PATH as GENERATE
 from megatron_rl.engines.vllm_route import SCORE_PATH as SCORE
 from megatron_rl.types import Stop
 
 TANDEM = "tandem"  # what vllm_tandem.py finds its settings under: the server's, and a request's
 ARCHITECTURE = "MegatronRlTandem"
-ADAPTER = "lora"  # what a request's adapter stands under: its name, number and directory
+ADAPTER = "lora"  # what a request's adapter stands under: its name, number, directory and version
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the greatest ranks that vLLM makes room for
 MARGIN_S = 30.0  # beyond what a refit may take, before its request is given up
 NOTHING = np.empty(0)
@@ -103,16 +104,17 @@ def with_tandem(start: Command, *, model: Path, junior: Path, tokenizer: Path) -
     return Command([*start.words, *words], {**start.environment, "VLLM_USE_V2_MODEL_RUNNER": "0"})
 
 
-def with_adapters(start: Command, *, rank: int) -> Command:
-    """The command of a server that computes with adapters of up to `rank` beside its model: the newest one, and that of
-    requests which began before. Raises ConfigError for a rank that vLLM has no room for.
+def with_adapters(start: Command, *, rank: int, roles: int) -> Command:
+    """The command of a server that computes with adapters of up to `rank` beside its model: of each of its `roles` the
+    newest one, and that of requests which began before. Raises ConfigError for a rank that vLLM has no room for.
     """
     if rank > RANKS[-1]:
         raise ConfigError(
             f"lora.rank = {rank} with engine.adapters = 'served': vLLM takes up to {RANKS[-1]}; set merged"
         )
     room = next(own for own in RANKS if own >= rank)
-    return Command([*start.words, "--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2"], start.environment)
+    words = ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", str(2 * roles)]
+    return Command([*start.words, *words], start.environment)
 
 
 def with_experts(start: Command, *, on_gpu: bool) -> Command:
@@ -342,25 +344,39 @@ class VllmServer:
 
 
 class AdapterServer(VllmServer):
-    """A server whose model stays as it is. The weights of a version are the adapter in `adapters`/v{version}."""
+    """A server whose model stays as it is. The weights of a version are the adapter in `adapters.directory`/v{version}.
 
-    def __init__(self, url: str, token: str, settings: Vllm, *, adapters: Path, **known: Any) -> None:
+    Several roles may share the server, each with a client of its own. A refit of one then leaves the requests of all
+    alone: those under way end with the adapter that they began with.
+    """
+
+    def __init__(self, url: str, token: str, settings: Vllm, *, adapters: Adapters, **known: Any) -> None:
         super().__init__(url, token, settings, **known)
         self._adapters, self._version = adapters, -1
+        # vLLM's prefix cache knows an adapter by its name and path. A server may outlive a trainer, whose next start
+        # writes other weights under the same version: these must have another name.
+        self._start = secrets.token_hex(4)
 
     def join(self, host: str, port: int, secret: str, replica: int) -> None:
         """Adapters come as files: there is no board to join."""
 
+    def pause(self) -> None:
+        if self._adapters.roles == 1:
+            super().pause()
+
     def update(self, version: int, wait_s: float) -> None:
         answer = self._http.call(
-            "POST", "/collective_rpc", {"method": "take_adapter", "args": _named(self._adapters, version)},
+            "POST", "/collective_rpc", {"method": "take_adapter", "args": self._named(version)},
             timeout_s=wait_s + MARGIN_S,
         )  # fmt: skip
         with self._understood():
             if not answer["results"] or not all(answer["results"]):
                 raise ServerLost(f"{self.url} could not load the adapter of version {version}: see its log")
-        self._post("/reset_prefix_cache", None)  # its keys know an adapter's name and path, not its weights
         self._version = version
+
+    def resume(self) -> None:
+        if self._adapters.roles == 1:
+            super().resume()
 
     def version(self) -> int:
         return self._version
@@ -368,12 +384,14 @@ class AdapterServer(VllmServer):
     def _adapter(self) -> dict[str, Any]:
         if self._version < 0:
             raise ServerLost(f"{self.url} has no adapter yet: a refit brings the first")
-        return {ADAPTER: _named(self._adapters, self._version)}
+        return {ADAPTER: [*self._named(self._version), self._version]}
 
-
-def _named(adapters: Path, version: int) -> list[Any]:
-    """Returns (name, number, directory) of the adapter of a version. vLLM tells adapters apart by number, from 1 on."""
-    return [f"v{version}", version + 1, str(adapters / f"v{version}")]
+    def _named(self, version: int) -> list[Any]:
+        """Returns (name, number, directory) of the adapter of a version. vLLM tells adapters apart by number, from 1
+        on: those of roles that share the server take turns."""
+        own = self._adapters
+        number = version * own.roles + own.place + 1
+        return [f"{self._start}-v{version}", number, str(own.directory / f"v{version}")]
 
 
 def _parts(choices: Sequence[Mapping[str, Any]], arrays: frames.Arrays) -> Iterator[tuple[Any, frames.Arrays]]:

@@ -29,14 +29,14 @@ class Routes:
     """An ASGI application around another: answers PATH and SCORE_PATH, hands on what else comes. Bodies are frames
     (engines/frames.py).
 
-    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number and
-    directory of the adapter to compute with, where there is one. It answers with the n samples one after the other:
-    `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows, layers, k]
-    where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`, `stop_reason`,
-    `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the other, their
-    `lengths` and `top_k`, a number k, and `lora`; it answers with `logprobs` float32 [tokens, 1 + k] in the same order,
-    those of the model at temperature 1, of the token and of the k likeliest at its place, and with `ids` int32 [tokens,
-    k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
+    PATH takes `tokens` int32 [T], the prompt, with vLLM's sampling parameters, and with `lora`, the name, number,
+    directory and version of the adapter to compute with, where there is one. It answers with the n samples one after
+    the other: `tokens` int32 and, when asked for, `logprobs` float32 of the sampled tokens; `experts` int16 [rows,
+    layers, k] where the server tells them; and a list of choices: `length`, `expert_rows`, `finish_reason`,
+    `stop_reason`, `weight_versions` as [first token, version]. SCORE_PATH takes `tokens` of sequences one after the
+    other, their `lengths` and `top_k`, a number k, and `lora`; it answers with `logprobs` float32 [tokens, 1 + k] in
+    the same order, those of the model at temperature 1, of the token and of the k likeliest at its place, and with
+    `ids` int32 [tokens, k], which these are; 0 for the first of each. Status 400 for what the engine refuses.
     """
 
     def __init__(self, app: Application) -> None:
@@ -72,7 +72,7 @@ class Routes:
         about, arrays = _told(sorted(result.outputs, key=lambda output: output.index))
         if adapter is not None:  # vLLM tells the version of the model, which stays
             for choice in about:
-                choice["weight_versions"] = [[0, adapter[1] - 1]]
+                choice["weight_versions"] = [[0, adapter[3]]]
         return pack(about, arrays)
 
     async def _score(self, engine: Any, body: bytes) -> bytes:
@@ -123,7 +123,7 @@ class Routes:
         try:
             params = SamplingParams(**parameters, output_kind=RequestOutputKind.FINAL_ONLY, flat_logprobs=True)
             inputs = tokens_input(prompt)
-            own = None if adapter is None else LoRARequest(*adapter)
+            own = None if adapter is None else LoRARequest(*adapter[:3])
         except (TypeError, ValueError, VLLMClientError) as error:
             raise _Refused(f"{type(error).__name__}: {error}") from error
         try:

@@ -66,8 +66,8 @@ def plan_run(
             raise ConfigError("--shape roles: the config has no servers, so only the trainer is left; omit --shape")
         files["train.sbatch"] = script(own, profile, settings, Path.cwd())
         return Submission(directory, files, ["train.sbatch"], {})
-    servers = {"ROLES": config.engine_roles, "REPLICAS": str(config.engine.replicas)}
-    count = len(config.engine_roles) * config.engine.replicas
+    servers = {"ROLES": config.server_roles, "REPLICAS": str(config.engine.replicas)}
+    count = len(config.server_roles) * config.engine.replicas
     if as_roles:
         if job.nodes > 1 or job.slices > 1:
             raise ConfigError(

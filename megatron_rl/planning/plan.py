@@ -215,7 +215,7 @@ class RunPlan:
 def own_cluster(config: TrainConfig) -> str:
     """Returns the cluster that a config asks for by itself: job.nodes and its engines' nodes, each with 8 A100-80."""
     engines = (
-        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        len(config.server_roles) * config.engine.replicas * config.engine.tp
         if isinstance(config.engine, Servers)
         else 0
     )
@@ -240,12 +240,13 @@ def make(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], wor
     roles = [_role(config, name, models[name], parallels[name], draws.get(name)) for name in held]
     roles = [role if role.name in trained else _frozen(role) for role in roles]
     servers = (
-        [_server(config, config.engine, name, models[name], cluster, draws.get(name)) for name in config.engine_roles]
+        [_server(config, config.engine, name, models[name], cluster, draws.get(name)) for name in config.server_roles]
         if isinstance(config.engine, Servers)
         else []
     )
+    owners = config.server_owners
     caches = {server.role: max(server.cache, 1.0) for server in servers}
-    engines = {name: _engine(config, ranks, caches.get(name, 0.0)) for name in config.roles}
+    engines = {name: _engine(config, ranks, caches.get(owners.get(name, name), 0.0)) for name in config.roles}
     turns = [_turn(config, cluster, turn, models, parallels, engines) for turn in work]
     return RunPlan(cluster=cluster, ranks=ranks, roles=roles, servers=servers, turns=turns)
 
@@ -256,7 +257,7 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
     Raises ConfigError when they leave nothing.
     """
     wanted = (
-        len(config.engine_roles) * config.engine.replicas * config.engine.tp
+        len(config.server_roles) * config.engine.replicas * config.engine.tp
         if isinstance(config.engine, Servers)
         else 0
     )
@@ -264,7 +265,7 @@ def trainer_gpus(config: TrainConfig, cluster: Cluster) -> int:
     left = left // cluster.per_node * cluster.per_node if left >= cluster.per_node else left
     if left < 1:
         raise ConfigError(
-            f"{len(config.engine_roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
+            f"{len(config.server_roles)} roles x engine.replicas {getattr(config.engine, 'replicas', 0)} x engine.tp "
             f"{getattr(config.engine, 'tp', 0)} = {wanted} GPUs of engines leave none of {cluster}'s {cluster.gpus} "
             "for the trainer: lower engine.replicas, or take more nodes"
         )

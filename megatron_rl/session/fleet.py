@@ -25,6 +25,7 @@ from megatron_rl.engines.launch import make_token
 from megatron_rl.engines.openai import open_endpoint
 from megatron_rl.engines.pool.pool import Pool
 from megatron_rl.engines.roster import Roster
+from megatron_rl.engines.server import Adapters
 from megatron_rl.engines.spread import SpreadEngine
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.refit.topology import Topology
@@ -157,13 +158,14 @@ def _refit_here(side: TrainerSide, name: str, driver: Driver, version: int) -> N
 def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     """Starts servers where the run starts its own, and makes a pool of each role's, on the driver."""
     config, driver = session.config, session.driver
-    started: dict[str, list[Supervisor]] = {name: [] for name in config.engine_roles}
+    started: dict[str, list[Supervisor]] = {name: [] for name in config.server_roles}
     if session.world.rank == 0 and settings.start:
         session.stack.callback(end_supervisors, started)
         for name in started:
             started[name] += [Supervisor(driver.directory.path, name, replica) for replica in range(settings.replicas)]
     for name in config.engine_roles:
-        pool = _pool(session, settings, name, started[name]) if session.world.rank == 0 else None
+        own = started[config.server_owners[name]]
+        pool = _pool(session, settings, name, own) if session.world.rank == 0 else None
         if pool is not None:
             fleet.engines[name] = fleet.pools[name] = pool
         policy = session.policies.get(name)
@@ -183,14 +185,19 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
 
 
 def _pool(session: _Session, settings: Servers, name: str, started: list[Supervisor]) -> Pool:
-    """The pool of one role's servers. Those of a role without a policy keep the weights that they are started with."""
+    """The pool of the servers that answer for one role, its own or those that it shares. Those of a role without a
+    policy keep the weights that they are started with."""
     config, directory = session.config, session.driver.directory.path / ENGINES
     token = make_token(Path(settings.token_file) if settings.token_file else directory / TOKEN)
     about = _about(config, name)
     if config.roles[name].lora is not None and adapters_served(settings):
-        about = replace(about, adapters=(directory / "adapters" / name).resolve())
+        sharing = [other for other, by in config.server_owners.items() if by == config.server_owners[name]]
+        place = (directory / "adapters" / name).resolve()
+        about = replace(about, adapters=Adapters(place, sharing.index(name), len(sharing)))
     client = connect(settings, token, config.refit.timeout_s, about)
-    pool = Pool(name, settings, Roster(directory), client, fixed=name not in session.policies)
+    pool = Pool(
+        name, settings, Roster(directory), client, fixed=name not in session.policies, listed=config.server_owners[name]
+    )
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)
     pool.hopeless = functools.partial(hopeless, started, session.leave)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from megatron_rl.config.schema import Servers, Sglang, Strategy, Vllm
 from megatron_rl.engines.launch import Command
 from megatron_rl.engines.roster import Listing
-from megatron_rl.engines.server import Server
+from megatron_rl.engines.server import Adapters, Server
 
 ENGINES, TOKEN = "engines", "token"  # of a run directory: the roster's folder, and the token in it
 
@@ -28,7 +27,7 @@ class About:
     ends: frozenset[int] = frozenset()  # end-of-sequence tokens
     vocab: int = 0
     boundaries: Callable[[Strategy], frozenset[int]] | None = None  # of a tandem's strategies
-    adapters: Path | None = None  # where the adapters of all versions lie; None: servers hold merged weights
+    adapters: Adapters | None = None  # None: servers hold merged weights
 
 
 def adapters_served(settings: Servers) -> bool:
@@ -55,9 +54,15 @@ def connect(
     from megatron_rl.engines.vllm import AdapterServer, VllmServer
 
     own = cast(Vllm, settings)  # there are only these two kinds
-    if (place := known.adapters) is not None:
+    if (adapters := known.adapters) is not None:
         return lambda listing: AdapterServer(
-            listing.url, token, own, adapters=place, ends=known.ends, vocab=known.vocab, refit_timeout_s=refit_timeout_s
+            listing.url,
+            token,
+            own,
+            adapters=adapters,
+            ends=known.ends,
+            vocab=known.vocab,
+            refit_timeout_s=refit_timeout_s,
         )
     return lambda listing: VllmServer(
         listing.url,

@@ -42,8 +42,8 @@ def run(config: TrainConfig, *, role: str, replica: int, with_parent: bool, envi
             "engine.kind = 'embedded' runs inside the trainer: there is nothing to serve; set engine.kind=vllm or "
             "sglang"
         )
-    if role not in config.engine_roles:
-        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(config.engine_roles)}")
+    if role not in config.server_roles:
+        raise ConfigError(f"--role {role}: the roles with servers are {', '.join(config.server_roles)}")
     if not 0 <= replica < settings.replicas:
         raise ConfigError(
             f"--replica {replica}: engine.replicas = {settings.replicas}, so it is 0 to {settings.replicas - 1}"
@@ -166,7 +166,10 @@ class _Serving:
         if role.lora is not None and adapters_served(self._settings):
             from megatron_rl.engines.vllm import with_adapters
 
-            return with_adapters(words, rank=role.lora.rank)
+            owners = self._config.server_owners
+            loras = [self._config.roles[name].lora for name, owner in owners.items() if owner == self._role]
+            ranks = [lora.rank for lora in loras if lora is not None]
+            return with_adapters(words, rank=max(ranks), roles=len(ranks))
         if role.tandem is None:
             return words
         from megatron_rl.engines.vllm import with_tandem
@@ -196,10 +199,10 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
-    first = (config.engine_roles.index(role) * settings.replicas + replica) * settings.tp
+    first = (config.server_roles.index(role) * settings.replicas + replica) * settings.tp
     own = settings.gpus[first : first + settings.tp]
     if len(own) < settings.tp:
-        wanted = len(config.engine_roles) * settings.replicas * settings.tp
+        wanted = len(config.server_roles) * settings.replicas * settings.tp
         raise ConfigError(
             f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)"
         )

@@ -13,6 +13,7 @@ from tiny_models import make_model
 from megatron_rl.config import checks
 from megatron_rl.config.schema import (
     ConfigError,
+    Embedded,
     Lora,
     Model,
     PromptSet,
@@ -23,6 +24,8 @@ from megatron_rl.config.schema import (
     Use,
     Vllm,
 )
+from megatron_rl.engines.server import Adapters
+from megatron_rl.engines.vllm import AdapterServer
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, projections
 from megatron_rl.weights import adapters
@@ -159,3 +162,36 @@ def test_an_adapter_of_another_kind_is_not_merged_by_the_plain_rule(tmp_path, od
     (tmp_path / "adapter_config.json").write_text(json.dumps(plain | odd))
     with pytest.raises(ConfigError, match=f"says {next(iter(odd))} = .* not supported; give a plain LoRA adapter"):
         adapters.read_settings(tmp_path)
+
+
+def sharing(engine, **own):
+    roles = {"a": role(model=Model(path="an/model")), "b": role(model=Model(path="an/model"), **own)}
+    return TrainConfig(roles=roles, recipe=Use(target="m:R"), data=PromptSet(path="some/set"), engine=engine)
+
+
+def test_lora_roles_of_one_model_share_the_servers_that_compute_with_adapters():
+    served = Vllm(adapters="served")
+    both = sharing(served, lora=Lora(rank=4))
+    assert both.server_owners == {"a": "a", "b": "a"} and both.server_roles == ["a"]
+    other = Model(path="an/other")
+    apart = [sharing(Vllm()), sharing(Embedded()), sharing(served, lora=None), sharing(served, model=other)]
+    apart += [sharing(served, model=Model(path="an/model", dtype="float32"))]
+    assert all(config.server_roles == ["a", "b"] for config in apart)
+    late = replace(both, rollouts=Rollouts(max_staleness=2))
+    with pytest.raises(ConfigError, match=r"roles\.b and roles\.a share servers .* set it to 1"):
+        checks.check(late, 1, to_come=True)
+    [said] = [line for line in checks.explain(both, 1) if "servers" in line]
+    assert said == "b: answers come from the servers of a, which compute with adapters of both"
+
+
+def test_lora_adapters_of_roles_that_share_a_server_have_numbers_and_names_of_their_own(tmp_path):
+    known = {"ends": (), "vocab": 9, "refit_timeout_s": 1.0}
+    servers = [
+        AdapterServer("http://127.0.0.1:1", "token", Vllm(), adapters=Adapters(tmp_path / name, place, 2), **known)
+        for place, name in enumerate("ab")
+    ]
+    named = [server._named(version) for server in servers for version in range(3)]
+    assert sorted(number for _, number, _ in named) == [1, 2, 3, 4, 5, 6]
+    assert len({name for name, _, _ in named}) == 6 and named[4][2] == str(tmp_path / "b/v1")
+    for server in servers:
+        server.close()

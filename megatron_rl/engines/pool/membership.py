@@ -85,11 +85,12 @@ class Members:
         return [m for m in self.living() if m.version == self.version >= 0]
 
     def loads(self) -> dict[str, dict[str, float]]:
-        """Returns what each server does, by its name: whether it lives and serves (1 or 0), the version of its weights
-        (-1: none that counts), and its sequences and requests under way."""
+        """Returns what each server does, by its name (ROLE@NAME where it is listed as another role's): whether it lives
+        and serves (1 or 0), the version of its weights (-1: none that counts), and its sequences and requests under
+        way."""
         with self.change:
             return {
-                m.listing.name: {
+                (m.listing.name if m.listing.role == self.role else f"{self.role}@{m.listing.name}"): {
                     "lives": float(m.lost is None),
                     "serves": float(m.lost is None and m.version == self.version >= 0),
                     "version": float(-1 if m.version is None else m.version),
@@ -133,15 +134,18 @@ class Members:
 
 
 class ListedMembers(Members):
-    """The servers that a roster lists. A thread watches them come, beat, fall silent and go. Unless they are `fixed`, a
-    server has no weights that count until a refit gives it some, also one that comes back.
+    """The servers that a roster lists as those of the role `listed`. A thread watches them come, beat, fall silent and
+    go. Unless they are `fixed`, a server has no weights that count until a refit gives it some, also one that comes
+    back.
     """
 
     def __init__(
         self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
-        fixed: bool = False, look_s: float = LOOK_S,
+        fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
     ) -> None:  # fmt: skip
+        """`listed`: None means `role` itself."""
         super().__init__(role, Limits.of(settings), fixed=fixed)
+        self._listed = listed or role
         self._roster, self._connect, self._look_s, self._lost_after_s = roster, connect, look_s, settings.lost_after_s
         self._watcher = threading.Thread(target=self._watch, name=f"roster-{role}", daemon=True)
         self._watcher.start()
@@ -185,7 +189,7 @@ class ListedMembers(Members):
         """Runs on a thread until the members are closed."""
         while not self.closing.is_set():
             try:
-                self.look(self._roster.read(self.role), time.monotonic())
+                self.look(self._roster.read(self._listed), time.monotonic())
             except OSError as error:  # a file server that is away, say: the next look tells beats unseen from silence
                 _log.warning("cannot read the roster %s: %s", self._roster.directory, error)
             self.closing.wait(self._look_s)

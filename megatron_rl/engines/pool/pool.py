@@ -101,19 +101,20 @@ class ServerEngine:
 class Pool(ServerEngine):
     """The servers of one role that a roster lists, as one engine on the driver.
 
-    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `fixed`: the servers
-    keep the weights that they are started with. `refresh`, when set, brings the given replicas to the current weights
+    The thread that made it owns it: refits and `close` are called there. `connect` makes a client. `listed`: the role
+    under whose name the servers are listed, where roles share them. `fixed`: the servers keep the weights that they are
+    started with. `refresh`, when set, brings the given replicas to the current weights
     while others serve. It is called when a server that has none is there, from within the owner's own calls alone,
     because it is collective.
     """
 
     def __init__(
         self, role: str, settings: Servers, roster: Roster, connect: Callable[[Listing], Server], *,
-        fixed: bool = False, look_s: float = LOOK_S,
+        fixed: bool = False, look_s: float = LOOK_S, listed: str | None = None,
     ) -> None:  # fmt: skip
         self.refresh: Callable[[list[int]], None] | None = None
         self._owner = threading.get_ident()
-        members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s)
+        members = ListedMembers(role, settings, roster, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._refits = PoolRefits(members)
         super().__init__(members, look_s=look_s)
 
