@@ -22,7 +22,7 @@ class Embedded:
 class Servers:
     """Inference servers, in processes of their own: `replicas` of them for each role."""
 
-    replicas: PositiveInt = 1  # servers of each role
+    replicas: PositiveInt = 1  # servers of each role, or of the roles that share them
     tp: PositiveInt = 1  # tensor-parallel ranks of one server
     expert_parallel: bool = False  # give each of a server's ranks whole experts, instead of a part of every expert
     # Addresses of servers that run already, by role. They share no directory with the run.

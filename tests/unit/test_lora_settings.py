@@ -165,7 +165,7 @@ def test_an_adapter_of_another_kind_is_not_merged_by_the_plain_rule(tmp_path, od
 
 
 def sharing(engine, **own):
-    roles = {"a": role(model=Model(path="an/model")), "b": role(model=Model(path="an/model"), **own)}
+    roles = {"a": role(model=Model(path="an/model")), "b": role(**{"model": Model(path="an/model"), **own})}
     return TrainConfig(roles=roles, recipe=Use(target="m:R"), data=PromptSet(path="some/set"), engine=engine)
 
 
@@ -175,7 +175,7 @@ def test_lora_roles_of_one_model_share_the_servers_that_compute_with_adapters():
     assert both.server_owners == {"a": "a", "b": "a"} and both.server_roles == ["a"]
     other = Model(path="an/other")
     apart = [sharing(Vllm()), sharing(Embedded()), sharing(served, lora=None), sharing(served, model=other)]
-    apart += [sharing(served, model=Model(path="an/model", dtype="float32"))]
+    apart += [sharing(served, model=Model(path="an/model", dtype="bfloat16"))]
     assert all(config.server_roles == ["a", "b"] for config in apart)
     late = replace(both, rollouts=Rollouts(max_staleness=2))
     with pytest.raises(ConfigError, match=r"roles\.b and roles\.a share servers .* set it to 1"):
