@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -141,8 +141,8 @@ test-slurm: setup ## runs on a real Slurm cluster; they wait more than they comp
 test-servers: setup ## rollouts by real vLLM servers
 	$(PY) -m pytest tests/servers --durations=15
 
-test-alone: setup # what needs no further ranks
-	$(PY) -m pytest tests/unit tests/gpu --durations=15
+test-alone: setup # what needs no further ranks, or makes them itself
+	$(PY) -m pytest tests/unit tests/gpu tests/emulated --durations=15
 
 test-ranks: setup # what starts ranks, and whole runs
 	$(PY) -m pytest tests/multi --durations=15
@@ -244,6 +244,9 @@ soak: setup ## a tiny Tango run of 2,000 turns in faults: kills, full disks, clo
 
 fuzz: setup ## hostile inputs in numbers, by area, with a table (SEED, COUNT=1000)
 	PYTHONPATH=$(CURDIR) $(PY) tests/fuzz/run.py --seed $(SEED) --count $(or $(COUNT),1000)
+
+test-emulated: setup ## the same code on a pretended CUDA device, and Transformer Engine's layers on a stand-in, without a GPU
+	$(PY) -m pytest tests/emulated --durations=10
 
 test-gpu: setup ## the actor's tests on one GPU
 	$(PY) -m pytest tests -q -m gpu

@@ -14,6 +14,7 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
+from emulated_server import Server
 from forks import environment  # noqa: F401 (tests import it from here)
 from slurm_cluster import Cluster, missing_commands
 
@@ -66,6 +67,22 @@ def last_letter(tmp_path_factory) -> Path:
             _make_last_letter(base)
             (base / "made").touch()
     return base
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory) -> Iterator[Server]:
+    """Runs cases on a pretended CUDA device."""
+    server = Server(tmp_path_factory.mktemp("emulated"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def fused(tmp_path_factory) -> Iterator[Server]:
+    """The same with a stand-in for Transformer Engine."""
+    server = Server(tmp_path_factory.mktemp("fused"), packages=ROOT / "tests/te_standin")
+    yield server
+    server.close()
 
 
 def _make_last_letter(base: Path) -> None:

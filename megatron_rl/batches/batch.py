@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.batches.flat import Counts, Flat, fill, form_of
 from megatron_rl.later import Later
+from megatron_rl.transfers import upload
 from megatron_rl.types import Rollout
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ class Batch:
         if self.tokens.device == device:
             return self
         moved = {f.name: _field(self, f.name) for f in fields(self) if f.name != "values"}
-        values = {name: value.to(device) for name, value in self.values.items()}
-        own = {name: None if value is None else value.to(device) for name, value in moved.items()}
+        values = {name: upload(value, device) for name, value in self.values.items()}
+        own = {name: None if value is None else upload(value, device) for name, value in moved.items()}
         return Batch(values=values, **own)  # type: ignore[arg-type]
 
     def dummy(self, length: int) -> Batch:

@@ -156,6 +156,10 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
             problems.append(
                 "engine.urls with engine.start = true: servers that run already are not started; set engine.start=false"
             )
+    if twice := sorted({number for number in settings.gpus if settings.gpus.count(number) > 1}):
+        problems.append(
+            f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
+        )
     if isinstance(settings, Sglang):
         tandems = [name for name, role in config.roles.items() if role.tandem is not None]
         problems += [

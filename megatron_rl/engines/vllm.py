@@ -202,13 +202,20 @@ class VllmServer:
         info = {"update_info": {"version": version, "wait_s": wait_s}}
         self._post("/update_weights", info, timeout_s=wait_s + self._refit_timeout_s + MARGIN_S)
         self._post("/finish_weight_update", {"weight_version": str(version)})
-        self._post("/reset_prefix_cache", None)  # its keys know tokens, not weights: old entries would be read
+        self._forget_prefixes()  # their keys know tokens, not weights: old entries would be read
         found = self.version()
         if found != version:
             raise ServerLost(f"{self.url} has version {found} of the weights after a refit to {version}")
 
     def resume(self) -> None:
         self._post("/resume", None)
+
+    def _forget_prefixes(self) -> None:
+        """Empties the prefix cache, also of the requests under way: vLLM computes anew what these have read.
+
+        Without that word vLLM empties nothing while requests are kept, and answers as if it had.
+        """
+        self._post("/reset_prefix_cache?reset_running_requests=true", None)
 
     def version(self) -> int:
         answer = self._http.call("GET", "/weight_info")

@@ -54,7 +54,7 @@ class VllmLanding:
     """Implements refit.engine_side.Endpoint for a vLLM model.
 
     On a GPU plain layers are written in place: the engine must not serve between `begin_refit` and `commit_refit`. What
-    vLLM has repacked since it was loaded (every linear layer on a CPU, fused experts) lands in tensors of its own, and
+    vLLM has repacked since it was loaded (every linear layer on a CPU, fused experts) lands in host memory, and
     goes through vLLM's layerwise reload at the commit; until then the old weights stay whole.
     """
 
@@ -79,7 +79,9 @@ class VllmLanding:
                 if device.type != "cpu" and _plain(layer):
                     self.parameters[prefix + name] = live[name].data
                 else:
-                    self._staged[prefix + name] = torch.empty(shape.shape, dtype=shape.dtype, device=device)
+                    # On a GPU it would be there twice, beside the memory that vLLM has taken for itself.
+                    own = torch.empty(shape.shape, dtype=shape.dtype, device="cpu", pin_memory=device.type != "cpu")
+                    self._staged[prefix + name] = own
         self.parameters |= self._staged
         self.targets = Tensors(self.parameters)
 

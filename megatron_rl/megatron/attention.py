@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_rl.megatron import platform
 from megatron_rl.models.sizes import Features
+from megatron_rl.transfers import upload
 from megatron_rl.weights.hf import Architecture
 
 platform.install()
@@ -109,21 +110,28 @@ class SequenceLayout(PackedSeqParams):
 
 
 class RotaryTable:
-    """The cos and sin of all positions seen so far, by kind of attention. It grows when a longer sequence comes."""
+    """The cos and sin of all positions seen so far, by kind of attention, on the device of the model.
+
+    It grows when a longer sequence comes.
+    """
 
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
         self.windows = [kind.window for kind in arch.features.kinds]
         self._known = self._of(256)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Returns cos and sin of positions [N], two tensors [N, d] for each kind of attention."""
-        needed = int(positions.max()) + 1
-        if needed > len(self._known[0][0]):
+    def at(self, positions: Tensor, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns cos and sin of positions [N] on the CPU, two tensors [N, d] for each kind of attention.
+
+        They have the dtype and the device of `like`.
+        """
+        needed, known = int(positions.max()) + 1, self._known[0][0]
+        if needed > len(known):
             self._known = self._of(2 * needed)
-        device = positions.device
-        index = positions.to(self._known[0][0].device)
-        return [(cos[index].to(device, dtype), sin[index].to(device, dtype)) for cos, sin in self._known]
+        if self._known[0][0].device != like.device:
+            self._known = [(upload(cos, like.device), upload(sin, like.device)) for cos, sin in self._known]
+        index = upload(positions, like.device)
+        return [(cos[index].to(like.dtype), sin[index].to(like.dtype)) for cos, sin in self._known]
 
     def _of(self, length: int) -> list[tuple[Tensor, Tensor]]:
         places = torch.arange(length)
@@ -131,43 +139,46 @@ class RotaryTable:
 
 
 def packed_layout(
-    lengths: Sequence[int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
+    lengths: Sequence[int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
     """Returns the layout of sequences that lie end to end in one row.
 
     `lengths` [S] are all positive and padded to the context's multiple. `like` gives the dtype and device of the model.
+    Without `rotary` it has what Transformer Engine's layers need alone: they take lengths over all context-parallel
+    ranks.
     """
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(like.device, torch.int32)
+    cu = upload(torch.tensor([0, *lengths]).cumsum(0).int(), like.device)
+    ends = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    if rotary is None:
+        return SequenceLayout(qkv_format="thd", **ends, context=context)
     positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
-    turns = rotary.at(positions.to(like.device), like.dtype)
+    turns = rotary.at(positions, like)
     starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
     rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
     return SequenceLayout(
         qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        **ends,
         turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns),
         **_attention_fields(lengths, rows, rotary.windows, context, like.device),
     )
 
 
 def padded_layout(
-    shape: tuple[int, int], rotary: RotaryTable, *, context: Context = ALONE, like: Tensor
+    shape: tuple[int, int], rotary: RotaryTable | None, *, context: Context = ALONE, like: Tensor
 ) -> SequenceLayout:
-    """Returns the layout of a [S, L] micro-batch, padded on the right to the context's multiple."""
+    """Returns the layout of a [S, L] micro-batch, padded on the right to the context's multiple. `rotary`: as for
+    `packed_layout`."""
+    if rotary is None:
+        return SequenceLayout(qkv_format="sbhd", context=context)
     count, length = shape
-    turns = rotary.at(context.own([length]).to(like.device), like.dtype)
+    turns = rotary.at(context.own([length]), like)
     layout = SequenceLayout(
         qkv_format="sbhd",
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
         turns=tuple((cos[:, None, None], sin[:, None, None]) for cos, sin in turns),
     )
     if context.size == 1:
         masks = (_window_mask(length, window) for window in rotary.windows)
-        return replace(layout, masks=tuple(None if mask is None else mask.to(like.device) for mask in masks))
+        return replace(layout, masks=tuple(None if mask is None else upload(mask, like.device) for mask in masks))
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
     return replace(layout, **_attention_fields([length] * count, rows, rotary.windows, context, like.device))
 
@@ -191,8 +202,10 @@ def _attention_fields(
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
         buckets=tuple(_to_device(bucket, device) for bucket in buckets),
-        packed=torch.cat([b.queries.source for b in buckets]).to(device),
-        gridded=torch.cat([b.queries.target + start for b, start in zip(buckets, starts, strict=False)]).to(device),
+        packed=upload(torch.cat([b.queries.source for b in buckets]), device),
+        gridded=upload(
+            torch.cat([b.queries.target + start for b, start in zip(buckets, starts, strict=False)]), device
+        ),
         context=context,
     )
 
@@ -275,11 +288,11 @@ def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket
     """Returns the bucket with its tensors on `device`. Queries and keys that are one grid stay one."""
 
     def grid(own: Grid) -> Grid:
-        return Grid(own.shape, own.source.to(device), own.target.to(device))
+        return Grid(own.shape, upload(own.source, device), upload(own.target, device))
 
     queries = grid(bucket.queries)
     keys = queries if bucket.keys is bucket.queries else grid(bucket.keys)
-    masks = tuple(None if mask is None else mask.to(device) for mask in bucket.masks)
+    masks = tuple(None if mask is None else upload(mask, device) for mask in bucket.masks)
     return AttentionBucket(queries=queries, keys=keys, masks=masks)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from megatron_rl.weights.hf import Architecture
 platform.install()
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.extensions import transformer_engine  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.tensor_parallel import (  # noqa: E402
@@ -58,6 +58,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     true_vocab: int = 0
     asked: tuple[str, ...] = ("logprobs",)  # names of the statistics that the last stage answers, see batches/batch.py
+    wanted: Tensor | None = None  # [n] places of the labels that are not IGNORED; None: they are looked for
 
     def _postprocess(
         self,
@@ -79,7 +80,7 @@ class PolicyModel(GPTModel):
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         ids = labels.reshape(-1, labels.shape[2] if labels.dim() == 3 else 1)  # [S L, 1 + k]
-        wanted = (ids[:, 0] != IGNORED).nonzero()[:, 0]
+        wanted = (ids[:, 0] != IGNORED).nonzero()[:, 0] if self.wanted is None else self.wanted
         ids = ids[wanted]
         flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
         chosen = flat if len(wanted) == len(flat) else flat.index_select(0, wanted)
@@ -105,17 +106,19 @@ class PolicyModel(GPTModel):
 
 
 def has_transformer_engine() -> bool:
-    """Says whether there is a GPU and Transformer Engine can be imported."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    """Says whether there is a GPU, and Transformer Engine, which core has been able to import."""
+    return torch.cuda.is_available() and transformer_engine.HAVE_TE
 
 
-def uses_transformer_engine(arch: Architecture, *, adapted: bool = False) -> bool:
+def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = False) -> bool:
     """Says whether a model's layers are Transformer Engine's. Otherwise the torch spec is used.
 
-    It also is for models of which core has no layers with Transformer Engine, and for those that are `adapted` (LoRA):
-    adapters read what a linear module reads, and Transformer Engine's norm inside of the module.
+    It is used in float32, for which Transformer Engine has no attention over packed sequences. It also is for models of
+    which core has no layers with Transformer Engine, and for those that are `adapted` (LoRA): adapters read what a
+    linear module reads, and Transformer Engine's norm inside of the module.
     """
-    return has_transformer_engine() and not adapted and not core_settings.needs_own_layers(arch, arch.features)
+    own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
+    return has_transformer_engine() and not own
 
 
 def check_fp8() -> None:
@@ -156,7 +159,7 @@ def transformer_config(
         use_te_activation_func=not fused,  # core's name for: take the layer spec's activation
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=fused,  # core's own over packed sequences reads their lengths from the device in every layer
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,

@@ -17,7 +17,14 @@ def sleep(chunks: list[Any], optimizer: Any) -> None:
         buffer.untyped_storage().resize_(0)
     _move_state(optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()  # the copies to host memory do not wait themselves
         torch.cuda.empty_cache()
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory: pinned, and not yet complete, of a tensor on a GPU."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def wake(chunks: list[Any], optimizer: Any) -> None:
@@ -50,11 +57,18 @@ def _move_state(optimizer: Any, device: torch.device) -> None:
     for part in optim.parts(optimizer):
         for state in part.optimizer.state.values():
             for name in [n for n, value in state.items() if torch.is_tensor(value)]:
-                state[name] = state[name].to(device)
+                state[name] = _moved(state[name], device)
         for group in part.shard_fp32_from_float16_groups:
             for master in group:
                 if master is not None:
-                    master.data = master.data.to(device)
+                    master.data = _moved(master.data, device)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on another device, to or from pinned memory."""
+    if tensor.device == device:
+        return tensor
+    return host_copy(tensor) if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _device(chunks: list[Any]) -> torch.device:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import platform
 
@@ -26,12 +24,18 @@ ENDLESS = 10**9  # optimizer steps of a schedule that never decays
 def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
     """Puts each chunk on Megatron's gradient buffers, which sum in float32.
 
+    Matrix products of Transformer Engine add a weight's gradient to its buffer themselves.
+
     With `overlap` gradients are summed over ranks while the last backward pass runs.
     """
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=overlap
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    for module in (module for chunk in wrapped for module in chunk.modules()):
+        # Core's setting of the same meaning cannot be used: its own output layer then needs a kernel of apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
     if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]
@@ -66,6 +70,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     initialize_state(optimizer)
     for part in parts(optimizer):
         platform.mend_saved_offsets(part.buffers)
+        platform.gather_in_pieces(part)
     decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
     assert decay_steps is not None  # Optimizer checks it
     scheduler = Schedule(
@@ -117,10 +122,6 @@ def initialize_state(optimizer: Any) -> None:
         part._init_optimizer_states_with_dummy_values()
         for group, rate in zip(groups, rates, strict=True):
             group["lr"], group["step"] = rate, 0
-        for state in part.optimizer.state.values():
-            # torch's Adam, used where neither Transformer Engine nor apex is installed, counts steps per parameter.
-            if "step" in state:
-                state["step"].zero_()
 
 
 def adopt_rates(optimizer: Any, state: dict[Any, Any]) -> None:
@@ -158,7 +159,8 @@ def checkpoint_metadata() -> dict[str, Any]:
     """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": not torch.cuda.is_available(),
+        # Else core gathers the whole state on every rank, through its GPU.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

@@ -1,4 +1,4 @@
-"""Makes Megatron-core run on CPU + gloo. With CUDA it is inactive.
+"""Makes Megatron-core run on CPU + gloo. With CUDA it is inactive but for what core needs there too.
 
 No other module of the project patches another library.
 
@@ -31,6 +31,8 @@ from torch.utils._device import _device_constructors
 from megatron_rl.run.parent import end_with_parent
 
 CPU = torch.device("cpu")
+STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of what a checkpoint has of a parameter
+PIECE = 1 << 22  # elements of a rank's state that travel at once
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # while a checkpoint is written
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
@@ -139,11 +141,12 @@ def is_active() -> bool:
 def install() -> None:
     """Patches torch and Megatron-core, once per process. Call it before importing megatron.core.
 
-    With CUDA it only mends names that core forgets.
+    With CUDA it only mends names that core forgets, and the Adam that core falls back to.
     """
     _silence_warnings()
     if not is_active():
         _mend_names()
+        _replace_torch_optimizer()
         return
     if getattr(torch.cuda, "megatron_rl_cpu", False):
         return
@@ -262,8 +265,6 @@ def _patch_tensor() -> None:
 def _patch_megatron() -> None:
     """Replaces the functions of core that assume CUDA or NCCL."""
     with _silent_imports(), _without_compiler(), _without_wandb():
-        import megatron.core.optimizer as core_optimizer
-        from megatron.core.optimizer import distrib_optimizer
         from megatron.core.tensor_parallel import mappings
         from megatron.core.tensor_parallel import random as core_random
         from megatron.core.transformer.moe import token_dispatcher
@@ -273,8 +274,32 @@ def _patch_megatron() -> None:
     # Splits of the dispatcher's all-to-all become numpy arrays only where they lie on a CUDA device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
     core_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-    distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+    _replace_torch_optimizer()
+
+
+def _replace_torch_optimizer() -> None:
+    """Puts `FusedAdam` in the place of torch's, which core takes where it finds neither Transformer Engine nor apex.
+
+    Core's distributed optimizer cannot load a checkpoint into torch's own. Nor is core's own norm of the gradients kept
+    there: on a GPU it waits for each tensor's.
+    """
+    with _silent_imports(), _without_compiler() if is_active() else contextlib.nullcontext(), _without_wandb():
+        import megatron.core.optimizer as core_optimizer
+        import megatron.core.utils as core_utils
+        from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    if clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_all
+    if core_optimizer.USING_PYTORCH_OPTIMIZER:
+        core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+        distrib_optimizer.__dict__.update(HAVE_APEX_OR_TE=True, USING_TE_OPTIMIZER=True, Adam=FusedAdam)
+
+
+def _norm_of_all(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Any, per_tensor: bool, *unused: Any
+) -> tuple[torch.Tensor, None]:
+    """Returns the norm of all tensors together, [1], on their device; in place of core's."""
+    return torch.stack(torch._foreach_norm(tensor_lists[0])).norm().view(1), None
 
 
 @contextlib.contextmanager
@@ -400,6 +425,59 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
             shift += bucket.grad_data.numel() - bucket.numel_unpadded
         places = buffer.param_index_map.items()
         buffer.param_index_map = {p: (start - shifts[b], end - shifts[b], b) for p, (start, end, b) in places}
+
+
+def gather_in_pieces(optimizer: Any) -> None:
+    """Makes a distributed optimizer collect its state for a checkpoint piece by piece (with CUDA too).
+
+    Core's first data-parallel rank holds the state three times over: the parts of all ranks, these joined, and the
+    whole that they are copied to. This rank holds the whole, and a piece of every rank's part.
+    """
+    original = optimizer.get_parameter_state_dp_zero
+
+    def gather(
+        use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any] | None:
+        if empty_data or return_on_all_ranks or not use_gloo_comm:
+            return original(use_gloo_comm, empty_data, return_on_all_ranks)
+        first = optimizer.data_parallel_group_gloo.rank() == 0
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, ranges in enumerate(optimizer.gbuf_ranges):
+            ((dtype, maps),) = ranges.items()
+            size = optimizer.buffers[number].numel_unpadded
+            whole: dict[str, Any] = {name: torch.zeros(size) for name in STATE} if first else {}
+            start = 0
+            for bucket, found in zip(optimizer.buffers[number].buckets, maps, strict=True):
+                end = start + bucket.numel_unpadded
+                for name in STATE:
+                    own = _own_part(optimizer, found, name, bucket.grad_data.numel())
+                    _gather_part(own, whole[name][start:end] if first else None, optimizer.data_parallel_group_gloo)
+                start = end
+            state[number] = {dtype: whole | {"numel_unpadded": size} if first else whole}
+        return state if first else None
+
+    optimizer.get_parameter_state_dp_zero = gather
+
+
+def _own_part(optimizer: Any, ranges: dict[str, Any], name: str, size: int) -> torch.Tensor:
+    """Returns what this rank has of a bucket's state of one name, as it lies in the bucket. `size`: of the bucket."""
+    own = torch.zeros(size // optimizer.data_parallel_group_gloo.size())
+    for parameter, found in ranges["param_map"].items():
+        place = found["gbuf_local"]
+        own[place.start : place.end].copy_(optimizer._get_main_param_and_optimizer_states(parameter)[name].detach())
+    return own
+
+
+def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, group: Any) -> None:
+    """Brings the parts of all ranks, without the padding behind them, to `whole` on the first."""
+    for start in range(0, len(own), PIECE):
+        piece = own[start : start + PIECE]
+        came = None if whole is None else [torch.empty_like(piece) for _ in range(group.size())]
+        torch.distributed.gather(piece, came, torch.distributed.get_global_rank(group, 0), group)
+        for rank, values in enumerate(came or ()):
+            assert whole is not None
+            target = whole[rank * len(own) + start :][: len(values)]
+            target.copy_(values[: len(target)])
 
 
 @contextlib.contextmanager

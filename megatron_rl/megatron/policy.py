@@ -43,6 +43,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 _OWN_WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
+EIGHT_BIT_UNIT = 16  # rows by which Transformer Engine's 8-bit products divide
 # Fields of core's config that belong to a role's optimizer, where roles share a model.
 _OF_ROLE = ("finalize_model_grads_func", "grad_scale_func", "no_sync_func")
 
@@ -71,7 +72,7 @@ class MegatronPolicy:
         self.role, self.groups, self.trainable = role, groups, trainable
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
-        self._rotary = RotaryTable(self.arch)
+        self._rotary = None if self._fused else RotaryTable(self.arch)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             if base is None:
@@ -89,7 +90,7 @@ class MegatronPolicy:
         self._saves = AsyncCallsQueue()
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in PolicyLoss(role.loss).needs:
-            self._reference = [p.detach().cpu().clone() for p in self._trained()]
+            self._reference = [offload.host_copy(p) for p in self._trained()]
 
     @property
     def replicas(self) -> Replicas:
@@ -157,10 +158,11 @@ class MegatronPolicy:
         """Statistics of every label in the loss, 0 elsewhere: [N] float32 on CPU by name, [N, k] of candidates, of this
         replica's work, on the ranks of the last stage; nothing on the others."""
         candidates = work.flat.values.get(CANDIDATES)
-        into = torch.zeros(num_rows(names, 0 if candidates is None else candidates.shape[1]), work.num_tokens)
+        rows = num_rows(names, 0 if candidates is None else candidates.shape[1])
+        into = torch.zeros(rows, work.num_tokens, device=next(self.chunks[0].parameters()).device)
         with self._active(), self._weights_in_use(reference), torch.no_grad():
             self._run(work, None, core_step.Pass(names=tuple(names), into=into))
-        return by_name(names, into) if self.groups.is_last_stage else {}
+        return by_name(names, into.cpu()) if self.groups.is_last_stage else {}
 
     def loss(self, work: Work, loss: BatchLoss) -> float:
         """Mean loss of `work`, which is one step, without an update (validation)."""
@@ -290,7 +292,7 @@ class MegatronPolicy:
     @property
     def _fused(self) -> bool:
         """Tells whether layers are Transformer Engine's."""
-        return models.uses_transformer_engine(self.arch, adapted=self.role.lora is not None)
+        return models.uses_transformer_engine(self.arch, self.role.model.dtype, adapted=self.role.lora is not None)
 
     def _build(self, seed: int, *, deterministic: bool) -> tuple[Any, list[Any]]:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
@@ -372,7 +374,8 @@ class MegatronPolicy:
         layout = self.role.layout
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
-        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context)
+        unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
+        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit)
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)
@@ -406,9 +409,10 @@ class MegatronPolicy:
     def _sum_over_replicas(self, results: list[dict[str, Any]]) -> dict[str, float]:
         """Sums by name, the same on every rank. A replica's own sums are those of its reporting rank."""
         own: dict[str, float] = {}
-        for result in results if self.groups.reports else ():
-            for name, value in result.items():
-                own[name] = own.get(name, 0.0) + float(value)
+        pairs = [pair for result in results if self.groups.reports for pair in result.items()]
+        values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
+        for (name, _), value in zip(pairs, values, strict=True):
+            own[name] = own.get(name, 0.0) + value
         source = dist.get_group_rank(self.groups.control, self.replicas.reporters[0])
         names = broadcast(sorted(own), self.groups.control, source=source)
         sums = torch.tensor([own.get(name, 0.0) for name in names], dtype=torch.float64)
@@ -436,7 +440,7 @@ class MegatronPolicy:
                 "no reference is kept: the role's loss needs none (loss.kl_coef is 0), or the policy is not trainable"
             )
         parameters = self._trained()
-        live = [p.detach().clone() for p in parameters]
+        live = [offload.host_copy(p) for p in parameters]
         try:
             _copy_into(parameters, self._reference)
             yield
@@ -469,4 +473,4 @@ def _signals_wait() -> Iterator[None]:
 def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
     with torch.no_grad():
         for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
+            parameter.copy_(value, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, 
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
 from megatron_rl.megatron.model import IGNORED, unwrap
+from megatron_rl.transfers import upload
 
 platform.install()
 
@@ -30,6 +32,12 @@ class Cut:
     parts: int = 1  # tensor ranks that share out a rank's tokens (sequence parallelism)
     part: int = 0  # this rank's number among them
     context: Context = ALONE
+    unit: int = 1  # tokens by which a rank's number of them must divide, as products of 8-bit numbers need it
+
+    @property
+    def multiple(self) -> int:
+        """Returns what the number of tokens over all context-parallel ranks must divide by."""
+        return math.lcm(self.context.multiple(self.parts), self.unit * self.parts * self.context.size)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,9 @@ class MicroBatch:
     positions: Tensor  # like tokens
     labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
     answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
+    wanted: Tensor  # [n] the places of these labels in the flattened `labels`
     layout: SequenceLayout
+    told: SequenceLayout | None  # the layout that the model is told; Transformer Engine wants none of padded sequences
     candidates: Tensor | None = None  # [.., k] of each label
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
@@ -56,13 +66,14 @@ class Pass:
     loss: BatchLoss | None = None  # None: statistics are written to `into`
     scale: float = 1.0  # factor of the loss's gradient
     backward: bool = False
-    into: Tensor | None = None  # [R, N of the work] on CPU, R rows as batches.batch.num_rows counts them
+    into: Tensor | None = None  # [R, N of the work], R rows as batches.batch.num_rows counts them
 
 
-def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
-    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. A batch without sequences
-    becomes a dummy without labels, so that a rank with nothing to do still takes part."""
-    context, multiple = cut.context, cut.context.multiple(cut.parts)
+def make_micro_batch(batch: Batch, rotary: RotaryTable | None, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
+    """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. `rotary`: None for layers
+    of Transformer Engine, which turn queries and keys themselves. A batch without sequences becomes a dummy without
+    labels, so that a rank with nothing to do still takes part."""
+    context, multiple = cut.context, cut.multiple
     part = batch if batch.num_sequences else batch.dummy(multiple)
     if cut.packed:
         unit = 2 * context.size if context.size > 1 else 1
@@ -80,21 +91,24 @@ def make_micro_batch(batch: Batch, rotary: RotaryTable, *, cut: Cut, like: Tenso
         positions = own.expand(part.num_sequences, -1)
         layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
     tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
-    answers, device = places[labels != IGNORED], like.device
+    answered, device = labels != IGNORED, like.device
     ids = part.values.get(CANDIDATES)
     experts = None
     if part.experts is not None:
-        experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part).to(device)
+        experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part)
+        experts = upload(experts, device)
     return MicroBatch(
         batch=part,
         start=start,
         size=len(batch.tokens),
-        tokens=tokens.to(device),
-        positions=positions.to(device),
-        labels=labels.to(device),
-        answers=answers,
+        tokens=upload(tokens, device),
+        positions=upload(positions, device),
+        labels=upload(labels, device),
+        answers=upload(places[answered], device),
+        wanted=upload(answered.flatten().nonzero()[:, 0], device),
         layout=layout,
-        candidates=None if ids is None else ids.long()[places.clamp(min=0)].to(device),
+        told=layout if cut.packed or rotary is not None else None,
+        candidates=None if ids is None else upload(ids.long()[places.clamp(min=0)], device),
         experts=experts,
     )
 
@@ -127,28 +141,29 @@ def run(
 
 def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, scale: float) -> tuple[Tensor, Any]:
     micro = next(iterator)
-    replay.show(unwrap(model), micro.experts, training=what.backward)
+    core = unwrap(model)
+    core.wanted = micro.wanted
+    replay.show(core, micro.experts, training=what.backward)
     labels = micro.labels
     if "candidate_logprobs" in what.names:  # core hands labels of any shape on
         assert micro.candidates is not None
         labels = torch.cat([labels[..., None], micro.candidates], dim=-1)
-    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.layout)
+    answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.told)
     return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
 
 def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> tuple[Tensor, dict[str, Any]]:
     """[R, n] answers of the last stage -> (scalar for the backward pass, sums). Core divides by the number of
     micro-batches."""
-    index = micro.answers.to(answer.device)
     whole = torch.zeros(len(answer), len(micro.batch.tokens), device=answer.device)
-    whole = whole.index_copy(1, index, answer.float())
+    whole = whole.index_copy(1, micro.answers, answer.float())
     if (
         micro.layout.context.size > 1
     ):  # every rank takes the loss of whole sequences; its gradient reaches the rank's own tokens alone
         whole = reduce_from_tensor_model_parallel_region(whole, group=micro.layout.context.group)
     if what.loss is None:
         assert what.into is not None
-        what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach().cpu()
+        what.into[:, micro.start : micro.start + micro.size] = whole[:, : micro.size].detach()
         return answer.new_zeros(()), {}
     total, sums = what.loss(Statistics(**by_name(what.names, whole)), micro.batch.to(answer.device))
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +24,9 @@ from megatron_rl.refit.buffers import Buffers, parts
 
 POLL_S = 0.0002  # the pause between two looks whether NCCL is done
 JOIN_S = 5.0  # the longest wait for a thread that is told to end
+# NCCL's own limit of a message, past any refit's: torch ends the whole process where it is passed.
+NCCL_TIMEOUT = timedelta(days=30)
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torch reads it when it makes a group
 
 
 class PointToPoint:
@@ -30,6 +35,9 @@ class PointToPoint:
     gloo closes all its connections when one wait times out. So a wait that may time out happens in a thread. When time
     is up that thread is left alone with its buffer, until the group's own time-out. The next refit that leaves somebody
     out makes a new group.
+
+    NCCL connects two members at their first message, and the call waits for the other side. So messages are started in
+    a thread too, one after the other; a message that is not started in time counts as one that did not come.
     """
 
     def __init__(self, board: Board, rank: int, size: int, *, backend: str, settings: RefitConfig) -> None:
@@ -48,6 +56,7 @@ class PointToPoint:
                 f"{backend} group of {size} ranks: not all of them came within {come:.0f} s ({error})"
             ) from error
         self._long = timedelta(seconds=settings.timeout_s)
+        self._starter = _Starter() if backend == "nccl" else None
         self._waiter: _Waiter | None = None
         self._left: list[tuple[_Waiter, Sequence[Any]]] = []  # threads left alone, with what they wait for
         # Message counters, by peer.
@@ -98,9 +107,19 @@ class PointToPoint:
             self._waiter.end()
         if self._backend == "nccl":
             self._group.abort()  # kernels that wait for a dead peer would spin on
+        if self._starter is not None:
+            self._starter.end()
 
     def _start(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
-        """Starts one send or receive. Returns the work, or the error where the connection is already lost."""
+        """Starts one send or receive. Returns the work, or the error where the connection is already lost. With NCCL it
+        returns a Future of these."""
+        if self._starter is not None:
+            return self._starter.submit(lambda: self._start_now(way, message, peer, tag))
+        return self._start_now(way, message, peer, tag)
+
+    def _start_now(self, way: str, message: Tensor, peer: int, tag: int) -> Any:
+        if message.is_cuda:
+            torch.cuda.set_device(message.device)  # of this thread
         try:
             return self._group.send([message], peer, tag) if way == "send" else self._group.recv([message], peer, tag)
         except RuntimeError as error:
@@ -113,6 +132,10 @@ class PointToPoint:
 
     def finish(self, works: Sequence[Any], deadline: Deadline) -> str | None:
         """Waits for all works. Returns None, or what went wrong."""
+        if self._starter is not None:
+            if late := deadline.until(lambda seconds: not futures.wait(works, seconds).not_done):
+                return late
+            works = [work.result() for work in works]
         for work in works:
             if isinstance(work, RuntimeError):
                 return _first_line(work)
@@ -137,7 +160,7 @@ class PointToPoint:
         """
         for work in works:
             with contextlib.suppress(RuntimeError):
-                if not isinstance(work, RuntimeError):
+                if not isinstance(work, (RuntimeError, futures.Future)):
                     work.wait(timedelta(milliseconds=1))
 
 
@@ -169,6 +192,29 @@ class _Waiter:
             except RuntimeError as error:
                 failures.append(_first_line(error))
             done.set()
+
+
+class _Starter:
+    """A thread that starts one message after another. It ends with the process, also when a start never returns."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def submit(self, start: Callable[[], Any]) -> futures.Future[Any]:
+        """Returns the Future of what `start` returns. It must not raise."""
+        future: futures.Future[Any] = futures.Future()
+        self._tasks.put((future, start))
+        return future
+
+    def end(self) -> None:
+        """Ends the thread, unless a start holds it."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, start = task
+            future.set_result(start())
 
 
 class _GroupHandle:
@@ -216,8 +262,25 @@ def _make(backend: str, store: Any, address: str, place: tuple[int, int], timeou
         options._timeout = timeout
         return dist.ProcessGroupGloo(store, *place, options)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, *place, options)
+    options._timeout = NCCL_TIMEOUT
+    with _errors_left_alone():
+        return dist.ProcessGroupNCCL(store, *place, options)
+
+
+@contextlib.contextmanager
+def _errors_left_alone() -> Iterator[None]:
+    """Makes torch leave errors of a group that is made in the block to those who wait for its messages.
+
+    By default a thread of torch's ends the whole process when a peer is lost, or a message late.
+    """
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[ERROR_HANDLING]
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
 
 
 def _first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import uuid
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.base import Transport
@@ -19,6 +21,8 @@ from megatron_rl.refit.slots import CudaIpc, Disk, SharedMemory, Slots
 from megatron_rl.refit.tcp import Tcp
 from megatron_rl.weights.reshard import RankPlacement
 
+_log = logging.getLogger(__name__)
+
 
 class RankSeat(NamedTuple):
     """The place where a rank runs."""
@@ -26,12 +30,17 @@ class RankSeat(NamedTuple):
     host: str
     process: str  # a name for the life of this process; a process number would come back in another container
     device: str  # "cpu", or the GPU's UUID
+    nccl: str = ""  # the version of NCCL that this process would use; empty without a GPU, or without NCCL
 
     @classmethod
     def new(cls, device: torch.device) -> RankSeat:
         """Returns the seat of this process. Each call names another process, so call it once."""
-        name = "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)
-        return cls(socket.gethostname(), uuid.uuid4().hex, name)
+        process = uuid.uuid4().hex
+        if device.type == "cpu":
+            return cls(socket.gethostname(), process, "cpu")
+        name = str(torch.cuda.get_device_properties(device).uuid)
+        version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+        return cls(socket.gethostname(), process, name, version)
 
     @property
     def place(self) -> tuple[str, str]:
@@ -75,6 +84,7 @@ class Wiring:
     def __init__(self, board: Board, seating: Seating, here: RankSeat, settings: RefitConfig) -> None:
         """Opens the transports that this seating needs. Raises TransportError when not all members come in time."""
         self._seating, self._here, self._settings = seating, here, settings
+        _check_nccl(seating, settings)
         members = seating.members
         self._numbers = {seat: i for i, seat in enumerate(members)}
         self.kinds = sorted({self._kind(a, b) for a in seating.trainer for b in seating.engines.values() if a != b})
@@ -106,7 +116,29 @@ class Wiring:
             return self._settings.transport
         if "cpu" in (trainer.device, engine.device):
             return "shared_memory" if trainer.host == engine.host else "tcp"
-        return "cuda_ipc" if trainer.place == engine.place else "nccl"
+        if trainer.place == engine.place:
+            return "cuda_ipc"
+        return "nccl" if trainer.nccl and trainer.nccl == engine.nccl else "tcp"
+
+
+def _check_nccl(seating: Seating, settings: RefitConfig) -> None:
+    """Says when weights go over TCP because the versions of NCCL differ: NCCL does not connect them.
+
+    Raises ConfigError where NCCL is asked for.
+    """
+    pairs = [
+        (trainer.nccl or "none", engine.nccl or "none")
+        for trainer in seating.trainer
+        for engine in seating.engines.values()
+        if "cpu" not in (trainer.device, engine.device) and trainer.place != engine.place
+    ]
+    different = next((pair for pair in pairs if len({*pair}) > 1), None)
+    if different is None:
+        return
+    what = "trainer and engine have NCCL {} and {}, which cannot be connected".format(*different)
+    if settings.transport == "nccl":
+        raise ConfigError(f"refit.transport = nccl: {what}; use auto, or the same torch on both sides")
+    _log.warning("%s: weights go over TCP. The same torch on both sides makes refits faster", what)
 
 
 def _medium(kind: str, settings: RefitConfig) -> SharedMemory | Disk | CudaIpc:

@@ -18,7 +18,7 @@ from megatron_rl.engines.pool.pool import ServerEngine, given
 from megatron_rl.engines.roster import Listing
 from megatron_rl.engines.server import Server
 from megatron_rl.session.servers import ENGINES, TOKEN, About, command, connect
-from megatron_rl.session.serving import has_gpu
+from megatron_rl.session.serving import has_gpu, visible_gpus
 from megatron_rl.weights import hf
 
 CONTROL_S = 600.0  # of verbs other than generate; an evaluation uses none that waits
@@ -85,7 +85,7 @@ class _Starter:
         """Waits until it answers. Raises ConfigError, StartError."""
         settings, python = self.settings, interpreter(self.settings)
         gpus = settings.gpus[number * settings.tp : (number + 1) * settings.tp]
-        environment = {**self.environment, **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {})}
+        environment = {**self.environment, **visible_gpus(gpus, self.environment)}
         port = free_port(settings.host)
         words = command(settings)(
             settings, python=python, model=model, dtype=dtype, port=port,

@@ -34,6 +34,7 @@ from megatron_rl.session.adapter_refit import AdapterRefit
 from megatron_rl.session.common import Driver
 from megatron_rl.session.pool_refit import PoolRefit
 from megatron_rl.session.servers import ENGINES, TOKEN, About, adapters_served, connect
+from megatron_rl.session.serving import check_gpus
 from megatron_rl.session.supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.text import load_tokenizer
 from megatron_rl.weights import hf
@@ -159,6 +160,8 @@ def _open_servers(session: _Session, settings: Servers, fleet: Fleet) -> None:
     """Starts servers where the run starts its own, and makes a pool of each role's, on the driver."""
     config, driver = session.config, session.driver
     started: dict[str, list[Supervisor]] = {name: [] for name in config.server_roles}
+    if settings.start:
+        session.world.from_driver(check_gpus, config, settings, os.environ)
     if session.world.rank == 0 and settings.start:
         session.stack.callback(end_supervisors, started)
         for name in started:

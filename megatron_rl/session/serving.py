@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class _Serving:
         self.log = directory / "logs" / f"engine_{role}_{replica}.log"
         self._model = _directory_of(f"roles.{role}.model.path", config.roles[role].model.path)
         families = own_families.variables(config.families)
-        self._environment = {**environment, **_gpus(config, settings, role, replica), **families}
+        self._environment = {**environment, **_gpus(config, settings, role, replica, environment), **families}
         self._job = job_from(environment)
 
     def serve(self, stop: threading.Event) -> float:
@@ -195,7 +195,35 @@ def has_gpu(environment: Mapping[str, str]) -> bool:
     return environment.get("CUDA_VISIBLE_DEVICES") != "" and shutil.which("nvidia-smi") is not None
 
 
-def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> dict[str, str]:
+def visible_gpus(numbers: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable by which a server sees GPUs alone that engine.gpus names; nothing where it names none.
+
+    The numbers count the GPUs that this process sees: of CUDA_VISIBLE_DEVICES=4,5 GPU 1 is 5. Raises ConfigError for a
+    number beyond these.
+    """
+    if not numbers:
+        return {}
+    seen = environment.get("CUDA_VISIBLE_DEVICES")
+    names = None if seen is None else [name for name in seen.split(",") if name]
+    if names is not None and max(numbers) >= len(names):
+        raise ConfigError(f"engine.gpus names GPU {max(numbers)}: CUDA_VISIBLE_DEVICES = {seen} has {len(names)}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(str(n) if names is None else names[n] for n in numbers)}
+
+
+def check_gpus(config: TrainConfig, settings: Servers, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for servers that a run would start all on its first GPU, where its first rank is."""
+    wanted = len(config.server_roles) * settings.replicas * settings.tp
+    if wanted and not settings.gpus and has_gpu(environment):
+        raise ConfigError(
+            f"engine.gpus is empty: every server would take the first GPU, as the first rank does. Name {wanted} GPUs "
+            "(roles x engine.replicas x engine.tp) that no rank has, or start the servers in jobs of their own "
+            "(engine.start = false)"
+        )
+
+
+def _gpus(
+    config: TrainConfig, settings: Servers, role: str, replica: int, environment: Mapping[str, str]
+) -> dict[str, str]:
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
@@ -206,7 +234,7 @@ def _gpus(config: TrainConfig, settings: Servers, role: str, replica: int) -> di
         raise ConfigError(
             f"engine.gpus = {list(settings.gpus)}: {wanted} are needed (roles x engine.replicas x engine.tp)"
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, own))}
+    return visible_gpus(own, environment)
 
 
 def _asked_to_leave(with_parent: bool, over: Callable[[], bool]) -> threading.Event:

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
-from megatron_rl.megatron import forward, offload, parallel
+from megatron_rl.megatron import forward, offload, optim, parallel
+from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
@@ -164,6 +166,23 @@ def few_tokens(path: str) -> float:
     return max(errors)
 
 
+def checkpoint_memory(path: str) -> dict[str, float]:
+    """Bytes of host memory per parameter that collecting the state for a checkpoint takes at its highest."""
+    policy = make(path, PLAIN)
+    size = sum(parameter.numel() for parameter in policy.chunks[0].parameters())
+    with policy._active():
+        metadata = optim.checkpoint_metadata()
+        model = {"model0": models.unwrap(policy.chunks[0]).sharded_state_dict(metadata=metadata)}
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            state = policy.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
+    held = highest = 0
+    for event in profiler.profiler.kineto_results.events():
+        held += event.nbytes() if event.name() == "[memory]" else 0
+        highest = max(highest, held)
+    del state  # it is held until here
+    return {"bytes": highest / size}
+
+
 def sleep(path: str, layout: Layout = PLAIN) -> dict[str, float]:
     awake, sleeper = make(path, layout), make(path, layout)
     held = offload.gradient_bytes(sleeper.chunks)
@@ -246,6 +265,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
     answer["head"], answer["holdings"] = head(), holdings(path)
+    answer["checkpoint_memory"] = checkpoint_memory(str(Path(path).parent / "large"))
     answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {

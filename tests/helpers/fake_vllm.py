@@ -65,6 +65,7 @@ class FakeVllm:
         self.prompts: list[tuple[int, ...]] = []  # that it was asked
         self.scored: list[int] = []  # sequences of each request
         self.running = self.most_running = 0  # requests that generate
+        self.cached = "default"  # the oldest version of the weights that the prefix cache has entries of
         self._faults: dict[str, list[str]] = defaultdict(list)
         self._change = threading.Condition()
         self._paused, self._aborts, self._closed, self._pending = False, 0, False, ""
@@ -126,6 +127,9 @@ class FakeVllm:
                 case "/finish_weight_update":
                     assert body["weight_version"] == self._pending
                     self.version = self._pending
+                case "/reset_prefix_cache":  # vLLM's answer does not say whether it was done
+                    if not self.running or query.get("reset_running_requests") == ["true"]:
+                        self.cached = self.version
                 case "/resume":
                     self._paused = False
             self._change.notify_all()

@@ -283,7 +283,7 @@ def pipeline_logits(chunks, parts):
     def forward(iterator, model):
         micro = next(iterator)
         replay.show(models.unwrap(model), micro.experts, training=False)
-        answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.layout)
+        answer = model(micro.tokens, micro.positions, None, packed_seq_params=micro.told)
         return answer, lambda logits, non_loss_data: (micro, logits)
 
     iterators = [iter(parts) for _ in chunks]
@@ -305,8 +305,8 @@ def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
-            found, first = logits[micro.labels != models.IGNORED], policy.groups.tp_rank * logits.shape[-1]
-            want = wanted[index[micro.start + micro.answers], first : first + logits.shape[-1]]
+            found, first = logits[micro.labels != models.IGNORED].cpu(), policy.groups.tp_rank * logits.shape[-1]
+            want = wanted[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
             worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
     return worst
 

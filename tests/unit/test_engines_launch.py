@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,15 @@ from fake_fleet import until
 from ranks import ROOT
 
 from megatron_rl import main
-from megatron_rl.config.schema import Vllm
+from megatron_rl.config import files as config_files
+from megatron_rl.config.schema import ConfigError, TrainConfig, Vllm
 from megatron_rl.engines import launch
 from megatron_rl.engines.guard import HEADER, TOKEN_FILE, Guard
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, make_token, tail
 from megatron_rl.engines.roster import Listing, Roster
 from megatron_rl.session import serving as serve
 from megatron_rl.session.servers import connect
+from megatron_rl.session.serving import check_gpus, visible_gpus
 
 FAKE = [sys.executable, str(ROOT / "tests/helpers/fake_vllm.py"), "--host", "127.0.0.1", "--port", "0"]
 CONFIG = """
@@ -281,6 +284,7 @@ def config(tmp_path):
             "engine.python = /nowhere: there is no such program; `make engines-sglang` makes",
         ),
         (["engine.gpus=[0]", "--replica=1"], "engine.gpus = [0]: 3 are needed"),
+        (["engine.gpus=[0, 1, 0]"], "engine.gpus = [0, 1, 0]: [0] stand there twice"),
         (["engine.host=192.0.2.1"], "engine.host = 192.0.2.1: this machine cannot listen there"),
         (["roles.generator.router_replay=true"], "router_replay without a GPU"),
         (
@@ -492,3 +496,26 @@ def test_a_servers_imports_name_the_plug_in_that_vllm_loads(tmp_path):
 
     found = [e for d in distributions(path=[str(launch._only_this_package(tmp_path))]) for e in d.entry_points]
     assert [(e.group, e.value) for e in found] == [("vllm.general_plugins", "megatron_rl.engines.vllm_tandem:register")]
+
+
+def test_gpus_are_counted_among_those_that_the_process_sees():
+    """GPU 0 of a job that has 4 and 5 was GPU 0 of the host, which is another job's."""
+    assert visible_gpus((0, 1), {}) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible_gpus((1,), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {"CUDA_VISIBLE_DEVICES": "5"}
+    assert visible_gpus((0,), {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}) == {"CUDA_VISIBLE_DEVICES": "GPU-8f2a"}
+    assert visible_gpus((), {"CUDA_VISIBLE_DEVICES": "4,5"}) == {}
+    with pytest.raises(ConfigError, match="names GPU 2: CUDA_VISIBLE_DEVICES = 4,5 has 2"):
+        visible_gpus((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_a_run_does_not_start_all_its_servers_on_the_gpu_of_its_first_rank(config, tmp_path, monkeypatch):
+    """Without engine.gpus every server of every role did."""
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    run = config_files.load(TrainConfig, [config])
+    with pytest.raises(ConfigError, match="engine.gpus is empty: .* Name 3 GPUs"):
+        check_gpus(run, run.engine, {})
+    check_gpus(run, run.engine, {"CUDA_VISIBLE_DEVICES": ""})
+    check_gpus(run, replace(run.engine, gpus=(2, 3, 4)), {})

@@ -151,6 +151,16 @@ def test_requests_are_kept_over_a_refit(fleet: Fleet):
     assert fake.count(GENERATE) == len(PROMPTS)
 
 
+def test_no_prefix_of_old_weights_is_read_after_a_refit_that_keeps_requests(fleet: Fleet):
+    """vLLM emptied nothing while requests held parts of its cache, and answered 200."""
+    fake = fleet.start()
+    asked = under_way(fleet, fake, pause="keep")
+    fleet.refit(2)
+    assert fake.cached == fake.version == "2"
+    fake.release()
+    asked.result()
+
+
 def test_a_refit_begins_when_the_requests_it_waits_for_have_ended(fleet: Fleet):
     """The trainer was told to begin while servers waited for requests, and left them out as silent."""
     fake = fleet.start()

@@ -16,7 +16,9 @@ class Cache:
 
     def __init__(self, decoder: Decoder, slots: int) -> None:
         self._decoder, self._width = decoder, 0
-        self.layers = decoder.new_cache(slots, 0)  # one [2, slots, KV, columns, d] per layer, or the decoder's latents
+        self.layers = [
+            decoder.new_layer_cache(slots, 0) for _ in decoder.weights.layers
+        ]  # one [2, slots, KV, columns, d] per layer, or the decoder's latents
 
     def reserve(self, width: int, *, used: int, slots: int) -> None:
         """Makes it at least `width` columns wide. Where it grows it keeps the first `used` slots, and has `slots`
@@ -24,10 +26,11 @@ class Cache:
         if width <= self._width:
             return
         columns = -(-width // GROWTH) * GROWTH
-        wider = self._decoder.new_cache(slots, columns)
-        for held, grown in zip(self.layers, wider, strict=True):
+        for number, held in enumerate(self.layers):  # one after the other, so that no more than one is there twice
+            grown = self._decoder.new_layer_cache(slots, columns)
             grown[:, :used, :, : self._width] = held[:, :used]
-        self.layers, self._width = wider, columns
+            self.layers[number] = grown
+        self._width = columns
 
     def put(self, part: slice, fresh: Sequence[Tensor], source: Tensor) -> None:
         """Fills the slots `part` with rows `source` [B] of a prefill's keys and values, one [2, P, KV, columns, d]

@@ -40,17 +40,16 @@ class Decoder:
         self._eps = {eps: torch.tensor(eps) for eps in (arch.features.norm_eps, arch.features.latent_eps)}
         self._routing = arch.features.routing
 
-    def new_cache(self, rows: int, width: int) -> list[Tensor]:
-        """Makes one [2, B, KV, L, d] per layer, keys then values, or with latents [1, B, 1, L, r + e]. Zeros: what is
-        masked out is still multiplied, so it must be finite."""
+    def new_layer_cache(self, rows: int, width: int) -> Tensor:
+        """Makes the cache of a layer: [2, B, KV, L, d], keys then values, or with latents [1, B, 1, L, r + e]. Zeros:
+        what is masked out is still multiplied, so it must be finite."""
         kinds, heads, size = self._cached
-        shape = (kinds, rows, heads, width, size)
-        return [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in self.weights.layers]
+        return torch.zeros((kinds, rows, heads, width, size), dtype=self.dtype, device=self.device)
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Reads right-padded prompts. [B, P] -> hidden states [B, P, h] before the last norm, per layer a cache as
-        `new_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a dense
-        model."""
+        `new_layer_cache` has it, and per layer the experts that were chosen [B P, k], FREE in a dense layer; none in a
+        dense model."""
         rows, width = tokens.shape
         turns = [one[:width].repeat(rows, 1)[:, None] for one in self._turns_up_to(width)]  # [B P, 1, d / 2] by kind
         masks = [self._prompt_mask(width, kind.window) for kind in self.arch.features.kinds]

@@ -22,6 +22,7 @@ from megatron_rl.engines.embedded.ends import NO_TOKEN, Ends
 from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.tandem import Writers
 from megatron_rl.engines.rounds import Row
+from megatron_rl.transfers import upload
 from megatron_rl.types import Stop
 
 COMPACT_BELOW = 0.95  # share of living rows under which the slots are packed together
@@ -89,7 +90,6 @@ class ContinuousBatch:
         self._waiting = deque(sorted(requests, key=lambda r: (-len(r.tokens), r.prompt, r.place)))
         self._slots, self._size = min(max_batch, len(requests)), 0
         self._caches = [Cache(decoder, self._slots) for decoder in decoders]
-        self._end_tokens = torch.from_numpy(ends.table).to(self._device)
         state = torch.zeros(3, self._slots, dtype=torch.int64, device=self._device)
         self._state = state
         self._tokens, self._positions, self._keys = state  # [slots] each; positions: of `tokens`
@@ -135,11 +135,12 @@ class ContinuousBatch:
         padded = np.zeros((len(prompts), len(new[0].tokens)), np.int64)
         for request in new:
             padded[prompts[request.prompt], : len(request.tokens)] = request.tokens
-        source = torch.tensor([prompts[r.prompt] for r in new], device=self._device)
-        last = torch.tensor([len(r.tokens) - 1 for r in new], device=self._device)
+        source = upload(torch.tensor([prompts[r.prompt] for r in new]), self._device)
+        last = upload(torch.tensor([len(r.tokens) - 1 for r in new]), self._device)
+        read = upload(torch.from_numpy(padded), self._device)
         states, experts = [], []
         for decoder, cache in zip(self._decoders, self._caches, strict=True):
-            hidden, fresh, chosen = decoder.prefill(torch.from_numpy(padded).to(self._device))
+            hidden, fresh, chosen = decoder.prefill(read)
             states.append(hidden[source, last])
             experts.append(chosen)
             cache.put(part, fresh, source)
@@ -147,7 +148,7 @@ class ContinuousBatch:
             own = [(r.place, prompts[r.prompt], len(r.tokens)) for r in new]
             self._choices.read_prompts(experts[0], padded.shape[1], own)
         self._positions[part] = last
-        self._keys[part] = torch.tensor([r.key for r in new], device=self._device)
+        self._keys[part] = upload(torch.tensor([r.key for r in new]), self._device)
         self._places[part] = [r.place for r in new]
         self._counts[part], self._alive[part], self._tails[part] = 0, True, NO_TOKEN
         self._size = part.stop
@@ -159,7 +160,8 @@ class ContinuousBatch:
         lengths = self._prompt_lengths[self._places[part]] + self._counts[part]
         window = int(lengths[self._alive[part]].max())
         self._reserve(window)
-        tokens, positions = self._tokens[part], self._positions[part]
+        # A row that has ended goes on being counted: it must stay within the window.
+        tokens, positions = self._tokens[part], self._positions[part].clamp(max=window - 1)
         pairs = zip(self._decoders, self._caches, strict=True)
         read = [decoder.decode(tokens, positions, cache.layers, window) for decoder, cache in pairs]
         if self._choices is not None:
@@ -175,18 +177,14 @@ class ContinuousBatch:
         tokens, logprobs, model_logprobs = drawing.draw(logits, self._sampling, self._keys[part], positions)
         self._tokens[part] = tokens
         self._counts[part] += 1
-        ended = self._end_tokens[tokens].cpu().numpy() | (self._counts[part] >= self._limits[places])
-        by_text, authors = np.zeros(len(places), bool), None
-        if self._ends.window or self._writers is not None:
-            told = tokens.cpu().numpy()
-            if self._ends.window:
-                by_text = self._by_text(told, part)
-            if self._writers is not None:
-                authors = self._writers.write(places, told)
+        told = tokens.cpu().numpy()  # the step's only wait for the device
+        ended = self._ends.table[told] | (self._counts[part] >= self._limits[places])
+        by_text = self._by_text(told, part) if self._ends.window else np.zeros(len(places), bool)
+        authors = None if self._writers is None else self._writers.write(places, told)
         self._drawn.append(_Draw(places, offsets, tokens, logprobs, model_logprobs, authors))
         finished = np.flatnonzero((ended | by_text) & self._alive[part])
         if len(finished):
-            self._finish(finished, part, tokens, by_text)
+            self._finish(finished, part, told, by_text)
 
     def _by_text(self, tokens: np.ndarray, part: slice) -> np.ndarray:
         """Tells which of the rows in slots `part` have completed a stop string with their new tokens [B]. -> bool
@@ -198,15 +196,13 @@ class ContinuousBatch:
         found[living] = self._ends.by_text(tails[living])
         return found
 
-    def _finish(self, rows: np.ndarray, part: slice, tokens: Tensor, by_text: np.ndarray) -> None:
+    def _finish(self, rows: np.ndarray, part: slice, tokens: np.ndarray, by_text: np.ndarray) -> None:
         """Ends the `rows` of slots `part` behind their new `tokens` [B]."""
-        index = torch.from_numpy(rows).to(self._device)
         places = self._places[part][rows]
         self._lengths[places] = self._counts[part][rows]
-        for row, place, last in zip(rows.tolist(), places.tolist(), tokens[index].tolist(), strict=True):
+        for row, place, last in zip(rows.tolist(), places.tolist(), tokens[rows].tolist(), strict=True):
             self._stops[place] = self._ends.reason(last, bool(by_text[row]))
         self._alive[part.start + rows] = False
-        self._positions[part][index] = 0  # a dead row must stay within the window
 
     def _pack(self) -> None:
         """Moves the last living rows into the slots of dead ones, so that the living stand in front."""
@@ -216,7 +212,7 @@ class ContinuousBatch:
             origin = living[len(living) - len(to) :]
             for own in (self._places, self._counts, self._tails):
                 own[to] = own[origin]
-            there, here = torch.from_numpy(to).to(self._device), torch.from_numpy(origin).to(self._device)
+            there, here = upload(torch.from_numpy(to), self._device), upload(torch.from_numpy(origin), self._device)
             for cache in self._caches:
                 cache.move(here, there)
             self._state[:, there] = self._state[:, here]

@@ -1,0 +1,384 @@
+"""What the tests run on the pretended CUDA device, in a fork of emulated_server.py.
+
+Every case names its parts for the ledger, so that waits and kernels are told apart by what the program did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from emulated_device import LEDGER, allocated_bytes
+from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
+from layouts_worker import reference as by_transformers
+from tiny_models import make_model
+
+from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
+from megatron_rl.engines.base import Sampling, complete
+from megatron_rl.engines.embedded.cache import Cache
+from megatron_rl.engines.embedded.engine import EmbeddedEngine
+from megatron_rl.engines.embedded.model import Decoder
+from megatron_rl.megatron import model as models
+from megatron_rl.megatron import parallel
+from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.refit.board import Address, Board
+from megatron_rl.refit.engine_side import EngineSide
+from megatron_rl.refit.topology import Topology
+from megatron_rl.refit.trainer_side import TrainerSide
+from megatron_rl.weights.dist_checkpoint import DistCheckpoint
+from megatron_rl.weights.layouts import EngineLayout
+
+ROOT = Path(__file__).parents[2]
+VOCAB = 97
+ALONE = ("counting", "programs", "cuda_ipc")  # cases that make no group, or one of their own
+
+
+def run(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> Any:
+    """Runs a case as one rank of a group, which is NCCL's for CUDA tensors as far as the program knows."""
+    torch.set_num_threads(1)
+    function = globals()[case]
+    if case == "programs":  # they find no launcher, and are ranks of their own
+        return function(own, **arguments)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    if case in ALONE:
+        return function(own, **arguments)
+    store = dist.FileStore(str(own / "ranks"), ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks)
+    answer = function(own, **arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    return answer
+
+
+def device(own: Path) -> dict[str, str]:
+    """Does what a GPU refuses, and returns the errors."""
+    here, there = torch.ones(3, device="cuda"), torch.ones(3)
+    tries = {
+        "add": lambda: here + there,
+        "matrix product": lambda: torch.mm(here[None], there[:, None]),
+        "stack": lambda: torch.stack([here, there]),
+        "numpy": lambda: here.numpy(),
+        "index of a CPU tensor": lambda: there[torch.tensor([0], device="cuda")],
+        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+            *(x.view(1, 1, 3, 1) for x in (here, here, there))
+        ),
+        "gloo": lambda: dist.all_reduce(here, group=dist.new_group(backend="gloo")),
+    }
+    errors = {}
+    for name, function in tries.items():
+        try:
+            function()
+        except (RuntimeError, TypeError) as error:
+            errors[name] = str(error)
+    return errors
+
+
+def counting(own: Path) -> dict[str, Any]:
+    """Does what makes the host wait, and what does not, in a module of the project's as far as the ledger knows."""
+    source = (
+        "import torch\n"
+        "def act(LEDGER):\n"
+        "    x, locked = torch.arange(6.0, device='cuda'), torch.ones(6).pin_memory()\n"
+        "    def count(name, function):\n"
+        "        with LEDGER.part(name):\n"
+        "            function()\n"
+        "    count('item', lambda: x[0].item())\n"
+        "    count('bool', lambda: bool(x.sum() > 3))\n"
+        "    count('mask', lambda: x[x > 2])\n"
+        "    count('fill under a mask', lambda: x.clone().__setitem__(x > 2, 0.0))\n"
+        "    count('list', lambda: torch.tensor([1, 2], device='cuda'))\n"
+        "    count('pageable', lambda: torch.ones(6).to('cuda'))\n"
+        "    count('pinned', lambda: locked.to('cuda', non_blocking=True))\n"
+        "    count('pinned, blocking', lambda: locked.to('cuda'))\n"
+        "    count('down', lambda: x.cpu())\n"
+        "    count('down, pinned', lambda: locked.copy_(x, non_blocking=True))\n"
+        "    count('to itself', lambda: x.to('cuda'))\n"
+        "    count('index from the CPU', lambda: x[torch.tensor([0, 2])])\n"
+        "    count('repeats', lambda: x.repeat_interleave(torch.ones(6, dtype=torch.int64, device='cuda')))\n"
+        "    count('stream', lambda: torch.cuda.current_stream().synchronize())\n"
+        "    count('products', lambda: (x[:, None] @ x[None]).relu())\n"
+    )
+    from emulated_ledger import WATCHED
+
+    names: dict[str, Any] = {}
+    exec(compile(source, f"{WATCHED['megatron_rl']}/acting.py", "exec"), names)
+    names["act"](LEDGER)
+    return {}
+
+
+def make(own: Path, family: str, **sizes: Any) -> str:
+    """Writes a tiny model of a family, on the first rank. Returns its directory."""
+    path = own / "model"
+    if dist.get_rank() == 0:
+        make_model(path, family, vocab_size=VOCAB, **sizes)
+    dist.barrier()
+    return str(path)
+
+
+def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | None = None) -> dict[str, float]:
+    """Does with a policy what a run does, and compares with transformers on the CPU.
+
+    `case` is as tests/helpers/layouts_worker.py has it. Returns the errors.
+    """
+    path, rollouts, loss = make(own, family, **(sizes or {})), make_rollouts(VOCAB), WeightedLogprobs()
+    half = case.get("dtype") == "bfloat16"
+    logprobs, expected_loss, entropy, gradients, after, norm, _ = by_transformers(
+        path, rollouts, loss, stored=torch.bfloat16 if half else torch.float32
+    )
+    with LEDGER.part("build"):
+        policy = make_policy(path, case)
+    with LEDGER.part("statistics"):
+        errors = {"logprobs": (logprobs_of(policy, rollouts) - logprobs).abs().max().item()}
+    work, _ = work_of(policy, rollouts, loss)
+    with LEDGER.part("update"):
+        largest = max(gradient.abs().max() for gradient in gradients.values())
+        errors["gradients"] = gradient_error(policy, work, loss, gradients) / largest
+    with LEDGER.part("update"):
+        metrics = policy.update(work, 0, loss)
+    errors["loss"] = abs(metrics["loss"] - expected_loss)
+    with LEDGER.part("export"):
+        now = dict(policy.weights(dtype=torch.float32))
+    errors["weights"] = max((now[name] - after[name]).abs().max().item() for name in now)
+    with LEDGER.part("reference"):
+        errors["reference"] = (logprobs_of(policy, rollouts, reference=True) - logprobs).abs().max().item()
+    before = allocated_bytes()
+    with policy._active(), policy._weights_in_use(True):
+        errors["swapped"] = allocated_bytes() - before
+    errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy)}
+    return {name: float(value) for name, value in errors.items()} | rests(own, policy)
+
+
+def fused_sums(policy: Any) -> float:
+    """Returns the share of the layers' weights whose gradients the products of Transformer Engine sum."""
+    layers = [layer for chunk in policy.chunks for layer in models.unwrap(chunk).decoder.layers]
+    linear = [
+        one for layer in layers for one in layer.modules() if type(one).__name__.startswith(("TE", "Column", "Row"))
+    ]
+    linear = [one for one in linear if "Linear" in type(one).__name__]
+    return sum(bool(vars(one).get("fuse_wgrad_accumulation")) for one in linear) / len(linear)
+
+
+def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Trains a bfloat16 model a little, saves it to a directory, and reads it there as `megatron-rl convert` does."""
+    path = make(own, family, num_hidden_layers=2)
+    policy = make_policy(path, {"layout": layout or {}, "packed": True, "dtype": "bfloat16"})
+    learn(policy)
+    target = Path(directory)
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True)
+    dist.barrier()
+    policy.save(target)
+    weights = dict(policy.weights())
+    read = dict(DistCheckpoint(target).tensors(policy.arch))
+    if dist.get_rank() == 0:
+        torch.save(weights, own / "weights.pt")
+    same = read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in read)
+    return {"read": float(same), "fused": float(policy._fused), "weights": str(own / "weights.pt")}
+
+
+def come(own: Path, family: str, directory: str, weights: str) -> dict[str, float]:
+    """Loads what `leave` left, and trains on."""
+    path = make(own, family, num_hidden_layers=2)
+    policy = make_policy(path, {"layout": {}, "packed": True, "dtype": "bfloat16"})
+    policy.load(Path(directory))
+    left, now = torch.load(weights), dict(policy.weights())
+    loss = learn(policy)["loss"]
+    same = left.keys() == now.keys() and all(torch.equal(left[name], now[name]) for name in left)
+    return {"same": float(same), "fused": float(policy._fused), "loss": loss}
+
+
+def trained(policy: Any) -> dict[str, float]:
+    """Does one update."""
+    with LEDGER.part("update"):
+        return learn(policy)
+
+
+def exported(policy: Any) -> dict[str, torch.Tensor]:
+    """Returns the weights on the CPU."""
+    with LEDGER.part("export"):
+        return dict(policy.weights())
+
+
+def rests(own: Path, policy: Any) -> dict[str, float]:
+    """Puts a policy to sleep and wakes it, saves and loads it. Returns how far this changes it, and its memory."""
+    held = torch.cuda.memory_allocated()
+    before = exported(policy)
+    with LEDGER.part("sleep"):
+        policy.sleep()
+    asleep = torch.cuda.memory_allocated()
+    with LEDGER.part("wake"):
+        policy.wake()
+    awake = torch.cuda.memory_allocated()
+    directory = own / "checkpoint"
+    directory.mkdir(exist_ok=True)
+    dist.barrier()
+    with LEDGER.part("save"):
+        policy.save(directory)
+    first = trained(policy)
+    kept = exported(policy)
+    with LEDGER.part("load"):
+        policy.load(directory)
+    loaded = exported(policy)
+    second = trained(policy)
+    again = exported(policy)
+    return {
+        "held": float(held),
+        "asleep": float(asleep),
+        "awake": float(awake),
+        "loaded": max((before[name] - loaded[name]).abs().max().item() for name in before),
+        "resumed": max((kept[name] - again[name]).abs().max().item() for name in kept),
+        "resumed_loss": abs(first["loss"] - second["loss"]),
+    }
+
+
+def programs(own: Path, **commands: list[str]) -> dict[str, int]:
+    """Runs commands of the program one after the other in this process, each as a part. Returns their statuses."""
+    from megatron_rl.main import main
+
+    os.chdir(ROOT)
+    statuses = {}
+    for name, words in commands.items():
+        with LEDGER.part(name):
+            statuses[name] = main([word.replace("OWN", str(own)) for word in words])
+    return statuses | {
+        "connections": int(os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]),
+        "cudnn_attention": int(torch.backends.cuda.cudnn_sdp_enabled()),
+    }
+
+
+def engine(own: Path, family: str, dtype: str = "float32") -> dict[str, Any]:
+    """Lets the embedded engine write on the device and on the CPU, and scores what it wrote on both."""
+    path = make(own, family)
+    kind = getattr(torch, dtype)
+    with LEDGER.part("open"):
+        here = EmbeddedEngine(path, dtype=kind, max_batch=12)
+        here.load_pretrained()
+    there = EmbeddedEngine(path, dtype=kind, max_batch=12, device=torch.device("cpu"))
+    there.load_pretrained()
+    prompts = [[3, 14, 15, 92, 65], [7] * 20, [1, 2, 3]]
+    answer: dict[str, Any] = {"waits": {}}
+    for name, sampling in (
+        ("greedy", Sampling(max_tokens=12, temperature=0.0)),
+        ("short", Sampling(max_tokens=6, n=4, seed=5)),
+        ("long", Sampling(max_tokens=30, n=4, seed=5)),
+    ):
+        with LEDGER.part(name):
+            found = complete(here, prompts, sampling)
+        wanted = complete(there, prompts, sampling)
+        pairs = [pair for a, b in zip(found, wanted, strict=True) for pair in zip(a, b, strict=True)]
+        answer[name] = sum(a.tokens.tolist() == b.tokens.tolist() for a, b in pairs) / len(pairs)
+        answer["waits"][name] = LEDGER.waits_in(name)
+    texts = [np.arange(20), np.arange(7)]
+    with LEDGER.part("score"):
+        scores = here.score(texts)
+    errors = [abs(a - b).max() for a, b in zip(scores, there.score(texts), strict=True)]
+    return answer | {"scores": float(max(errors)), "growth": growth(here._loaded())}
+
+
+def growth(decoder: Decoder) -> float:
+    """Returns the most memory that a cache takes while it becomes twice as wide, as a multiple of what it then has."""
+    before, seen, make_one = allocated_bytes(), [], decoder.new_layer_cache
+
+    def watched(rows: int, width: int) -> torch.Tensor:
+        made = make_one(rows, width)
+        seen.append(allocated_bytes() - before)
+        return made
+
+    decoder.new_layer_cache = watched  # type: ignore[method-assign]
+    cache = Cache(decoder, 4)
+    for width in (64, 128):
+        cache.reserve(width, used=4, slots=4)
+    return max(seen) / (allocated_bytes() - before)
+
+
+def refit(own: Path, family: str, dtype: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Brings an engine of this process to a policy's weights, before and after an update, with and without deltas."""
+    path = make(own, family)
+    role = RoleConfig(
+        model=Model(path=path, dtype=dtype), layout=Layout(**(layout or {})), loss=LossConfig(kl_coef=0.0),
+        optimizer=Optimizer(lr=1e-2), micro_batch_tokens=60,
+    )  # fmt: skip
+    with LEDGER.part("build"):
+        policy = MegatronPolicy(role, parallel.create(role.layout))
+    made = EmbeddedEngine(path, dtype=getattr(torch, dtype))
+    holdings = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
+    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype=dtype)
+    side = TrainerSide(
+        topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
+    )
+    rollouts, gaps = make_rollouts(VOCAB), []
+    for version in range(2):
+        with LEDGER.part("refit"):
+            side(version)
+        gaps.append(gap(policy, made, rollouts))
+        trained(policy)
+    side.close()
+    return {"gaps": gaps, "version": made.version}
+
+
+def gap(policy: MegatronPolicy, made: EmbeddedEngine, rollouts: Any) -> float:
+    """Returns the largest difference of log-probs between a policy and an engine that has its weights."""
+    with LEDGER.part("statistics"):
+        ours, worst, place = logprobs_of(policy, rollouts), 0.0, 0
+    for rollout in rollouts:
+        count, prompt = len(rollout.tokens), int(rollout.spans[0][1])
+        with LEDGER.part("score"):
+            theirs = made.score([rollout.tokens])[0]
+        own = ours[place : place + count - 1].numpy()
+        worst = max(worst, float(abs(theirs[prompt:] - own[prompt - 1 :]).max()))
+        place += count
+    return worst
+
+
+def cuda_ipc(own: Path, versions: int = 3) -> dict[str, Any]:
+    """A trainer in one process, an engine in another, on one GPU: messages lie in memory that both open."""
+    own.mkdir(exist_ok=True)
+    rank, path = int(os.environ["RANK"]), own / "model"
+    if rank == 0:
+        make_model(path, "qwen2", vocab_size=VOCAB)
+        return ipc_trainer(own, path, versions)
+    file, version = own / "board.json", None
+    while not file.exists():
+        time.sleep(0.02)
+    made = EmbeddedEngine(path, dtype=torch.bfloat16)
+    with LEDGER.part("take part"):
+        side = EngineSide(Board.join(Address(*json.loads(file.read_text()))), 0, made, torch.device("cuda:0"))
+        while version != versions - 1:
+            version = side.take_part(1.0) if version is None else side.take_part(1.0) or version
+    with LEDGER.part("score"):
+        scores = np.concatenate(made.score([r.tokens for r in make_rollouts(VOCAB)]))
+    (own / "seen").touch()
+    side.close()
+    return {"version": version, "scores": scores.tolist(), "kinds": []}
+
+
+def ipc_trainer(own: Path, path: Path, versions: int) -> dict[str, Any]:
+    """The trainer's side of `cuda_ipc`."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    role = RoleConfig(
+        model=Model(path=str(path), dtype="bfloat16"), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=60
+    )
+    with LEDGER.part("build"):
+        policy = MegatronPolicy(role, parallel.create(role.layout))
+    holdings = EngineLayout(replicas=1, tp=1)
+    topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype="bfloat16")
+    with LEDGER.part("send"):
+        side = TrainerSide(topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control)
+        (own / "board.part").write_text(json.dumps(side.address))
+        (own / "board.part").rename(own / "board.json")
+        for version in range(versions):
+            side(version)
+            if version < versions - 1:
+                trained(policy)
+    kinds = side._wiring.kinds if side._wiring is not None else []
+    side.close()
+    while not (own / "seen").exists():
+        time.sleep(0.02)
+    dist.destroy_process_group()
+    return {"version": versions - 1, "kinds": kinds}

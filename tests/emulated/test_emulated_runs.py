@@ -1,0 +1,152 @@
+"""What this project does on a GPU, done on the pretended one: the numbers are those of transformers, no tensor is on a
+wrong device, and the host waits for the device only where tests/emulated/allowed_waits.yaml says so.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from conftest import tango_settings
+from emulated_ledger import allowed, unlisted
+from emulated_server import Outcome, Server
+
+HALF = {"dtype": "bfloat16"}
+TWO = {"num_hidden_layers": 2}
+WINDOWS = TWO | {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+def actor(family: str, *, ranks: int = 1, packed: bool = True, recompute: str = "none", layout=None, **case) -> dict:
+    """Returns the arguments of an actor's case."""
+    settings = {"recompute": recompute} | ({"recompute_modules": ["core_attn"]} if recompute == "selective" else {})
+    own = {"layout": layout or {}, "packed": packed, "model_settings": settings, **case}
+    return {"ranks": ranks, "family": family, "case": own, "sizes": WINDOWS if family == "gemma3_text" else TWO}
+
+
+ACTORS = {
+    "dense": actor("qwen2"),
+    "dense-padded": actor("qwen2", packed=False),
+    "dense-bf16": actor("qwen2", **HALF),
+    "dense-full": actor("qwen3", recompute="full"),
+    "dense-selective-bf16": actor("qwen3", recompute="selective", **HALF),
+    "windows-padded": actor("gemma3_text", packed=False),
+    "joint-norms": actor("olmo2"),
+    "experts": actor("qwen3_moe"),
+    "experts-padded": actor("qwen2_moe", packed=False),
+    "experts-full-bf16": actor("mixtral", recompute="full", **HALF),
+    "latents": actor("deepseek_v3"),
+    "latents-full-padded": actor("deepseek_v2", packed=False, recompute="full"),
+    "tp": actor("qwen2", ranks=2, layout={"tp": 2, "sequence_parallel": True}),
+    "pp": actor("qwen2", ranks=2, layout={"pp": 2}, packed=False),
+    "cp": actor("qwen2", ranks=2, layout={"cp": 2}),
+    "dp": actor("qwen2", ranks=2, **HALF),
+    "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}),
+}
+ENGINES = {"dense": ("qwen2", "float32"), "dense-bf16": ("qwen3", "bfloat16"), "experts": ("qwen3_moe", "float32")}
+REFITS = {"float32": ("qwen2", "float32", 1, {}), "bfloat16": ("qwen3_moe", "bfloat16", 1, {})}
+REFITS |= {"tp": ("qwen2", "bfloat16", 2, {"tp": 2, "sequence_parallel": True})}
+
+
+def run_actor(emulated: Server, name: str) -> Outcome:
+    return emulated.run("actor", **ACTORS[name])
+
+
+def check_actor(errors: dict[str, float], *, half: bool) -> None:
+    """Checks one rank's answer of an actor's case."""
+    assert errors["logprobs"] < (0.15 if half else 1e-5) and errors["reference"] < (0.15 if half else 1e-5)
+    assert errors["gradients"] < (0.1 if half else 1e-5) and errors["loss"] < (0.05 if half else 1e-5)
+    assert errors["weights"] < (0.03 if half else 2e-5)
+    assert errors["swapped"] == 0.0, "the live weights are on the device twice"
+    assert errors["loaded"] == errors["resumed"] == errors["resumed_loss"] == 0.0
+    assert errors["asleep"] < 0.6 * errors["held"] and abs(errors["awake"] - errors["held"]) < 0.02 * errors["held"]
+
+
+def run_engine(emulated: Server, name: str) -> Outcome:
+    family, dtype = ENGINES[name]
+    return emulated.run("engine", family=family, dtype=dtype)
+
+
+def run_refit(emulated: Server, name: str) -> Outcome:
+    family, dtype, ranks, layout = REFITS[name]
+    return emulated.run("refit", ranks=ranks, family=family, dtype=dtype, layout=layout)
+
+
+def run_programs(emulated: Server, base: Any) -> Outcome:
+    """SFT, an evaluation, and two turns of Tango with an evaluation between them, on the last-letter task."""
+    one = "launch.nproc=1"
+    sft = [
+        "sft", "examples/last_letter/sft.yaml", f"model.path={base}/task/model", "steps=2", "samples_per_step=8",
+        f"data.train={base}/task/generator_sft.jsonl", "run.dir=OWN", "run.name=sft", one, "model.dtype=bfloat16",
+    ]  # fmt: skip
+    evaluation = [
+        "eval", f"model.path={base}/generator/model", f"data.path={base}/task/test.jsonl", "data.settings=last_letter",
+        "template=examples/last_letter/prompts/generator.txt", "sampling.max_tokens=40", one,
+        "reward.target=megatron_rl.rewards.last_letter:grade", "output=OWN/eval.json",
+    ]  # fmt: skip
+    tango = [
+        "train", *tango_settings(base, "OWN", "tango"), one, "recipe.args.generator_updates=1",
+        "recipe.args.warmup_updates=0", "run.prompts_per_step=4", "evaluation.num_prompts=4",
+        "roles.verifier.sleep=true", "roles.generator.model.dtype=bfloat16",
+    ]  # fmt: skip
+    return emulated.run("programs", sft=sft, evaluation=evaluation, tango=tango)
+
+
+def check_waits(found: Outcome) -> None:
+    assert not unlisted(found.waits, allowed())
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_an_actor_on_the_device(emulated, name):
+    """It gives transformers' numbers, sleeps, wakes, is saved and loaded, and goes on as if it had not been."""
+    found = run_actor(emulated, name)
+    for errors in found.answers:
+        check_actor(errors, half="dtype" in ACTORS[name]["case"])
+        assert not errors["fused"]
+    check_waits(found)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_embedded_engine_on_the_device(emulated, name):
+    """It writes what it writes on a CPU, and waits once for every token."""
+    found = run_engine(emulated, name)
+    (answer,) = found.answers
+    half = ENGINES[name][1] == "bfloat16"
+    assert answer["scores"] < (0.1 if half else 1e-4)
+    if not half:
+        assert answer["greedy"] == answer["short"] == answer["long"] == 1.0
+    assert answer["waits"]["long"] - answer["waits"]["short"] == 24
+    assert answer["growth"] < 1.3  # it was 1.5: the old cache and the new one, whole
+    check_waits(found)
+
+
+@pytest.mark.parametrize("name", REFITS)
+def test_a_refit_of_an_engine_in_the_same_process(emulated, name):
+    found, bound = run_refit(emulated, name), 1e-5 if REFITS[name][1] == "float32" else 0.1
+    for answer in found.answers:
+        assert max(answer["gaps"]) < bound and answer["version"] == 1
+    check_waits(found)
+
+
+def test_a_refit_of_an_engine_in_another_process_on_the_same_gpu(emulated):
+    """Messages lie in the GPU's memory, which the engine opens by a handle."""
+    found = emulated.run("cuda_ipc", ranks=2)
+    trainer, engine = found.answers
+    assert trainer["kinds"] == ["cuda_ipc"] and trainer["version"] == engine["version"] == 2
+    check_waits(found)
+
+
+def test_training_from_supervised_data_to_tango_on_the_device(emulated, last_letter):
+    found = run_programs(emulated, last_letter)
+    assert found.answers == [{"sft": 0, "evaluation": 0, "tango": 0, "connections": 1, "cudnn_attention": 0}]
+    check_waits(found)
+
+
+def test_every_wait_that_is_allowed_happens(emulated, last_letter):
+    """An entry whose code is gone would allow the next wait of that name."""
+    runs = [run_actor(emulated, name) for name in ACTORS] + [run_engine(emulated, name) for name in ENGINES]
+    runs += [run_refit(emulated, name) for name in REFITS]
+    runs += [emulated.run("cuda_ipc", ranks=2), run_programs(emulated, last_letter)]
+    happened = {(part, what, where) for found in runs for part, what, where, _ in found.waits}
+    entries = {(part, entry["what"], entry["where"]) for entry in allowed() for part in entry["parts"]}
+    assert not entries - happened, json.dumps(sorted(entries - happened), indent=1)

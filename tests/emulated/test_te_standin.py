@@ -1,0 +1,82 @@
+"""Layers of Transformer Engine on a stand-in (tests/te_standin): under it are megatron-core's own wrappers and spec."""
+
+from __future__ import annotations
+
+import pytest
+from emulated_server import Server
+from test_emulated_runs import HALF, actor, check_actor
+
+SP = {"tp": 2, "sequence_parallel": True}
+ACTORS = {
+    "packed": actor("qwen2", **HALF),
+    "padded": actor("qwen2", packed=False, **HALF),
+    "head-norms-full": actor("qwen3", recompute="full", **HALF),
+    "llama-selective": actor("llama", recompute="selective", **HALF),
+    "experts": actor("qwen3_moe", **HALF),
+    "shared-expert-padded": actor("qwen2_moe", packed=False, **HALF),
+    "tp": actor("qwen2", ranks=2, layout={"tp": 2}, **HALF),
+    "sp": actor("qwen3", ranks=2, layout=SP, packed=False, **HALF),
+    "cp": actor("qwen2", ranks=2, layout={"cp": 2}, **HALF),
+    "cp-padded": actor("qwen2", ranks=2, layout={"cp": 2}, packed=False, **HALF),
+    "pp": actor("qwen2", ranks=2, layout={"pp": 2}, **HALF),
+    "ep": actor("qwen3_moe", ranks=2, layout={"ep": 2}, **HALF),
+}
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_an_actor_on_fused_layers_gives_the_numbers_of_transformers(fused, name):
+    """Also padded with context parallelism, where Transformer Engine itself counts the ranks of a sequence."""
+    for errors in fused.run("actor", **ACTORS[name]).answers:
+        check_actor(errors, half=True)
+        assert errors["fused"] == 1.0 and errors["fused_sums"] == 1.0
+
+
+def test_the_host_does_not_wait_for_fused_layers(fused):
+    """Core's own rotary embedding read the lengths of packed sequences from the device in every layer."""
+    case = actor("qwen2", **HALF)
+    short, long = (fused.run("actor", **(case | {"sizes": {"num_hidden_layers": count}})) for count in (2, 4))
+
+    def waits(found) -> int:
+        return sum(count for part, _, _, count in found.waits if part == "update")
+
+    assert waits(short) == waits(long)
+
+
+def test_a_float32_model_keeps_the_torch_layers(fused):
+    """Transformer Engine has no attention over packed sequences for it."""
+    (errors,) = fused.run("actor", **actor("qwen2")).answers
+    check_actor(errors, half=False)
+    assert not errors["fused"]
+
+
+def test_a_transformer_engine_that_cannot_be_imported_is_not_used(tmp_path_factory):
+    """A model could not be built where the package was there, and its libraries were not."""
+    packages = tmp_path_factory.mktemp("packages")
+    (packages / "transformer_engine").mkdir()
+    (packages / "transformer_engine/__init__.py").write_text('raise ImportError("libcudnn.so.9: no such file")\n')
+    server = Server(tmp_path_factory.mktemp("broken"), packages=packages)
+    try:
+        (answer,) = server.run("leave", family="qwen2", directory=str(packages / "checkpoint")).answers
+    finally:
+        server.close()
+    assert answer["read"] == 1.0 and not answer["fused"]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"), [("qwen3", 1, {}), ("qwen3_moe", 2, {"ep": 2}), ("qwen2", 2, SP)]
+)
+def test_a_checkpoint_of_fused_layers_is_that_of_torch_layers(fused, emulated, tmp_path, family, ranks, layout):
+    """The converter reads it, and a rank without Transformer Engine goes on from it; and the other way round."""
+    for number, (there, here) in enumerate([(fused, emulated), (emulated, fused)]):
+        directory = str(tmp_path / f"checkpoint{number}")
+        left = there.run("leave", ranks=ranks, family=family, directory=directory, layout=layout).answers[0]
+        (come,) = here.run("come", family=family, directory=directory, weights=left["weights"]).answers
+        assert left["read"] == 1.0 and come["same"] == 1.0
+        assert left["fused"] == float(there is fused) and come["fused"] == float(here is fused)
+
+
+@pytest.mark.parametrize(("family", "ranks", "layout"), [("qwen2", 1, {}), ("qwen3_moe", 1, {}), ("qwen3", 2, SP)])
+def test_an_engine_takes_the_weights_of_fused_layers(fused, family, ranks, layout):
+    found = fused.run("refit", ranks=ranks, family=family, dtype="bfloat16", layout=layout)
+    for answer in found.answers:
+        assert max(answer["gaps"]) < 0.1 and answer["version"] == 1

@@ -1,0 +1,18 @@
+"""Matrix products by the name of cuBLAS's, whose first matrix is the weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def general_gemm(
+    A: Tensor, B: Tensor, workspace: Any = None, out_dtype: torch.dtype | None = None, layout: str = "TN", **unused: Any
+) -> list[Tensor | None]:
+    """Returns [product, None, None]: B A^T for "TN", B A for "NN", B^T A for "NT"."""
+    dtype = out_dtype or A.dtype
+    left = B.T if layout[1] == "T" else B
+    right = A.T if layout[0] == "T" else A
+    return [left.to(dtype) @ right.to(dtype), None, None]

@@ -1,0 +1,39 @@
+"""How a micro-batch is laid out for products of 8-bit numbers, which take whole blocks of tokens alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layouts_worker import LENGTHS, make_batch
+
+from megatron_rl.megatron.attention import Context
+from megatron_rl.megatron.model import IGNORED
+from megatron_rl.megatron.step import Cut, make_micro_batch
+
+LIKE = torch.zeros(1, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("parts", "ranks"), [(1, 1), (2, 1), (1, 2), (4, 2)])
+def test_a_rank_has_a_multiple_of_the_tokens_that_eight_bit_products_take(packed, parts, ranks):
+    """Transformer Engine refuses other numbers, in the first forward pass."""
+    batch, wanted = make_batch(97), 0
+    for rank in range(ranks):
+        cut = Cut(packed, parts=parts, context=Context(ranks, rank), unit=16)
+        micro = make_micro_batch(batch, None, cut=cut, like=LIKE)
+        assert micro.tokens.shape[1] % (16 * parts) == 0
+        wanted += int((micro.labels != IGNORED).sum())
+    assert wanted == int(batch.counted.sum())
+
+
+def test_without_them_a_packed_batch_has_its_own_tokens_alone():
+    micro = make_micro_batch(make_batch(97), None, cut=Cut(packed=True), like=LIKE)
+    assert micro.tokens.shape == (1, sum(LENGTHS))
+
+
+def test_the_layers_of_transformer_engine_are_told_nothing_of_a_padded_batch():
+    """They would multiply its length by the context-parallel ranks, a second time."""
+    cut = Cut(packed=False, context=Context(2, 0))
+    assert make_micro_batch(make_batch(97), None, cut=cut, like=LIKE).told is None
+    packed = make_micro_batch(make_batch(97), None, cut=Cut(packed=True, context=Context(2, 0)), like=LIKE).told
+    assert packed is not None and packed.max_seqlen_q == 32 and packed.qkv_format == "thd"
