@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.algorithms.advantages import EstimatorName, Refinement, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.plugins import find_function
@@ -13,7 +13,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes import base
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.recipes.held_out import BalancedSet
-from megatron_rl.recipes.review import Judged, Reviewer, review_metrics, with_verdicts
+from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
 from megatron_rl.text import read_template
 from megatron_rl.training.rollouts import mean_reward
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -38,6 +38,9 @@ class TangoTurns(Recipe):
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
     step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
+    step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
+    reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
+    agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
@@ -99,9 +102,13 @@ class TangoTurns(Recipe):
         n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
         reviews = self._reviewer.begin(table, sampling_for(table, turn, VERIFIER, votes))
         own = sampling_for(table, turn, self.solver, n)
-        solutions, figures = self.draw(table, source.take(), own, reviews.add)
-        judged = reviews.finish()
-        table.note(turn.role, figures | review_metrics(judged, self._labels))
+        asking = AskByGroup(reviews, self.reviewed if turn.role == self.solver else "all", n)
+        solutions, figures = self.draw(table, source.take(), own, asking.add)
+        judged = asking.finish()
+        written = sum(s.rollout.length for s in solutions)
+        written += sum(len(v.completion.tokens) for group in judged for v in group)
+        figures = {**figures, "tokens_drawn": float(written)}
+        table.note(turn.role, figures | review_metrics(judged, self._labels, asking.skipped))
         if turn.role == self.solver:
             return {self.solver: self._credit_solutions(table, turn, solutions, judged)}
         return {VERIFIER: self._credit_reviews(table, solutions, judged)}
@@ -120,11 +127,16 @@ class TangoTurns(Recipe):
     def _credit_solutions(
         self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
-        alpha = self._alpha(turn.update(self.solver))
+        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps. Groups
+        that are not verified learn from their outcomes alone."""
+        alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha})
-        marked = [with_verdicts(s.rollout, own, self.step_rewards) for s, own in zip(solutions, judged, strict=True)]
-        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
+        marked = [
+            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing)
+            for s, own in zip(solutions, judged, strict=True)
+        ]
+        alphas = alpha if self.reviewed == "all" else [alpha if own else 0.0 for own in judged]
+        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _alpha(self, update: int) -> float:
