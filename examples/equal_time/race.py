@@ -38,6 +38,7 @@ from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
 EXAMPLE = ROOT / "examples/last_letter"
 CPU_SECONDS = {"a": 60.0, "b": 90.0}  # about what Tango takes as the paper has it
 LOOK_S = 0.02
+ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
 console = Console(soft_wrap=True, width=120)
 Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its figures
@@ -114,22 +115,23 @@ def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[
     """Reads the run's lines as they are written, until an evaluation after `budget` CPU-seconds, or its end."""
     points: list[Point] = []
     spent = {"cpu_s": 0.0, "seconds": 0.0, "tokens": 0.0, "updates": 0.0}
-    read, before = 0, 0.0
+    read, size, before = 0, 0, 0.0
     while True:
         over = child.poll() is not None
-        lines = path.read_text().splitlines() if path.exists() and (over or path.stat().st_size > read) else []
-        cpu = cpu_seconds(child.pid)
-        for row in map(json.loads, lines[len(points) + int(spent["updates"]) :]):
+        grown = path.exists() and path.stat().st_size > size
+        lines = path.read_text().splitlines()[read:] if grown else []
+        read, size = read + len(lines), path.stat().st_size if grown else size
+        cpu = cpu_seconds(child.pid) if lines else before
+        for row in map(json.loads, lines):
             if row["scope"] == "eval":
                 figures = {name: row["metrics"][name] for name in FIGURES if name in row["metrics"]}
                 points.append({**spent, **figures})
-            else:
+            elif row["scope"] in ROLES:
                 spent["cpu_s"] += max(0.0, cpu - before) if before else 0.0
                 spent["seconds"] += sum(row["time"].values())
                 spent["tokens"] += row["metrics"].get("tokens_drawn", row["metrics"]["tokens"])
                 spent["updates"] += 1
             before = cpu
-        read = path.stat().st_size if path.exists() else 0
         if over or (points and points[-1]["cpu_s"] >= budget):
             return points
         time.sleep(LOOK_S)

@@ -154,8 +154,8 @@ class TangoTurns(Recipe):
 
 
 @dataclass(kw_only=True)
-class Tango(TangoTurns):
-    """Tango as the paper has it: a solution is one text, whose steps stand between tags."""
+class PaperTango(TangoTurns):
+    """Tango with the paper's settings: a solution is one text, whose steps stand between tags."""
 
     generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
 
@@ -173,3 +173,15 @@ class Tango(TangoTurns):
 
     def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
         return base.accuracies(table, GENERATOR, prompts)
+
+
+@dataclass(kw_only=True)
+class Tango(PaperTango):
+    """Tango with the settings that were ahead of the paper's at equal time (docs/equal_time.md): solutions of problems
+    that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. The
+    tokens of a step get its own verdict's credit, compared with the same step of the problem's other solutions."""
+
+    reviewed: Reviewed = "failed"
+    step_credit: StepCredit = StepCredit(span="own", baseline="step")
+    alpha_start: float = 1.0
+    alpha_min: float = 1.0

@@ -23,7 +23,7 @@ from toys import graded
 from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_rewards
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango, Tango
 from megatron_rl.types import STEP, Outcome
 
 __all__ = ["texts"]  # a fixture
@@ -47,7 +47,7 @@ def verifier(prompt, i, j, sampling):
 )
 def test_groups_with_a_signal_of_their_own_are_not_verified(texts, reviewed, asked):
     table = table_of(generator, verifier)
-    recipe = Tango(group_size=3, reviewed=reviewed, alpha_start=1.0, alpha_min=1.0, **texts)
+    recipe = PaperTango(group_size=3, reviewed=reviewed, alpha_start=1.0, alpha_min=1.0, **texts)
     rollouts, figures = play(recipe, "generator", 3, table)
     questions = [TOKENIZER.decode(tokens).split()[1] for tokens, _ in table.engines["verifier"].asked]
     assert sorted(questions) == sorted(asked * 3)
@@ -71,19 +71,19 @@ def test_a_group_that_lacks_solutions_is_decided_on_when_all_are_known(texts):
             replace(one, outcome=next(kinds)) for one in graded(lambda *_: 0.0)(texts, payloads)
         ],
     )
-    rollouts, figures = play(Tango(group_size=3, reviewed="failed", **texts), "generator", 1, table)
+    rollouts, figures = play(PaperTango(group_size=3, reviewed="failed", **texts), "generator", 1, table)
     assert len(rollouts) == 1 and "verdicts" in rollouts[0].payload and figures["reviews_skipped"] == 0
 
 
 def test_the_verifiers_own_turn_verifies_every_solution(texts):
     table = table_of(lambda p, i, j, s: solution(2, "yes"), verifier)
-    rollouts, _ = play(Tango(reviewed="failed", verifications=2, **texts), "verifier", 3, table)
+    rollouts, _ = play(PaperTango(reviewed="failed", verifications=2, **texts), "verifier", 3, table)
     assert len(rollouts) == 6
 
 
 def test_a_step_is_compared_with_the_same_step_of_the_other_solutions(texts):
     """Re-derived by loops from the verdicts of the paper's worked example: ++++, +-, ++--."""
-    recipe = Tango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
     rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
     signs = [[1.0 if v == "+" else -1.0 for v in verdicts] for verdicts, _ in PAPER]
     for rollout, own in zip(rollouts, signs, strict=True):
@@ -107,7 +107,7 @@ def test_a_step_that_stands_alone_gets_no_credit(texts):
     def said(prompt, i, j, sampling):
         return verification("+++" if "#3" in prompt else "-", "-")
 
-    recipe = Tango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
     rollouts, _ = play(recipe, "generator", 1, table_of(some, said))
     assert segments(rollouts[0])[1:] == [0.0, 0.0, 0.0] and segments(rollouts[0])[0] > 0
 
@@ -115,7 +115,7 @@ def test_a_step_that_stands_alone_gets_no_credit(texts):
 def test_the_tokens_of_a_step_get_its_own_verdict_alone(texts):
     """span own with the paper's baseline: the same comparison, without the sum over later steps."""
     credit = StepCredit(span="own", baseline="group")
-    recipe = Tango(group_size=3, step_credit=credit, alpha_start=1.0, alpha_min=1.0, **texts)
+    recipe = PaperTango(group_size=3, step_credit=credit, alpha_start=1.0, alpha_min=1.0, **texts)
     rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
     signs = np.array([1.0 if v == "+" else -1.0 for verdicts, _ in PAPER for v in verdicts])
     z = (signs - signs.mean()) / (signs.std(ddof=1) + 1e-6)
@@ -129,13 +129,13 @@ def test_a_verification_that_is_wrong_about_the_outcome_can_be_left_out(texts):
         return verification(PAPER[i][0], "+" if i < 2 else "-")
 
     table = table_of(paper_generator, mistaken)
-    rollouts, _ = play(Tango(group_size=3, agreeing=True, **texts), "generator", 1, table)
+    rollouts, _ = play(PaperTango(group_size=3, agreeing=True, **texts), "generator", 1, table)
     assert [r.marks_of(STEP).scores is not None for r in rollouts] == [True, False, True]
     assert [len(r.payload["verdicts"]) for r in rollouts] == [4, 2, 4], "the verdicts are kept"
 
 
 def test_alpha_may_be_one_number_for_each_rollout(texts):
-    rollouts, _ = play(Tango(group_size=3, **texts), "generator", 1, table_of(paper_generator, paper_verifier))
+    rollouts, _ = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, paper_verifier))
     bare = assign_advantages(rollouts, reward="outcome")
     mixed = assign_advantages(rollouts, reward="outcome", alpha=[0.0, 0.1, 1.0])
     whole = assign_advantages(rollouts, reward="outcome", alpha=1.0)
@@ -158,3 +158,10 @@ def test_alpha_may_be_one_number_for_each_rollout(texts):
 def test_settings_that_cannot_be_are_refused(args, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         build(Use(target="megatron_rl.recipes.tango:Tango", args=args))
+
+
+def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
+    own = Tango()
+    assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
+    paper = PaperTango()
+    assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
