@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TANGO, DAPO = "megatron_rl.recipes.tango:Tango", "megatron_rl.recipes.dapo:Dapo"
+DAPO, TANGO = "megatron_rl.recipes.dapo:Dapo", "megatron_rl.recipes.tango:Tango"
 MANY = 1000  # updates of an arm that is ended when its time is over
-# What differs from the paper: credit of a step's own tokens, compared with the same step of the other solutions; only
-# solutions of problems that no sample solved are verified, and these learn from verdicts alone.
-OWN_STEPS = ("recipe.args.step_credit={span: own, baseline: step}",)
-FAILED = ("recipe.args.reviewed=failed", "recipe.args.alpha_start=1.0", "recipe.args.alpha_min=1.0")
-FROZEN = ("recipe.args.train_verifier=false",)
+FROZEN = "recipe.args.train_verifier=false"
 
 
 @dataclass(frozen=True)
@@ -20,16 +16,15 @@ class Arm:
 
     config: str  # grpo or tango: the file of examples/last_letter
     settings: Sequence[str] = ()
-    paper_schedule: bool = False  # it has the regime's number of updates, over which alpha falls
+    turns: int = 1  # of a step
+    paper: bool = False  # it has the regime's number of updates, over which alpha falls, and its alpha
 
 
 ARMS: Mapping[str, Arm] = {
     "grpo": Arm("grpo"),
-    "grpo_dynamic": Arm("grpo", (f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}")),
-    "tango_paper": Arm("tango", paper_schedule=True),
-    "frozen_paper": Arm("tango", FROZEN, paper_schedule=True),
-    "tango_failed": Arm("tango", FAILED),
-    "tango_own": Arm("tango", OWN_STEPS, paper_schedule=True),
-    "tango": Arm("tango", (*OWN_STEPS, *FAILED)),
-    "frozen_verifier": Arm("tango", (*OWN_STEPS, *FAILED, *FROZEN)),
+    "grpo_dynamic": Arm("grpo", [f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
+    "tango_paper": Arm("tango", turns=4, paper=True),
+    "frozen_paper": Arm("tango", [FROZEN], turns=3, paper=True),
+    "tango": Arm("tango", [f"recipe.target={TANGO}"], turns=4),
+    "frozen": Arm("tango", [f"recipe.target={TANGO}", FROZEN], turns=3),
 }

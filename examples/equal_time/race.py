@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--cpu-seconds", type=float, help="of a run (default: the regime's)")
-    parser.add_argument("--evaluate-every", type=int, default=4, help="steps between evaluations")
+    parser.add_argument("--evaluate-every", type=int, default=12, help="turns between evaluations")
     parser.add_argument("--out", type=Path, default=Path("runs/equal_time"))
     parser.add_argument("--quick", action="store_true", help="one seed and 5 CPU-seconds of each arm")
     options = parser.parse_args()
@@ -72,6 +73,7 @@ def race(arm: Arm, base: Path, options: argparse.Namespace, seed: int, budget: f
     kept = out.with_suffix(".json")
     if kept.exists():
         return json.loads(kept.read_text())
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off: its time is not known
     out.parent.mkdir(parents=True, exist_ok=True)
     console.print(f"{out.name} -> {out.with_suffix('.log')}")
     with out.with_suffix(".log").open("w") as log:
@@ -93,18 +95,21 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
     regime = task.regimes()[options.regime]
     own = [
         str(EXAMPLE / f"{arm.config}.yaml"), f"run.seed={seed}", f"run.name={out.name}", f"run.dir={out.parent}",
-        "run.save_every=0", f"data.path={base}/task/train.jsonl", f"evaluation.prompts.path={base}/task/test.jsonl",
+        "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
+        f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={regime.generator_lr}",
-        f"evaluation.every={options.evaluate_every}",
+        f"evaluation.every={options.evaluate_every // arm.turns}",
     ]  # fmt: skip
-    updates = regime.generator_updates if arm.paper_schedule else MANY
     if arm.config == "grpo":
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]
+    updates, start, floor = MANY, 1.0, 1.0
+    if arm.paper:
+        updates, start, floor = regime.generator_updates, regime.alpha_start, regime.alpha_min
     own += [
         f"roles.verifier.model.path={base.parent}/a/verifier/model",
         f"roles.verifier.optimizer.lr={regime.verifier_lr}", f"recipe.args.generator_updates={updates}",
-        f"recipe.args.warmup_updates={regime.warmup_updates}", f"recipe.args.alpha_start={regime.alpha_start}",
-        f"recipe.args.alpha_min={regime.alpha_min}", "recipe.args.balanced_per_class=64",
+        f"recipe.args.warmup_updates={regime.warmup_updates}", f"recipe.args.alpha_start={start}",
+        f"recipe.args.alpha_min={floor}", "recipe.args.balanced_per_class=64",
     ]  # fmt: skip
     if regime.judged != regime.train:
         own += [f"roles.verifier.data={{path: {base}/task/judged.jsonl, settings: last_letter}}"]

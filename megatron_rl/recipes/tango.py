@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
@@ -40,6 +40,7 @@ class TangoTurns(Recipe):
     step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
     step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
     reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
+    likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
     agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
@@ -100,7 +101,10 @@ class TangoTurns(Recipe):
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         """A problem has a group of solutions, each verified once, or one solution with a group of verifications."""
         n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
-        reviews = self._reviewer.begin(table, sampling_for(table, turn, VERIFIER, votes))
+        review = sampling_for(table, turn, VERIFIER, votes)
+        if turn.role == self.solver and self.likeliest_verdicts:
+            review = replace(review, temperature=0.0)
+        reviews = self._reviewer.begin(table, review)
         own = sampling_for(table, turn, self.solver, n)
         asking = AskByGroup(reviews, self.reviewed if turn.role == self.solver else "all", n)
         solutions, figures = self.draw(table, source.take(), own, asking.add)

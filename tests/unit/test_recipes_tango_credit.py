@@ -165,3 +165,14 @@ def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
     assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
     paper = PaperTango()
     assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
+
+
+def test_verdicts_on_a_generators_turn_can_be_the_likeliest(texts):
+    """The verifier's own turn draws by chance all the same: its verifications must differ to be compared."""
+    temperatures = {}
+    for role in ("generator", "verifier"):
+        table = table_of(paper_generator, paper_verifier)
+        play(PaperTango(group_size=3, verifications=2, likeliest_verdicts=True, **texts), role, 1, table)
+        temperatures[role] = {sampling.temperature for _, sampling in table.engines["verifier"].asked}
+        assert {sampling.temperature for _, sampling in table.engines["generator"].asked} == {1.0}
+    assert temperatures == {"generator": {0.0}, "verifier": {1.0}}
