@@ -181,7 +181,7 @@ class PaperTango(TangoTurns):
 
 @dataclass(kw_only=True)
 class Tango(PaperTango):
-    """Tango with the settings that were ahead of the paper's at equal time (docs/equal_time.md): solutions of problems
+    """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
     that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. The
     tokens of a step get its own verdict's credit, compared with the same step of the problem's other solutions."""
 
