@@ -25,6 +25,6 @@ ARMS: Mapping[str, Arm] = {
     "grpo_dynamic": Arm("grpo", [f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
     "tango_paper": Arm("tango", turns=4, paper=True),
     "frozen_paper": Arm("tango", [FROZEN], turns=3, paper=True),
-    "tango": Arm("tango", [f"recipe.target={TANGO}"], turns=4),
-    "frozen": Arm("tango", [f"recipe.target={TANGO}", FROZEN], turns=3),
+    "tango": Arm("tango", [f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
+    "frozen": Arm("tango", [f"recipe.target={TANGO}", FROZEN], turns=9),
 }

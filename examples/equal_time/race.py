@@ -98,7 +98,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={regime.generator_lr}",
-        f"evaluation.every={options.evaluate_every // arm.turns}",
+        f"evaluation.every={max(1, options.evaluate_every // arm.turns)}",
     ]  # fmt: skip
     if arm.config == "grpo":
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]

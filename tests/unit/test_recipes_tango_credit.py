@@ -163,6 +163,7 @@ def test_settings_that_cannot_be_are_refused(args, message):
 def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
     own = Tango()
     assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
+    assert own.generator_turns == 9
     paper = PaperTango()
     assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
 
