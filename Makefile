@@ -17,7 +17,7 @@ SEED ?= 0
 SEEDS ?= 0 1 2
 
 .DEFAULT_GOAL := help
-.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-nemo-run check bench tandem arms gsm8k clean
+.PHONY: docs fuzz soak demo-agent python-mini search-mini poker-mini tango-agent-mini evolve-mini self-play-mini pairwise-mini ssrl-mini rubric-mini help setup engines engines-cpu slurm nemo-run demo demo-vllm demo-sglang demo-sparse demo-seeds equal-time test test-slurm test-servers test-alone test-ranks test-unit test-resume test-hosts test-families test-mcore-latest test-emulated test-gpu test-nemo-run check bench tandem arms gsm8k clean
 
 help: ## this text
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## */\t/' | expand -t 22
@@ -72,6 +72,10 @@ demo-seeds: setup ## the demo on three seeds, and its bars
 
 demo-sparse: setup ## regime B: Tango against GRPO where outcomes are sparse, three seeds each
 	$(PY) examples/last_letter/compare.py --regime b --arms tango grpo --seeds $(SEEDS) --out runs/demo_sparse --check
+
+equal-time: setup ## Tango's settings, GRPO and frozen verifiers by time in place of updates, both regimes; resumable, hours (SEEDS)
+	$(PY) examples/equal_time/race.py --regime b --seeds $(SEEDS)
+	$(PY) examples/equal_time/race.py --regime a --seeds $(SEEDS)
 
 tandem: setup ## Tandem RL against GRPO on the last-letter task: alone, handed over, and as the junior reads it
 	$(PY) examples/tandem_last_letter/compare.py

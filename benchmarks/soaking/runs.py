@@ -53,7 +53,7 @@ def settings(base: Path, runs: Path, name: str, turns: int, *, python: Path | No
         "dir": str(runs), "prompts_per_step": PROMPTS, "save_every": 1 if turns < SHORT else SAVE_CYCLES,
         "deterministic": True, "async_save": True, "train_without_signal": True, "hang_after_s": 120.0,
     }  # fmt: skip
-    target = "megatron_rl.recipes.tango:Tango"
+    target = "megatron_rl.recipes.tango:PaperTango"
     found = cut_runs.config(base, name, target, roles, args=args, reward="begins_well", **own)
     if python is not None:
         found["launch"] = {"nproc": 1}

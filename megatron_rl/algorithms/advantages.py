@@ -19,7 +19,7 @@ from megatron_rl.algorithms.estimators import (
     w_reinforce,
     word_of,
 )
-from megatron_rl.config.schema import ConfigError
+from megatron_rl.config.schema import ConfigError, config
 from megatron_rl.types import STEP, Rollout
 
 Refinement = Literal["none", "clip", "delta"]  # of step rewards, see step_rewards
@@ -27,12 +27,30 @@ TRAINED = "trained"  # name of the reward that advantages compare
 RLOO_STEP_SCALE = 10.0  # hard-coded factor of the released Tango code on its RLOO step advantages
 
 
+@config
+class StepCredit:
+    """The way from rewards of reasoning steps to advantages of tokens. The defaults are Tango's (arXiv 2505.15034, eq.
+    3, 5 and 6).
+
+    span: a token gets the rewards of its own step and of all later ones (rest), or of its own step alone (own), which
+    are then not divided by the number of steps. baseline: a step is compared with all steps of its group's solutions
+    (group), or with the steps of the same number in them (step), where one without others gets 0.
+    """
+
+    span: Literal["rest", "own"] = "rest"
+    baseline: Literal["group", "step"] = "group"
+
+
+PAPER_CREDIT = StepCredit()
+
+
 def assign_advantages(
     rollouts: Sequence[Rollout],
     *,
     reward: str | Mapping[str, float],
     estimator: EstimatorName = "grpo",
-    alpha: float | None = None,
+    alpha: float | Sequence[float] | None = None,
+    steps: StepCredit = PAPER_CREDIT,
     weights: Sequence[float] | None = None,
 ) -> list[Rollout]:
     """Fills `advantages` of [B] rollouts, compared within role and group: one number each, or [T] float32 where tokens
@@ -40,16 +58,15 @@ def assign_advantages(
 
     The outcome is `rewards[reward]`, or the sum of `weight * rewards[name]` over a mapping {name: weight}; it is kept
     as the reward TRAINED, whose mean is logged as reward/trained. `estimator`: see algorithms.estimators. With `alpha`,
-    Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps; when no rollout has scores on its
-    reasoning steps, the outcome alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights,
-    eq. 9). Raises ValueError for a missing or non-finite reward, an alpha outside [0, 1], and another number of weights
-    than rollouts; ConfigError for an estimator that cannot be, or that knows no step rewards where `alpha` asks for
-    them.
+    one number or [B], Tango's mixture (arXiv 2505.15034, eq. 7): (1 - alpha) outcome + alpha steps, where `steps` says
+    how step rewards become the advantages of tokens; when no rollout has scores on its reasoning steps, the outcome
+    alone. `weights` [B] multiply a rollout's advantages (the verifier's class weights, eq. 9). Raises ValueError for a
+    missing or non-finite reward, an alpha outside [0, 1], and another number of weights or alphas than rollouts;
+    ConfigError for an estimator that cannot be, or that knows no step rewards where `alpha` asks for them.
     """
     if weights is not None and len(weights) != len(rollouts):
         raise ValueError(f"{len(weights)} weights for {len(rollouts)} rollouts: give one per rollout")
-    if alpha is not None and not 0 <= alpha <= 1:
-        raise ValueError(f"alpha = {alpha}: the weight of the step advantages lies between 0 and 1")
+    alphas = None if alpha is None else _alphas(alpha, len(rollouts))
     estimate = find_estimator(estimator)
     if alpha is not None and word_of(estimator) == w_reinforce.__name__:
         raise ConfigError("estimator w_reinforce tells right answers from wrong ones, and has no rule for step rewards")
@@ -59,22 +76,28 @@ def assign_advantages(
     tokens = np.array([rollout.num_trainable for rollout in rollouts], np.int64)
     outcomes = _estimated(estimate, word_of(estimator), rewards, _groups(rollouts), tokens)
     factors = np.ones(len(rollouts)) if weights is None else np.asarray(weights, np.float64)
-    if alpha is None or all(r.marks_of(STEP).scores is None for r in rollouts):
+    if alphas is None or all(r.marks_of(STEP).scores is None for r in rollouts):
         return [*map(_credited, rollouts, rewards.tolist(), (outcomes * factors).tolist())]
-    steps = _step_advantages(rollouts, estimator=estimator, rloo_scale=RLOO_STEP_SCALE)
-    mixed = (w * ((1 - alpha) * o + alpha * s) for o, s, w in zip(outcomes, steps, factors, strict=True))
+    found = _step_advantages(rollouts, estimator=estimator, credit=steps, rloo_scale=RLOO_STEP_SCALE)
+    mixed = (w * ((1 - a) * o + a * s) for o, s, w, a in zip(outcomes, found, factors, alphas, strict=True))
     return [*map(_credited, rollouts, rewards.tolist(), map(_in_loss, rollouts, mixed))]
 
 
 def step_rewards(
-    verdicts: Sequence[bool], num_steps: int, *, refine: Refinement = "none", eta: float = 0.0
+    verdicts: Sequence[bool],
+    num_steps: int,
+    *,
+    refine: Refinement = "none",
+    eta: float = 0.0,
+    credit: StepCredit = PAPER_CREDIT,
 ) -> np.ndarray | None:
     """Turns verdicts on K reasoning steps into y_k / K with y = +1 or -1 (eq. 3), [K] float64. None when the counts
     differ or there is no step: the count gate.
 
     `refine` bounds what a solution collects by steps that add nothing (arXiv 2410.15115), before the division by K.
     clip: min(y_k - eta, 0), so that no step earns anything. delta: y_k - y_(k+1), and y_K for the last, so that the
-    sum from step k on is y_k. The bounds are those of the rewards: an estimator that takes a mean off moves them.
+    sum from step k on is y_k. The bounds are those of the rewards: an estimator that takes a mean off moves them. With
+    `credit.span` own there is no division.
     """
     if num_steps == 0 or len(verdicts) != num_steps:
         return None
@@ -84,43 +107,64 @@ def step_rewards(
             signs = np.minimum(signs - eta, 0.0)
         case "delta":
             signs = signs - np.append(signs[1:], 0.0)
-    return signs / num_steps
+    return signs / num_steps if credit.span == "rest" else signs
 
 
 def step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: EstimatorName = "grpo", rloo_scale: float = RLOO_STEP_SCALE
+    rollouts: Sequence[Rollout],
+    *,
+    estimator: EstimatorName = "grpo",
+    credit: StepCredit = PAPER_CREDIT,
+    rloo_scale: float = RLOO_STEP_SCALE,
 ) -> list[np.ndarray | float]:
     """Returns the step advantages of [B] rollouts: [T] float64 each, or one number where all tokens of a rollout have
     the same.
 
     All step rewards of a group's rollouts are one set, treated by the estimator apart from the outcomes (eq. 5; tokens
     without a step reward are not in the set); a token then gets the sum over the steps whose last token is at or after
-    it (eq. 6), so exactly 0 after the last step. An estimator sees each step as one token. rloo: times `rloo_scale`.
+    it (eq. 6), so exactly 0 after the last step. An estimator sees each step as one token. `credit` says otherwise for
+    the set or the sum. rloo: times `rloo_scale`.
     reinforce_pp: undiscounted reverse sums of the raw step rewards over the tokens, whitened over the batch's trained
     tokens (those without a step to come, and rollouts without step rewards, included with return 0), sample std (n - 1)
     + 1e-6. Raises ValueError for a step that ends outside its rollout.
     """
-    return [*_step_advantages(rollouts, estimator=estimator, rloo_scale=rloo_scale)]
+    return [*_step_advantages(rollouts, estimator=estimator, credit=credit, rloo_scale=rloo_scale)]
 
 
 def _step_advantages(
-    rollouts: Sequence[Rollout], *, estimator: EstimatorName, rloo_scale: float
+    rollouts: Sequence[Rollout], *, estimator: EstimatorName, credit: StepCredit, rloo_scale: float
 ) -> Iterable[np.ndarray | float]:
     """Gives the step advantages one rollout after the other: those of all at once would be 8 bytes a token."""
     estimate = find_estimator(estimator)
     scores = [rollout.marks_of(STEP).scores for rollout in rollouts]
     if estimate is reinforce_pp:
-        return _whitened([_suffix_sums(r, s) for r, s in zip(rollouts, scores, strict=True)], rollouts)
+        return _whitened([_spread(r, s, credit) for r, s in zip(rollouts, scores, strict=True)], rollouts)
     sizes = [0 if own is None else len(own) for own in scores]
     rewards = np.concatenate([np.empty(0), *(own for own in scores if own is not None)])
     if len(rewards) == 0:
         return [0.0] * len(rollouts)
     groups = np.repeat(_groups(rollouts), sizes)
+    if credit.baseline == "step":
+        numbers = np.concatenate([np.arange(size) for size in sizes])
+        groups = np.unique(np.stack([groups, numbers]), axis=1, return_inverse=True)[1].reshape(-1)
     compared = _estimated(estimate, word_of(estimator), rewards, groups, np.ones(len(rewards), np.int64))
+    if credit.baseline == "step":
+        compared = np.where(np.bincount(groups)[groups] == 1, 0.0, compared)
     if estimate is rloo:
         compared = compared * rloo_scale
     parts = np.split(compared, np.cumsum(sizes)[:-1])
-    return (_suffix_sums(r, part if len(part) else None) for r, part in zip(rollouts, parts, strict=True))
+    return (_spread(r, part if len(part) else None, credit) for r, part in zip(rollouts, parts, strict=True))
+
+
+def _alphas(alpha: float | Sequence[float], count: int) -> np.ndarray:
+    """Returns the weight of each rollout's step advantages, [B]."""
+    alphas = np.full(count, alpha) if isinstance(alpha, float | int) else np.asarray(alpha, np.float64)
+    if len(alphas) != count:
+        raise ValueError(f"{len(alphas)} alphas for {count} rollouts: give one number, or one per rollout")
+    for value in [alpha] if isinstance(alpha, float | int) else alphas.tolist():
+        if not 0 <= value <= 1:
+            raise ValueError(f"alpha = {value}: the weight of the step advantages lies between 0 and 1")
+    return alphas
 
 
 def _groups(rollouts: Sequence[Rollout]) -> np.ndarray:
@@ -157,9 +201,9 @@ def _outcome(rollout: Rollout, reward: str | Mapping[str, float]) -> float:
     return total
 
 
-def _suffix_sums(rollout: Rollout, scores: np.ndarray | None) -> np.ndarray | float:
-    """Sums, for each token, the [K] scores of the reasoning steps that end at or after it. -> [T] float64; 0.0 without
-    scores."""
+def _spread(rollout: Rollout, scores: np.ndarray | None, credit: StepCredit) -> np.ndarray | float:
+    """Gives each token the sum of the [K] scores of the reasoning steps that end at or after it, or of the first of
+    them alone. -> [T] float64; 0.0 without scores."""
     if scores is None or not len(scores):
         return 0.0
     ends, length = rollout.marks_of(STEP).ranges[:, 1], len(rollout.tokens)
@@ -168,8 +212,9 @@ def _suffix_sums(rollout: Rollout, scores: np.ndarray | None) -> np.ndarray | fl
     if not (ends[0] > 0 and ends[-1] <= length):
         wrong = ends[-1] if ends[0] > 0 else ends[0]
         raise ValueError(f"group {rollout.group!r}: a step ends at {wrong}, outside its {length} tokens")
-    sums = np.append(np.cumsum(scores[order][::-1])[::-1], 0.0)
-    return np.repeat(sums, np.diff(ends, prepend=0, append=length))
+    own = scores[order]
+    values = own if credit.span == "own" else np.cumsum(own[::-1])[::-1]
+    return np.repeat(np.append(values, 0.0), np.diff(ends, prepend=0, append=length))
 
 
 def _whitened(values: Sequence[np.ndarray | float], rollouts: Sequence[Rollout]) -> list[np.ndarray | float]:

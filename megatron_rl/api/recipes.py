@@ -20,6 +20,7 @@ WORDS: Mapping[str, str] = {
     "dapo": "megatron_rl.recipes.dapo:Dapo",
     "remax": "megatron_rl.recipes.remax:Remax",
     "tango": "megatron_rl.recipes.tango:Tango",
+    "tango_paper": "megatron_rl.recipes.tango:PaperTango",
     "agents": "megatron_rl.recipes.agents:Agents",
     "rubric": "megatron_rl.recipes.rubric:Rubric",
     "pairwise": "megatron_rl.recipes.pairwise:Pairwise",

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.algorithms.advantages import Refinement, step_rewards
+from megatron_rl.algorithms.advantages import PAPER_CREDIT, Refinement, StepCredit, step_rewards
 from megatron_rl.control_tokens import fill_quoting
 from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, agreement, confusion, step_confusion
@@ -21,6 +21,7 @@ from megatron_rl.types import STEP, Marks, Prompt, Rollout
 
 StepLabels = Callable[[Sequence[str], Mapping[str, Any]], list[bool]]  # step texts and payload -> gold labels
 Verification = Judgement[Solution, verdicts.Review]
+Reviewed = Literal["all", "undecided", "failed"]  # see AskByGroup
 Judged = Sequence[Sequence[Verification]]  # of each solution its verifications
 
 
@@ -81,6 +82,10 @@ class Reviews:
         self._places.append(place)
         self._judging.ask(place, solution)
 
+    def skip(self, place: int) -> None:
+        """Takes a place whose solution is not verified."""
+        self._places.append(place)
+
     def finish(self) -> list[list[Verification]]:
         """Waits for all. -> the n verifications of each solution that was added, in the order of their places; none for
         a prompt that is too long."""
@@ -93,16 +98,66 @@ class Reviews:
         return [found.get(place, []) for place in sorted(self._places)]
 
 
-def with_verdicts(rollout: Rollout, verifications: Sequence[Verification], refine: Refinement = "none") -> Rollout:
+class AskByGroup:
+    """Has the solutions of those groups alone verified whose outcomes leave something to be learned from steps.
+
+    all: of every group, each solution as soon as it is known. undecided: of groups whose outcomes are all alike, so
+    that comparing them says nothing. failed: of those among them in which no solution is right. A group of `size`
+    solutions is decided on as soon as all are known; `finish` decides on those that lack some.
+    """
+
+    def __init__(self, reviews: Reviews, reviewed: Reviewed, size: int) -> None:
+        self._reviews, self._reviewed, self._size = reviews, reviewed, size
+        self._waiting: dict[str, dict[int, Solution]] = {}
+        self.skipped = 0  # solutions that are not verified
+
+    def add(self, place: int, solution: Solution) -> None:
+        if self._reviewed == "all":
+            self._reviews.add(place, solution)
+            return
+        own = self._waiting.setdefault(solution.rollout.group, {})
+        own[place] = solution
+        if len(own) == self._size:
+            self._decide(self._waiting.pop(solution.rollout.group))
+
+    def finish(self) -> list[list[Verification]]:
+        """-> the verifications of each solution that was added, in the order of their places; none for one that is not
+        verified."""
+        for own in self._waiting.values():
+            self._decide(own)
+        self._waiting = {}
+        return self._reviews.finish()
+
+    def _decide(self, solutions: Mapping[int, Solution]) -> None:
+        alike = len({s.rollout.rewards["outcome"] for s in solutions.values()}) == 1
+        asked = alike and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
+        for place, solution in solutions.items():
+            if asked:
+                self._reviews.add(place, solution)
+            else:
+                self._reviews.skip(place)
+                self.skipped += 1
+
+
+def with_verdicts(
+    rollout: Rollout,
+    verifications: Sequence[Verification],
+    refine: Refinement = "none",
+    credit: StepCredit = PAPER_CREDIT,
+    *,
+    agreeing: bool = False,
+) -> Rollout:
     """Gives a solution the verdicts and the text of its one verification, and its steps their rewards where the
-    verdicts match them, refined as `algorithms.advantages.step_rewards` says. Without a verification it stays as it
-    is."""
+    verdicts match them, refined as `algorithms.advantages.step_rewards` says. With `agreeing` they get none of a
+    verification whose final verdict is not the solution's outcome. Without a verification it stays as it is."""
     if not verifications:
         return rollout
     [one] = verifications
     marks, verdict = rollout.marks_of(STEP), list(one.opinion.verdicts)
     payload = {**rollout.payload, "verdicts": verdict, "review": one.decoded.text}
-    scored = Marks(marks.ranges, step_rewards(verdict, len(marks), refine=refine))
+    believed = one.opinion.agrees or not agreeing
+    scores = step_rewards(verdict, len(marks), refine=refine, credit=credit) if believed else None
+    scored = Marks(marks.ranges, scores)
     return replace(rollout, payload=payload, marks={**rollout.marks, STEP: scored})
 
 
@@ -123,11 +178,14 @@ def aligned(verifications: Sequence[Verification]) -> float:
     return fmean(float(said == steps and steps > 0) for said, steps in counts) if counts else 0.0
 
 
-def review_metrics(judged: Judged, step_labels: StepLabels | None) -> dict[str, float]:
-    """Returns figures of the verifications of solutions: reviews_dropped (solutions without one), verdicts_match,
-    confusion/*, predicted_positive, and step_agreement where gold labels exist."""
+def review_metrics(judged: Judged, step_labels: StepLabels | None, skipped: int = 0) -> dict[str, float]:
+    """Returns figures of the verifications of solutions: reviews_skipped (solutions of groups that are not verified),
+    reviews_dropped (others without one), verdicts_match, confusion/*, predicted_positive, and step_agreement where gold
+    labels exist."""
     rows = [verification for group in judged for verification in group]
-    figures = {"reviews_dropped": float(sum(not group for group in judged)), "verdicts_match": aligned(rows)}
+    without = sum(not group for group in judged)
+    figures = {"reviews_skipped": float(skipped), "reviews_dropped": float(without - skipped)}
+    figures |= {"verdicts_match": aligned(rows)}
     figures |= outcome_confusion(rows).metrics()
     share = agreement(gold_confusion(rows, step_labels)) if step_labels else None
     return figures if share is None else figures | {"step_agreement": share}

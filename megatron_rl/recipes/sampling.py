@@ -75,7 +75,7 @@ def draw_groups(source: Source, draw: Draw, dynamic: DynamicSampling | None) -> 
     rounds have groups of their own, so that no two problems share one.
 
     -> the groups to train on, and figures: those of the rounds, prompts_taken, rounds, and of everything that was drawn
-    outcome_of_all (mean) and alike (share of the groups without signal).
+    outcome_of_all (mean), alike (share of the groups without signal) and tokens_drawn.
     """
     prompts = source.take()
     wanted = len(prompts)
@@ -109,4 +109,6 @@ def _of_all(groups: Sequence[Group]) -> Figures:
     outcomes = [s.rollout.rewards["outcome"] for group in groups for s in group.solutions]
     if not outcomes:
         return {}
-    return {"outcome_of_all": fmean(outcomes), "alike": fmean(float(not group.has_signal) for group in groups)}
+    alike = fmean(float(not group.has_signal) for group in groups)
+    written = sum(s.rollout.length for group in groups for s in group.solutions)
+    return {"outcome_of_all": fmean(outcomes), "alike": alike, "tokens_drawn": float(written)}

@@ -2,10 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatron_rl.algorithms.advantages import EstimatorName, Refinement, assign_advantages
+from megatron_rl.algorithms.advantages import EstimatorName, Refinement, StepCredit, assign_advantages
 from megatron_rl.algorithms.class_weights import ClassCounts
 from megatron_rl.algorithms.schedules import WeightSchedule, step_weight
 from megatron_rl.config.plugins import find_function
@@ -13,7 +13,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.recipes import base
 from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_over, sampling_for
 from megatron_rl.recipes.held_out import BalancedSet
-from megatron_rl.recipes.review import Judged, Reviewer, review_metrics, with_verdicts
+from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
 from megatron_rl.text import read_template
 from megatron_rl.training.rollouts import mean_reward
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
@@ -38,6 +38,10 @@ class TangoTurns(Recipe):
     alpha_min: float = 1e-3
     alpha_schedule: WeightSchedule = "exponential"
     step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
+    step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
+    reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
+    likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
+    agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
     format_weight: float = 0.8  # gamma, in the verifier's reward
     class_weight_decay: float = 0.8  # of the moving counts of right and wrong solutions
@@ -97,11 +101,18 @@ class TangoTurns(Recipe):
     def play(self, turn: Turn, source: Source, table: Table) -> Mapping[str, Sequence[Rollout]]:
         """A problem has a group of solutions, each verified once, or one solution with a group of verifications."""
         n, votes = (self.group_size, 1) if turn.role == self.solver else (1, self.verifications)
-        reviews = self._reviewer.begin(table, sampling_for(table, turn, VERIFIER, votes))
+        review = sampling_for(table, turn, VERIFIER, votes)
+        if turn.role == self.solver and self.likeliest_verdicts:
+            review = replace(review, temperature=0.0)
+        reviews = self._reviewer.begin(table, review)
         own = sampling_for(table, turn, self.solver, n)
-        solutions, figures = self.draw(table, source.take(), own, reviews.add)
-        judged = reviews.finish()
-        table.note(turn.role, figures | review_metrics(judged, self._labels))
+        asking = AskByGroup(reviews, self.reviewed if turn.role == self.solver else "all", n)
+        solutions, figures = self.draw(table, source.take(), own, asking.add)
+        judged = asking.finish()
+        written = sum(s.rollout.length for s in solutions)
+        written += sum(len(v.completion.tokens) for group in judged for v in group)
+        figures = {**figures, "tokens_drawn": float(written)}
+        table.note(turn.role, figures | review_metrics(judged, self._labels, asking.skipped))
         if turn.role == self.solver:
             return {self.solver: self._credit_solutions(table, turn, solutions, judged)}
         return {VERIFIER: self._credit_reviews(table, solutions, judged)}
@@ -120,11 +131,16 @@ class TangoTurns(Recipe):
     def _credit_solutions(
         self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
     ) -> list[Rollout]:
-        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps."""
-        alpha = self._alpha(turn.update(self.solver))
+        """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps. Groups
+        that are not verified learn from their outcomes alone."""
+        alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
         table.note(self.solver, {"alpha": alpha})
-        marked = [with_verdicts(s.rollout, own, self.step_rewards) for s, own in zip(solutions, judged, strict=True)]
-        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alpha)
+        marked = [
+            with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing)
+            for s, own in zip(solutions, judged, strict=True)
+        ]
+        alphas = alpha if self.reviewed == "all" else [alpha if own else 0.0 for own in judged]
+        credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
     def _alpha(self, update: int) -> float:
@@ -142,8 +158,8 @@ class TangoTurns(Recipe):
 
 
 @dataclass(kw_only=True)
-class Tango(TangoTurns):
-    """Tango as the paper has it: a solution is one text, whose steps stand between tags."""
+class PaperTango(TangoTurns):
+    """Tango with the paper's settings: a solution is one text, whose steps stand between tags."""
 
     generator_template: str = "tango_generator"  # a text file with {question}, or the name of a packaged prompt
 
@@ -161,3 +177,17 @@ class Tango(TangoTurns):
 
     def measure(self, table: Table, prompts: Sequence[Prompt]) -> tuple[dict[str, float], Sequence[Solution]]:
         return base.accuracies(table, GENERATOR, prompts)
+
+
+@dataclass(kw_only=True)
+class Tango(PaperTango):
+    """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
+    that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. The
+    tokens of a step get its own verdict's credit, compared with the same step of the problem's other solutions. The
+    verifier is trained a third as often."""
+
+    generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
+    reviewed: Reviewed = "failed"
+    step_credit: StepCredit = StepCredit(span="own", baseline="step")
+    alpha_start: float = 1.0
+    alpha_min: float = 1.0

@@ -18,7 +18,7 @@ from megatron_rl.config.schema import CorrectionConfig, EvalConfig, GenerateConf
 from megatron_rl.evaluation.benchmarks import benchmark
 from megatron_rl.recipes.evolve import Evolve
 from megatron_rl.recipes.self_play import SelfPlay
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.rewards import ssrl
 from megatron_rl.rewards.pool import GradePool
 from megatron_rl.training.gate import GateFailure, check_reward
@@ -122,7 +122,7 @@ def test_published_runs_have_the_papers_numbers(name, estimator, alpha_start, kl
     """The numbers of the release's scripts/run_rl_tango.sh, with verl's defaults where it says nothing."""
     config = load(TrainConfig, name)
     recipe = plugins.build(config.recipe)
-    assert isinstance(recipe, Tango)
+    assert isinstance(recipe, PaperTango)
     turns = [role for step in recipe.schedule() for roles in step for role in roles]
     assert len(turns) == 440 and turns.count("generator") == 300 and turns[:40] == ["verifier"] * 40
     assert turns[40:44] == ["generator"] * 3 + ["verifier"]

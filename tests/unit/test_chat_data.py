@@ -34,7 +34,7 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.entailment import Entailment
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.rubric import Rubric
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.session.eval_engines import Cast
 from megatron_rl.training.prompts import asked_tokenizers, encoder, read_sets
 from megatron_rl.training.rollouts import tokenize
@@ -179,7 +179,7 @@ def test_malformed_messages_are_named_by_row_and_key(tmp_path, prompt, why):
 
 
 @pytest.mark.parametrize(
-    "recipe", [Grpo(updates=1), Dapo(updates=1), Tango(), Rubric(updates=1)], ids=lambda r: type(r).__name__
+    "recipe", [Grpo(updates=1), Dapo(updates=1), PaperTango(), Rubric(updates=1)], ids=lambda r: type(r).__name__
 )
 def test_every_recipe_that_asks_the_question_puts_the_conversation(tmp_path, recipe):
     path, tokenizer = jsonl(tmp_path / "p.jsonl", {"prompt": USER, "answer": "2"}), chat_tokenizer()

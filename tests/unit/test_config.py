@@ -30,7 +30,7 @@ from megatron_rl.config.schema import (
     Vllm,
     config,
 )
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 
 BASE = {
     "roles": {"a": {"model": {"path": "org/a"}}, "b": {"model": {"path": "org/b"}, "layout": {"tp": 2}}},
@@ -511,7 +511,7 @@ def test_data_and_roles_are_checked_before_a_job_is_queued(change, says):
     with pytest.raises(ConfigError, match=re.escape(says)):
         config = load(TrainConfig, files, [change])
         config_checks.check(config, 32)
-        config_checks.check_recipe(config, Tango())
+        config_checks.check_recipe(config, PaperTango())
 
 
 def test_files_that_are_not_there_yet_are_named():

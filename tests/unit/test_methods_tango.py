@@ -7,7 +7,7 @@ from test_recipes import PAPER, paper_generator, paper_verifier, play, table_of,
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.types import STEP
 
 __all__ = ["texts"]  # a fixture
@@ -16,7 +16,7 @@ __all__ = ["texts"]  # a fixture
 @pytest.mark.parametrize("refine", ["none", "clip", "delta"])
 def test_step_rewards_are_refined_before_they_are_compared(texts, refine):
     """Re-derived from the verdicts: rewards by loops, then z-scores over the group's steps, then sums to the end."""
-    rollouts, _ = play(Tango(group_size=3, step_rewards=refine, **texts), "generator", 1, table_of(*SIDES))
+    rollouts, _ = play(PaperTango(group_size=3, step_rewards=refine, **texts), "generator", 1, table_of(*SIDES))
     rewards = []
     for verdicts, _ in PAPER:
         y = [1.0 if v == "+" else -1.0 for v in verdicts]
@@ -42,7 +42,7 @@ SIDES = (paper_generator, paper_verifier)
 def test_an_estimator_with_arguments_credits_both_players(texts):
     """Outcomes and step rewards alike: r - mean + 0.2."""
     named = Use(target="asymre", args={"baseline_shift": -0.2})
-    rollouts, _ = play(Tango(group_size=3, estimator=named, **texts), "generator", 1, table_of(*SIDES))
+    rollouts, _ = play(PaperTango(group_size=3, estimator=named, **texts), "generator", 1, table_of(*SIDES))
     scores = [r.marks_of(STEP).scores for r in rollouts]
     mean = np.concatenate(scores).mean()
     last = rollouts[0].marks_of(STEP).ranges[-1][0]
@@ -61,4 +61,4 @@ def test_an_estimator_with_arguments_credits_both_players(texts):
 )
 def test_tango_refuses_what_it_cannot_do_where_it_is_built(args, message):
     with pytest.raises(ConfigError, match=message):
-        build(Use(target="megatron_rl.recipes.tango:Tango", args=args))
+        build(Use(target="megatron_rl.recipes.tango:PaperTango", args=args))

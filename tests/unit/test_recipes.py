@@ -17,7 +17,7 @@ from megatron_rl.engines.base import Sampling
 from megatron_rl.evaluation.confusion import Confusion, confusion, step_confusion
 from megatron_rl.recipes.base import solve
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.rewards.pool import RewardFailure
 from megatron_rl.rewards.tags import boxed
 from megatron_rl.training.rollouts import measure, without_signal
@@ -139,7 +139,7 @@ def paper_verifier(prompt, i, j, sampling):
 
 def test_tango_vectors_through_a_whole_generator_turn(texts):
     table = table_of(paper_generator, paper_verifier)
-    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table)
+    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table)
     expected = [
         [1.2290, 1.1815, 1.1341, 1.0867, 1.0392],
         [-0.5829, -0.7094, -0.5196],
@@ -161,7 +161,7 @@ def test_tango_vectors_through_a_whole_generator_turn(texts):
 
 
 def test_alpha_follows_the_generators_updates_and_not_the_turns(texts):
-    recipe = Tango(group_size=3, generator_updates=300, **texts)
+    recipe = PaperTango(group_size=3, generator_updates=300, **texts)
     alphas = [
         play(recipe, "generator", 1, table_of(paper_generator, paper_verifier), number=n, update=u)[1]["alpha"]
         for n, u in ((40, 0), (119, 60), (239, 150))
@@ -173,14 +173,16 @@ def test_a_sample_whose_verdict_count_differs_gets_no_step_rewards(texts):
     def verifier(prompt, i, j, sampling):  # a missing verdict swallows nothing but its own step
         return verification("+?-+" if i == 0 else PAPER[i][0], "+")
 
-    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table_of(paper_generator, verifier))
+    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, verifier))
     assert list(map(judged, rollouts)) == [False, True, True]
     assert segments(rollouts[0]) == pytest.approx([1.0392] * 5, abs=1e-4)
     assert m["verdicts_match"] == pytest.approx(2 / 3)
 
 
 def test_without_any_step_reward_the_outcome_advantage_is_whole(texts):
-    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table_of(paper_generator, lambda *_: "no idea"))
+    rollouts, m = play(
+        PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, lambda *_: "no idea")
+    )
     assert segments(rollouts[0]) == pytest.approx([1.1547] * 5, abs=1e-4)
     assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [0, 0, 2, 1]  # unreadable: said incorrect
 
@@ -190,7 +192,7 @@ def test_a_verifier_prompt_that_is_too_long_is_dropped_and_never_cut(texts):
         len(ids(f"Q 0 S {solution(4, 'yes')} K 4")) - 2
     )  # the two longer solutions do not fit (no is shorter by one)
     table = table_of(paper_generator, lambda p, i, j, s: verification("+-", "-"), verifier_limit=limit)
-    rollouts, m = play(Tango(group_size=3, **texts), "generator", 1, table)
+    rollouts, m = play(PaperTango(group_size=3, **texts), "generator", 1, table)
     assert m["reviews_dropped"] == 2 and list(map(judged, rollouts)) == [False, True, False]
     assert [TOKENIZER.decode(a) for a, _ in table.engines["verifier"].asked] == [f"Q 0 S {solution(2, 'no')} K 2"]
     assert "verdicts" not in rollouts[0].payload
@@ -206,7 +208,7 @@ def test_a_sample_that_could_not_be_graded_leaves_its_group_and_is_not_judged(te
     def writes(prompt, i, j, sampling):
         return solution(j % 4 + 1, "yes" if j == 0 else "no")
 
-    recipe = Tango(group_size=5, verifications=2, **texts)
+    recipe = PaperTango(group_size=5, verifications=2, **texts)
     table = table_of(writes, lambda *_: verification("+", "+"), grade=graded(rule))
     rollouts, m = play(recipe, role, 1, table)
     if role == "generator":  # of the five, the first cannot be graded, nor the second
@@ -277,7 +279,7 @@ def mixed_verifier(prompt, i, j, sampling):
 
 
 def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(texts):
-    recipe = Tango(verifications=3, **texts)
+    recipe = PaperTango(verifications=3, **texts)
     rollouts, m = play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
     assert [t.rewards["verifier"] for t in rollouts] == pytest.approx([1.8, 0.8, 0.0] * 4)
     assert [t.payload["correct"] for t in rollouts] == [True, False, False] * 4 and {t.role for t in rollouts} == {
@@ -297,7 +299,7 @@ def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(te
 
 
 def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
-    rollouts, _ = play(Tango(verifications=3, **texts), "verifier", 1, table_of(mixed_generator, mixed_verifier))
+    rollouts, _ = play(PaperTango(verifications=3, **texts), "verifier", 1, table_of(mixed_generator, mixed_verifier))
     first = rollouts[0]
     assert TOKENIZER.decode(first.tokens[: first.start]) == f"Q 0 S {solution(2, 'yes')} K 2"
     assert first.spans[:, 2].tolist() == [Author.ENVIRONMENT, Author.POLICY] and first.tokens[-1] == EOS
@@ -306,9 +308,9 @@ def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
 
 
 def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
-    recipe = Tango(verifications=3, **texts)
+    recipe = PaperTango(verifications=3, **texts)
     play(recipe, "verifier", 4, table_of(mixed_generator, mixed_verifier))
-    again = Tango(verifications=3, **texts)
+    again = PaperTango(verifications=3, **texts)
     again.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
     for r in (recipe, again):
         play(r, "verifier", 1, table_of(mixed_generator, mixed_verifier), number=1)
@@ -318,7 +320,7 @@ def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
 
 def test_solutions_without_a_grade_are_left_out_of_a_verifier_turn(texts):
     grade = graded(lambda response, payload: Outcome.ERROR if payload["question"] == "0" else 0.0)
-    recipe = Tango(verifications=2, **texts)
+    recipe = PaperTango(verifications=2, **texts)
     rollouts, m = play(recipe, "verifier", 2, table_of(mixed_generator, mixed_verifier, grade=grade))
     assert len(rollouts) == 2 and m["graded/error"] == 1 and m["reward/outcome"] == 0.0
     nothing = graded(lambda response, payload: Outcome.ERROR)
@@ -329,7 +331,7 @@ def test_solutions_without_a_grade_are_left_out_of_a_verifier_turn(texts):
 def test_draws_depend_on_the_turn_and_role_alone(texts):
     def seeds(number, role="generator", run=0):
         table = table_of(paper_generator, paper_verifier, seed=run)
-        play(Tango(group_size=3, verifications=3, **texts), role, 1, table, number=number)
+        play(PaperTango(group_size=3, verifications=3, **texts), role, 1, table, number=number)
         return [table.engines[name].asked[0][1].seed for name in ("generator", "verifier")]
 
     assert seeds(5) == seeds(5) == seeds(5, "verifier")
@@ -345,13 +347,13 @@ def schedule(recipe):
 @pytest.mark.parametrize("role", ["generator", "verifier"])
 def test_log_probs_are_asked_for_of_the_player_whose_turn_it_is(texts, role):
     table = table_of(paper_generator, paper_verifier)
-    play(Tango(group_size=3, verifications=3, **texts), role, 1, table)
+    play(PaperTango(group_size=3, verifications=3, **texts), role, 1, table)
     asked = {name: table.engines[name].asked[0][1].logprobs for name in ("generator", "verifier")}
     assert asked == {name: name == role for name in asked}
 
 
 def test_the_published_schedule_has_440_updates():
-    roles = schedule(Tango())
+    roles = schedule(PaperTango())
     assert roles[:40] == ["verifier"] * 40 and roles[40:48] == ["generator", "generator", "generator", "verifier"] * 2
     assert Counter(roles) == {"generator": 300, "verifier": 140}
     assert [i + 1 for i, r in enumerate(roles) if r == "generator"][59] == 119 and [
@@ -360,25 +362,25 @@ def test_the_published_schedule_has_440_updates():
 
 
 def test_a_last_cycle_is_cut_to_the_generators_updates():
-    assert schedule(Tango(generator_updates=5, warmup_updates=1)) == [
+    assert schedule(PaperTango(generator_updates=5, warmup_updates=1)) == [
         "verifier",
         *["generator"] * 3,
         "verifier",
         *["generator"] * 2,
     ]
-    assert schedule(Tango(generator_updates=2, warmup_updates=0)) == ["generator", "generator"]
-    assert len(Tango(generator_updates=3, warmup_updates=0).schedule()) == 1
+    assert schedule(PaperTango(generator_updates=2, warmup_updates=0)) == ["generator", "generator"]
+    assert len(PaperTango(generator_updates=3, warmup_updates=0).schedule()) == 1
 
 
 def test_a_frozen_player_has_no_turns_and_the_other_keeps_its_own():
-    frozen_verifier = Tango(generator_updates=7, warmup_updates=4, train_verifier=False)
+    frozen_verifier = PaperTango(generator_updates=7, warmup_updates=4, train_verifier=False)
     assert schedule(frozen_verifier) == ["generator"] * 7 and not frozen_verifier.roles()["verifier"].trained
-    frozen_generator = Tango(generator_updates=7, warmup_updates=4, train_generator=False)
-    both = Tango(generator_updates=7, warmup_updates=4)
+    frozen_generator = PaperTango(generator_updates=7, warmup_updates=4, train_generator=False)
+    both = PaperTango(generator_updates=7, warmup_updates=4)
     assert schedule(frozen_generator) == ["verifier"] * Counter(schedule(both))["verifier"] == ["verifier"] * 6
     assert list(frozen_generator.roles()) == list(both.roles()) == ["generator", "verifier"]
     with pytest.raises(ConfigError, match="both false"):
-        Tango(train_generator=False, train_verifier=False)
+        PaperTango(train_generator=False, train_verifier=False)
 
 
 def test_grpo_groups_are_the_samples_of_one_problem(texts):
@@ -401,7 +403,7 @@ def optimist(prompt, i, j, sampling):
 
 
 def test_evaluation_measures_both_players_by_hand(texts):
-    recipe = Tango(balanced_per_class=3, step_labels="megatron_rl.rewards.last_letter:step_labels", **texts)
+    recipe = PaperTango(balanced_per_class=3, step_labels="megatron_rl.rewards.last_letter:step_labels", **texts)
     held_out = problems(6, words=["fox", "cat"])
     table = table_of(half_right, optimist)
     figures = recipe.evaluate(held_out, table)
@@ -427,13 +429,13 @@ def test_evaluation_measures_both_players_by_hand(texts):
 
 def test_the_verification_set_is_drawn_once_and_kept(texts):
     held_out = problems(4)
-    recipe = Tango(balanced_per_class=3, balanced_rounds=3, **texts)
+    recipe = PaperTango(balanced_per_class=3, balanced_rounds=3, **texts)
     first = table_of(half_right, optimist)
     recipe.evaluate(held_out, first)
     seeds = [s.seed for _, s in first.engines["generator"].asked]
     assert len(seeds) == 12  # two figures, and one more round for the third of each class
     assert len(set(seeds[:8])) == len(set(seeds[8:])) == 1 and seeds[0] != seeds[8]
-    later = Tango(balanced_per_class=3, **texts)
+    later = PaperTango(balanced_per_class=3, **texts)
     better = table_of(lambda *_: solution(1, "yes"), optimist)  # the generator has changed; the set has not
     better.kept.update(json.loads(json.dumps(first.kept)))
     figures = later.evaluate(held_out, better)
@@ -446,7 +448,7 @@ def test_the_verification_set_is_drawn_once_and_kept(texts):
 
 
 def test_a_class_that_cannot_be_found_gives_no_f1(texts):
-    recipe = Tango(balanced_per_class=3, balanced_rounds=2, **texts)
+    recipe = PaperTango(balanced_per_class=3, balanced_rounds=2, **texts)
     figures = recipe.evaluate(problems(2), table_of(lambda *_: solution(1, "no"), optimist))
     assert (
         "verifier/outcome_f1" not in figures
@@ -465,24 +467,26 @@ def test_f1_is_the_harmonic_mean_of_the_class_accuracies():
 
 
 def test_settings_are_checked_by_name_value_and_cure(texts):
-    recipe = build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "cosine", "group_size": 4}))
+    recipe = build(
+        Use(target="megatron_rl.recipes.tango:PaperTango", args={"alpha_schedule": "cosine", "group_size": 4})
+    )
     assert {name: part.samples for name, part in recipe.roles().items()} == {"generator": 4, "verifier": 5}
     assert recipe.state_dict() == {"right": None, "wrong": None}
     with pytest.raises(ConfigError, match="group_siz"):
-        build(Use(target="megatron_rl.recipes.tango:Tango", args={"group_siz": 4}))
+        build(Use(target="megatron_rl.recipes.tango:PaperTango", args={"group_siz": 4}))
     with pytest.raises(ConfigError, match="alpha_schedule"):
-        build(Use(target="megatron_rl.recipes.tango:Tango", args={"alpha_schedule": "steep"}))
+        build(Use(target="megatron_rl.recipes.tango:PaperTango", args={"alpha_schedule": "steep"}))
     with pytest.raises(ConfigError, match="group_size = 0: give at least 2"):
-        Tango(group_size=0)
+        PaperTango(group_size=0)
     with pytest.raises(ConfigError, match="updates = 0"):
         Grpo(updates=0)
     with pytest.raises(ConfigError, match="gae.*grpo, dr_grpo"):
         Grpo(updates=1, estimator="gae")
     with pytest.raises(ConfigError, match="alpha_start = 1.5: it is a share"):
-        Tango(alpha_start=1.5)
+        PaperTango(alpha_start=1.5)
     for wrong in ({"alpha_min": 0.0}, {"class_weight_decay": 1.0}, {"verifier_template": "nowhere"}):
         with pytest.raises(ConfigError, match="floor = 0.0|decay = 1.0|nowhere"):
-            build(Use(target="megatron_rl.recipes.tango:Tango", args=wrong))
+            build(Use(target="megatron_rl.recipes.tango:PaperTango", args=wrong))
 
 
 def test_an_estimator_of_ones_own_is_named_in_the_config(texts):

@@ -20,7 +20,7 @@ from megatron_rl.config.files import load
 from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig, TrainConfig
 from megatron_rl.engines.base import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.recipes import tandem
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.training.rollouts import from_completion, measure, sample
 from megatron_rl.training.turns import Table
 from megatron_rl.training.update import Trainee, update
@@ -218,7 +218,7 @@ def test_tango_with_a_tandem_generator_is_a_setting(tmp_path):
     tokens."""
     for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
         (tmp_path / f"{name}.txt").write_text(text)
-    recipe = Tango(
+    recipe = PaperTango(
         group_size=2,
         verifications=2,
         generator_template=str(tmp_path / "g.txt"),

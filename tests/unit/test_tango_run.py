@@ -9,7 +9,7 @@ from toys import streaming
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.config.schema import LossConfig
-from megatron_rl.recipes.tango import Tango
+from megatron_rl.recipes.tango import PaperTango
 from megatron_rl.run.console import headline
 from megatron_rl.training import loop
 from megatron_rl.training.player import Player, TurnPlayer, upcoming
@@ -31,7 +31,7 @@ class Reader(Problems):
 def test_the_loop_plays_tango_by_turns_and_refits_the_role_that_learned(tmp_path):
     for name, text in (("g", "Q {question}\n"), ("v", "Q {question} S {solution} K {num_steps}\n")):
         (tmp_path / f"{name}.txt").write_text(text)
-    recipe = Tango(
+    recipe = PaperTango(
         generator_updates=4, generator_turns=2, warmup_updates=1, group_size=2, verifications=3, balanced_per_class=2,
         generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
     )  # fmt: skip

@@ -1,0 +1,30 @@
+"""The arms that are compared at equal time: what each is started with, beside the settings of its regime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+DAPO, TANGO = "megatron_rl.recipes.dapo:Dapo", "megatron_rl.recipes.tango:Tango"
+MANY = 1000  # updates of an arm that is ended when its time is over
+FROZEN = "recipe.args.train_verifier=false"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A method with its settings."""
+
+    config: str  # grpo or tango: the file of examples/last_letter
+    settings: Sequence[str] = ()
+    turns: int = 1  # of a step
+    paper: bool = False  # it has the regime's number of updates, over which alpha falls, and its alpha
+
+
+ARMS: Mapping[str, Arm] = {
+    "grpo": Arm("grpo"),
+    "grpo_dynamic": Arm("grpo", [f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
+    "tango_paper": Arm("tango", turns=4, paper=True),
+    "frozen_paper": Arm("tango", [FROZEN], turns=3, paper=True),
+    "tango": Arm("tango", [f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
+    "frozen": Arm("tango", [f"recipe.target={TANGO}", FROZEN], turns=9),
+}

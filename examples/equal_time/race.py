@@ -1,0 +1,188 @@
+"""Compares arms on the last-letter task at equal time: GRPO, Tango as the paper has it, and Tango's cheaper settings.
+
+    python examples/equal_time/race.py --regime b --arms grpo tango --seeds 0 1 2 3 4
+
+The time of a run is that of generation and training: what evaluations, checkpoints and the start take is left out. It
+is counted in seconds by the clock and in CPU-seconds of all processes of the run; the second is what arms are compared
+by, because other work on the machine disturbs it less. A run ends at the first evaluation after `--cpu-seconds` of it.
+Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
+runs of every arm, to see that all parts work; its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples/last_letter")]
+
+import run as last_letter  # noqa: E402  (examples/last_letter/run.py)
+import task  # noqa: E402
+from compare import T_95  # noqa: E402
+
+from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
+
+EXAMPLE = ROOT / "examples/last_letter"
+CPU_SECONDS = {"a": 60.0, "b": 90.0}  # about what Tango takes as the paper has it
+LOOK_S = 0.02
+ROLES = ("generator", "verifier")
+FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
+console = Console(soft_wrap=True, width=120)
+Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--regime", choices=task.regimes(), default="b")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--cpu-seconds", type=float, help="of a run (default: the regime's)")
+    parser.add_argument("--evaluate-every", type=int, default=12, help="turns between evaluations")
+    parser.add_argument("--out", type=Path, default=Path("runs/equal_time"))
+    parser.add_argument("--quick", action="store_true", help="one seed and 5 CPU-seconds of each arm")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.out = options.seeds[:1], options.out / "quick"
+    budget = 5.0 if options.quick else options.cpu_seconds or CPU_SECONDS[options.regime]
+    base = Path("runs/last_letter") / options.regime
+    last_letter.prepare(base, options.regime, last_letter.Stages(), heads=4)
+    found: dict[str, list[list[Point]]] = {}
+    for seed in options.seeds:
+        for arm in options.arms:
+            points = race(ARMS[arm], base, options, seed, budget, options.out / options.regime / f"{arm}_seed{seed}")
+            found.setdefault(arm, []).append(points)
+    show(found, budget)
+
+
+def race(arm: Arm, base: Path, options: argparse.Namespace, seed: int, budget: float, out: Path) -> list[Point]:
+    """Runs an arm until its time is over. -> its evaluations. What is complete is read."""
+    kept = out.with_suffix(".json")
+    if kept.exists():
+        return json.loads(kept.read_text())
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off: its time is not known
+    out.parent.mkdir(parents=True, exist_ok=True)
+    console.print(f"{out.name} -> {out.with_suffix('.log')}")
+    with out.with_suffix(".log").open("w") as log:
+        command = [sys.executable, "-m", "megatron_rl.main", "train", *settings(arm, base, options, seed, out)]
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            points = watch(child, out / "metrics.jsonl", budget=budget)
+        finally:
+            child.send_signal(signal.SIGTERM)
+            child.wait()
+    if len(points) < 2:
+        sys.exit(f"{out.name} ended with status {child.returncode}:\n{out.with_suffix('.log').read_text()[-3000:]}")
+    kept.write_text(json.dumps(points) + "\n")
+    return points
+
+
+def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: Path) -> list[str]:
+    """Returns the arguments of `megatron-rl train`."""
+    regime = task.regimes()[options.regime]
+    own = [
+        str(EXAMPLE / f"{arm.config}.yaml"), f"run.seed={seed}", f"run.name={out.name}", f"run.dir={out.parent}",
+        "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
+        f"evaluation.prompts.path={base}/task/test.jsonl",
+        f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={regime.generator_lr}",
+        f"evaluation.every={max(1, options.evaluate_every // arm.turns)}",
+    ]  # fmt: skip
+    if arm.config == "grpo":
+        return [*own, f"recipe.args.updates={MANY}", *arm.settings]
+    updates, start, floor = MANY, 1.0, 1.0
+    if arm.paper:
+        updates, start, floor = regime.generator_updates, regime.alpha_start, regime.alpha_min
+    own += [
+        f"roles.verifier.model.path={base.parent}/a/verifier/model",
+        f"roles.verifier.optimizer.lr={regime.verifier_lr}", f"recipe.args.generator_updates={updates}",
+        f"recipe.args.warmup_updates={regime.warmup_updates}", f"recipe.args.alpha_start={start}",
+        f"recipe.args.alpha_min={floor}", "recipe.args.balanced_per_class=64",
+    ]  # fmt: skip
+    if regime.judged != regime.train:
+        own += [f"roles.verifier.data={{path: {base}/task/judged.jsonl, settings: last_letter}}"]
+    return [*own, *arm.settings]
+
+
+def watch(child: subprocess.Popen[bytes], path: Path, *, budget: float) -> list[Point]:
+    """Reads the run's lines as they are written, until an evaluation after `budget` CPU-seconds, or its end."""
+    points: list[Point] = []
+    spent = {"cpu_s": 0.0, "seconds": 0.0, "tokens": 0.0, "updates": 0.0}
+    read, size, before = 0, 0, 0.0
+    while True:
+        over = child.poll() is not None
+        grown = path.exists() and path.stat().st_size > size
+        lines = path.read_text().splitlines()[read:] if grown else []
+        read, size = read + len(lines), path.stat().st_size if grown else size
+        cpu = cpu_seconds(child.pid) if lines else before
+        for row in map(json.loads, lines):
+            if row["scope"] == "eval":
+                figures = {name: row["metrics"][name] for name in FIGURES if name in row["metrics"]}
+                points.append({**spent, **figures})
+            elif row["scope"] in ROLES:
+                spent["cpu_s"] += max(0.0, cpu - before) if before else 0.0
+                spent["seconds"] += sum(row["time"].values())
+                spent["tokens"] += row["metrics"].get("tokens_drawn", row["metrics"]["tokens"])
+                spent["updates"] += 1
+            before = cpu
+        if over or (points and points[-1]["cpu_s"] >= budget):
+            return points
+        time.sleep(LOOK_S)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the CPU-seconds that a process and its descendants have taken, with those of children that ended."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:4])
+    return total
+
+
+def at(points: Sequence[Point], figure: str, cpu_s: float) -> float:
+    """Returns a figure of the last evaluation that was not later than `cpu_s` CPU-seconds."""
+    return [point[figure] for point in points if point["cpu_s"] <= cpu_s + 1e-9][-1]
+
+
+def reached(points: Sequence[Point], accuracy: float) -> float | None:
+    """Returns the CPU-seconds before the first evaluation with this sampled accuracy; None where there is none."""
+    return next((point["cpu_s"] for point in points if point["generator/accuracy_sampled"] >= accuracy), None)
+
+
+def interval(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.fmean(values):.3f} ± {half:.3f}"
+
+
+def show(found: dict[str, list[list[Point]]], budget: float) -> None:
+    table = Table(title=f"held-out accuracy of the generator, {len(next(iter(found.values())))} seeds, mean ± 95 %")
+    shares = (0.25, 0.5, 1.0)
+    for column in ("arm", *(f"sampled, {share * budget:.0f} CPU-s" for share in shares), "greedy", "updates", "to 0.5"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm, runs in found.items():
+        sampled = [interval([at(p, "generator/accuracy_sampled", s * budget) for p in runs]) for s in shares]
+        greedy = interval([at(p, "generator/accuracy_greedy", budget) for p in runs])
+        times = [reached(p, 0.5) for p in runs]
+        half = "-" if None in times else f"{statistics.fmean(t for t in times if t is not None):.0f} CPU-s"
+        updates = f"{statistics.fmean(p[-1]['updates'] for p in runs):.0f}"
+        table.add_row(arm, *sampled, greedy, updates, half)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

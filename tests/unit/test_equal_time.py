@@ -1,0 +1,88 @@
+"""The comparison at equal time: what its arms are, and how the time of a run is counted."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import checks as config_checks
+from megatron_rl.config import files as config_files
+from megatron_rl.config import plugins
+from megatron_rl.config.schema import TrainConfig
+from megatron_rl.recipes.dapo import Dapo
+from megatron_rl.recipes.grpo import Grpo
+from megatron_rl.recipes.tango import PaperTango, Tango
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"grpo": Grpo, "grpo_dynamic": Dapo, "tango_paper": PaperTango, "frozen_paper": PaperTango}
+
+
+@pytest.fixture
+def race(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(ROOT / "examples/equal_time"))
+    import race
+
+    yield race
+    for name in set(sys.modules) - before:  # run and task are names of other examples' files too
+        if name in ("race", "run", "task", "compare"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("regime", ["a", "b"])
+def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    for name, arm in race.ARMS.items():
+        options = argparse.Namespace(regime=regime, evaluate_every=12)
+        file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
+        config = config_files.load(TrainConfig, [file], settings)
+        config_checks.check(config, 1)
+        recipe = plugins.build(config.recipe)
+        assert type(recipe) is KINDS.get(name, Tango) and config.run.seed == 3
+        turns = recipe.schedule()[-2]
+        assert arm.turns == len(turns), f"{name}: --evaluate-every counts turns, and the config's setting steps"
+        assert recipe.train_verifier == (not name.startswith("frozen")) if "tango" in arm.config else True
+
+
+WRITER = """
+import json, sys, time
+def line(scope, **more):
+    with open(sys.argv[1], "a") as file:
+        file.write(json.dumps({"scope": scope, "time": {}, "metrics": {}, **more}) + "\\n")
+def work(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end: pass
+figures = {"generator/accuracy_sampled": 0.25, "generator/accuracy_greedy": 0.5}
+work(0.5); line("gate"); line("eval", metrics=figures)
+for _ in range(3):
+    work(0.4); line("generator", time={"train": 0.1, "rollout": 0.2}, metrics={"tokens": 7.0})
+    time.sleep(0.3); work(0.6); time.sleep(0.3)
+    line("eval", metrics={**figures, "generator/accuracy_sampled": 0.75})
+    time.sleep(0.3)
+time.sleep(60)
+"""
+
+
+def test_the_time_of_evaluations_is_left_out_and_a_run_ends_when_its_time_is_over(race, tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "metrics.jsonl")])
+    try:
+        points = race.watch(child, tmp_path / "metrics.jsonl", budget=0.7)
+    finally:
+        child.kill()
+        child.wait()
+    assert [point["updates"] for point in points] == [0, 1, 2], "0.8 s of the third are over the 0.7"
+    assert points[0]["cpu_s"] == 0.0 and points[1]["cpu_s"] == pytest.approx(0.4, abs=0.2)
+    assert (points[2]["seconds"], points[2]["tokens"]) == (pytest.approx(0.6), 14.0)
+    assert race.at(points, "generator/accuracy_sampled", points[1]["cpu_s"] - 0.01) == 0.25
+    assert race.at(points, "generator/accuracy_sampled", 100.0) == 0.75
+    assert race.reached(points, 0.6) == points[1]["cpu_s"] and race.reached(points, 0.9) is None
+
+
+def test_a_run_that_is_complete_is_read(race, tmp_path):
+    points = [{"cpu_s": 0.0, "generator/accuracy_sampled": 0.1}]
+    (tmp_path / "grpo_seed0.json").write_text(json.dumps(points))
+    assert race.race(race.ARMS["grpo"], tmp_path, argparse.Namespace(), 0, 1.0, tmp_path / "grpo_seed0") == points

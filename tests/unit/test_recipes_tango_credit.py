@@ -1,0 +1,179 @@
+"""Tango's settings beside the paper's: which solutions are verified, and which tokens a verdict counts for."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_recipes import (
+    PAPER,
+    TOKENIZER,
+    paper_generator,
+    paper_verifier,
+    per_token,
+    play,
+    segments,
+    solution,
+    steps_of,
+    table_of,
+    texts,
+    verification,
+)
+from toys import graded
+
+from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_rewards
+from megatron_rl.config.plugins import build
+from megatron_rl.config.schema import ConfigError, Use
+from megatron_rl.recipes.tango import PaperTango, Tango
+from megatron_rl.types import STEP, Outcome
+
+__all__ = ["texts"]  # a fixture
+
+OWN = StepCredit(span="own", baseline="step")
+# Answers of three solutions of each of three problems: some right, none right, all right.
+ANSWERS = (("yes", "no", "no"), ("no", "no", "no"), ("yes", "yes", "yes"))
+
+
+def generator(prompt, i, j, sampling):
+    return solution(2, ANSWERS[i][j])
+
+
+def verifier(prompt, i, j, sampling):
+    """Every second solution that is asked about has a wrong step."""
+    return verification("+-" if i % 2 else "++", "-")
+
+
+@pytest.mark.parametrize(
+    ("reviewed", "asked"), [("all", ["0", "1", "2"]), ("undecided", ["1", "2"]), ("failed", ["1"])]
+)
+def test_groups_with_a_signal_of_their_own_are_not_verified(texts, reviewed, asked):
+    table = table_of(generator, verifier)
+    recipe = PaperTango(group_size=3, reviewed=reviewed, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, figures = play(recipe, "generator", 3, table)
+    questions = [TOKENIZER.decode(tokens).split()[1] for tokens, _ in table.engines["verifier"].asked]
+    assert sorted(questions) == sorted(asked * 3)
+    assert (figures["reviews_skipped"], figures["reviews_dropped"]) == (9 - 3 * len(asked), 0)
+    outcome = assign_advantages(rollouts, reward="outcome")
+    for rollout, bare in zip(rollouts, outcome, strict=True):
+        verified = rollout.payload["question"] in asked
+        assert ("verdicts" in rollout.payload) == verified
+        if not verified:  # its own outcome is all that it learns from, and alpha does not weaken it
+            assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6)
+    assert any(per_token(rollouts[3]))  # problem 1 has no outcome signal, and learns from its verdicts
+
+
+def test_a_group_that_lacks_solutions_is_decided_on_when_all_are_known(texts):
+    """Two of three solutions could not be graded, and the third failed: it is verified."""
+    kinds = iter([Outcome.SCORE, Outcome.ERROR, Outcome.ERROR])
+    table = table_of(
+        lambda *_: solution(2, "no"),
+        verifier,
+        grade=lambda texts, payloads: [
+            replace(one, outcome=next(kinds)) for one in graded(lambda *_: 0.0)(texts, payloads)
+        ],
+    )
+    rollouts, figures = play(PaperTango(group_size=3, reviewed="failed", **texts), "generator", 1, table)
+    assert len(rollouts) == 1 and "verdicts" in rollouts[0].payload and figures["reviews_skipped"] == 0
+
+
+def test_the_verifiers_own_turn_verifies_every_solution(texts):
+    table = table_of(lambda p, i, j, s: solution(2, "yes"), verifier)
+    rollouts, _ = play(PaperTango(reviewed="failed", verifications=2, **texts), "verifier", 3, table)
+    assert len(rollouts) == 6
+
+
+def test_a_step_is_compared_with_the_same_step_of_the_other_solutions(texts):
+    """Re-derived by loops from the verdicts of the paper's worked example: ++++, +-, ++--."""
+    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
+    signs = [[1.0 if v == "+" else -1.0 for v in verdicts] for verdicts, _ in PAPER]
+    for rollout, own in zip(rollouts, signs, strict=True):
+        expected = []
+        for k, value in enumerate(own):
+            others = np.array([other[k] for other in signs if k < len(other)])
+            expected.append((value - others.mean()) / (others.std(ddof=1) + 1e-6))
+        assert segments(rollout) == pytest.approx([*expected, 0.0], abs=1e-4)
+        assert rollout.marks_of(STEP).scores.tolist() == own, "not divided by the number of steps"
+
+
+def test_rewards_of_own_steps_are_not_divided_by_their_number():
+    longest = step_rewards([True, False, True], 3, credit=OWN)
+    assert longest.tolist() == [1.0, -1.0, 1.0]
+
+
+def test_a_step_that_stands_alone_gets_no_credit(texts):
+    def some(prompt, i, j, sampling):
+        return solution(3 if j == 0 else 1, "no")
+
+    def said(prompt, i, j, sampling):
+        return verification("+++" if "#3" in prompt else "-", "-")
+
+    recipe = PaperTango(group_size=3, step_credit=OWN, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = play(recipe, "generator", 1, table_of(some, said))
+    assert segments(rollouts[0])[1:] == [0.0, 0.0, 0.0] and segments(rollouts[0])[0] > 0
+
+
+def test_the_tokens_of_a_step_get_its_own_verdict_alone(texts):
+    """span own with the paper's baseline: the same comparison, without the sum over later steps."""
+    credit = StepCredit(span="own", baseline="group")
+    recipe = PaperTango(group_size=3, step_credit=credit, alpha_start=1.0, alpha_min=1.0, **texts)
+    rollouts, _ = play(recipe, "generator", 1, table_of(paper_generator, paper_verifier))
+    signs = np.array([1.0 if v == "+" else -1.0 for verdicts, _ in PAPER for v in verdicts])
+    z = (signs - signs.mean()) / (signs.std(ddof=1) + 1e-6)
+    assert segments(rollouts[1]) == pytest.approx([z[4], z[5], 0.0], abs=1e-4)
+    between = steps_of(rollouts[1])[0][1]
+    assert per_token(rollouts[1])[between] == pytest.approx(z[5], abs=1e-4), "what leads to a step belongs to it"
+
+
+def test_a_verification_that_is_wrong_about_the_outcome_can_be_left_out(texts):
+    def mistaken(prompt, i, j, sampling):  # says that the second solution, which failed, is right
+        return verification(PAPER[i][0], "+" if i < 2 else "-")
+
+    table = table_of(paper_generator, mistaken)
+    rollouts, _ = play(PaperTango(group_size=3, agreeing=True, **texts), "generator", 1, table)
+    assert [r.marks_of(STEP).scores is not None for r in rollouts] == [True, False, True]
+    assert [len(r.payload["verdicts"]) for r in rollouts] == [4, 2, 4], "the verdicts are kept"
+
+
+def test_alpha_may_be_one_number_for_each_rollout(texts):
+    rollouts, _ = play(PaperTango(group_size=3, **texts), "generator", 1, table_of(paper_generator, paper_verifier))
+    bare = assign_advantages(rollouts, reward="outcome")
+    mixed = assign_advantages(rollouts, reward="outcome", alpha=[0.0, 0.1, 1.0])
+    whole = assign_advantages(rollouts, reward="outcome", alpha=1.0)
+    assert per_token(mixed[0]) == pytest.approx(per_token(bare[0]), abs=1e-6)
+    assert per_token(mixed[1]) == per_token(rollouts[1]) and per_token(mixed[2]) == per_token(whole[2])
+    with pytest.raises(ValueError, match="2 alphas for 3 rollouts"):
+        assign_advantages(rollouts, reward="outcome", alpha=[0.1, 0.1])
+    with pytest.raises(ValueError, match="alpha = 1.5"):
+        assign_advantages(rollouts, reward="outcome", alpha=[0.1, 0.1, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"reviewed": "some"}, "reviewed.*some"),
+        ({"step_credit": {"span": "all"}}, "span.*all"),
+        ({"step_credit": {"spam": "own"}}, "spam"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(args, message):
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        build(Use(target="megatron_rl.recipes.tango:Tango", args=args))
+
+
+def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
+    own = Tango()
+    assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
+    assert own.generator_turns == 9
+    paper = PaperTango()
+    assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
+
+
+def test_verdicts_on_a_generators_turn_can_be_the_likeliest(texts):
+    """The verifier's own turn draws by chance all the same: its verifications must differ to be compared."""
+    temperatures = {}
+    for role in ("generator", "verifier"):
+        table = table_of(paper_generator, paper_verifier)
+        play(PaperTango(group_size=3, verifications=2, likeliest_verdicts=True, **texts), role, 1, table)
+        temperatures[role] = {sampling.temperature for _, sampling in table.engines["verifier"].asked}
+        assert {sampling.temperature for _, sampling in table.engines["generator"].asked} == {1.0}
+    assert temperatures == {"generator": {0.0}, "verifier": {1.0}}
