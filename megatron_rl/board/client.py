@@ -72,6 +72,10 @@ class BoardClient:
         """Removes a key. Says whether it was there."""
         return self._ask(Verb.REMOVE, [key.encode()]) == [b"1"]
 
+    def clear(self, prefixes: Sequence[str]) -> int:
+        """Removes all keys that begin with one of the prefixes. Returns their number."""
+        return int(self._ask(Verb.CLEAR, [prefix.encode() for prefix in prefixes])[0])
+
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Stores `desired` where `expected` is, or where nothing is and `expected` is empty. Returns the value now."""
         return self._ask(Verb.COMPARE_SET, [key.encode(), expected, desired])[0]

@@ -208,6 +208,12 @@ class BoardServer:
             return [b"1" if all(key.decode() in values for key in arguments) else b"0"]
         if verb is Verb.NUM_KEYS:
             return [str(len(values)).encode()]
+        if verb is Verb.CLEAR:
+            prefixes = tuple(prefix.decode() for prefix in arguments)
+            cleared = [key for key in values if key.startswith(prefixes)]
+            for key in cleared:
+                del values[key]
+            return [str(len(cleared)).encode()]
         key = arguments[0].decode()
         if verb is Verb.ADD:
             self._set(key, str(int(values.get(key, b"0")) + int(arguments[1])).encode())

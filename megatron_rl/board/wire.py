@@ -41,6 +41,7 @@ class Verb(enum.IntEnum):
     COMPARE_SET = 7  # key, expected value, desired value -> the value now
     APPEND = 8  # key, what is put behind its value
     NUM_KEYS = 9  # -> the number of keys
+    CLEAR = 10  # prefixes -> the number of keys that began with one of them; they are removed
 
 
 class Reply(enum.IntEnum):

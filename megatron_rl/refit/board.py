@@ -8,7 +8,7 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -124,6 +124,11 @@ class Board:
         """Removes `key`, if it is there."""
         with _gone():
             self._client.remove(self._prefix + key)
+
+    def clear(self, prefixes: Iterable[str]) -> None:
+        """Removes all keys that begin with one of the prefixes."""
+        with _gone():
+            self._client.clear([self._prefix + prefix for prefix in prefixes])
 
 
 @contextlib.contextmanager

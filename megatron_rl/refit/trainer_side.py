@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.schema import RefitConfig
+from megatron_rl.refit import heap
 from megatron_rl.refit.base import Added, Deadline, Mismatch, RefitError, Sums, Tensors, TransportError
 from megatron_rl.refit.board import Address, Board
 from megatron_rl.refit.engine_side import Endpoint
@@ -210,6 +211,7 @@ class TrainerSide:
             self._close_call(call, report)
         if fresh:
             self._probes = [p for _, p in report.sides]
+            heap.trim()
         if self._endpoint is not None:
             self._versions = dict.fromkeys(report.committed, version)
             if self._rank in report.committed:
@@ -279,9 +281,10 @@ class TrainerSide:
         return _RefitReport(committed, failed, mismatch, done)
 
     def _close_call(self, call: _RollCall, report: _RefitReport) -> None:
-        """Gives the engines the verdict, and removes from the board what the roll call before left there.
+        """Gives the engines the verdict, and removes from the board what the roll calls before left there.
 
-        The last VERDICTS verdicts stay, for an engine that comes late to read them.
+        The last VERDICTS verdicts stay, for an engine that comes late to read them. Of older refits and of seatings
+        that are over everything goes, also what an engine that was stopped for a while has put there since.
         """
         self._board.put(f"{call.number}/verdict", {"committed": report.committed})
         self._board.put("next", call.number + 1)
@@ -290,7 +293,9 @@ class TrainerSide:
                 self._board.remove(f"{call.number - 1}/{kind}/{rank}")
         for key in ("ticket", "go"):
             self._board.remove(f"{call.number - 1}/{key}")
-        self._board.remove(f"{call.number - VERDICTS}/verdict")
+        refits = (f"{number}/" for number in range(call.number - 2 * VERDICTS, call.number - VERDICTS + 1))
+        seatings = (f"epoch{epoch}/" for epoch in range(self._epoch - 2 * VERDICTS, self._epoch))
+        self._board.clear([*refits, *seatings])
 
     def _figures(self, report: _RefitReport, seconds: float) -> dict[str, float]:
         """Returns the figures of a refit, with the least time that its links allow."""

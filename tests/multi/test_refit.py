@@ -234,6 +234,28 @@ def test_the_board_does_not_grow_with_every_refit(tmp_path):
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+def test_a_trainer_does_not_grow_with_every_engine_that_is_killed_and_comes_back(tmp_path, transport):
+    """What the members of each seating had put on the board stayed for good, and freed memory in arenas of glibc."""
+    last = 5
+    one = case(DENSE, TrainerLayout(tp=1), EngineLayout(tp=1, replicas=2), inside=False, versions=list(range(last + 1)))
+    one["settings"] |= {"transport": transport}
+    waits = {str(v): [f"joined_b{v}"] for v in range(1, last + 1)}
+    one |= {"litters": last, "waits": waits | {"0": ["joined_a", "joined_b0"], "end": [f"holds_b{last}_{last}"]}}
+    ranks = start_trainer(tmp_path, one)
+    with processes(start_engine(tmp_path, one, 0, "a"), *ranks):
+        for version in range(last + 1):
+            with processes(start_engine(tmp_path, one, 1, f"b{version}")):  # which ends by SIGKILL
+                appear(tmp_path / f"done_{version}")
+                appear(tmp_path / f"holds_b{version}_{version}")
+        found = finish(ranks, tmp_path)[0]
+    assert all(answer["refit/failed_engines"] == 0 for answer in found), found
+    assert found[last]["mib_given_back"] > 50, found  # of freed memory that lay in the arenas of threads
+    keys = [answer["keys"] - version for version, answer in enumerate(found)]  # a verdict of each refit stays
+    assert keys[-1] <= keys[1] + 2, found  # a slot's message may just have been taken
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize("transport", ["tcp", "gloo", "shared_memory"])
 def test_weights_do_not_wait_for_an_engine_that_hangs(tmp_path, transport):
     """One engine stops in the middle of a transfer, and the other commits. Once the first goes on, it joins again."""
