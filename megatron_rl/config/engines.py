@@ -35,8 +35,8 @@ class Servers:
     python: str | None = None  # Python interpreter of the environment that has the engine; null: that of the run
     # Where servers and the refit board listen: an address, an interface (ib0), or auto for this host's own name.
     host: str = "127.0.0.1"
-    # GPUs of the servers that the run starts: the first `tp` are the first server's, and so on; empty: the visible
-    # ones.
+    # GPUs of the servers that the run starts, counted among those that the run sees: the first `tp` are the first
+    # server's, and so on. Empty: all of them, which a run on GPUs refuses.
     gpus: tuple[NonNegativeInt, ...] = ()
     max_batch: PositiveInt = 256  # sequences that one server decodes together
     max_model_len: PositiveInt | None = None  # longest prompt plus completion, in tokens; null: the model's own limit

@@ -148,16 +148,16 @@ def packed_layout(
     ranks.
     """
     cu = upload(torch.tensor([0, *lengths]).cumsum(0).int(), like.device)
-    ends = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    longest = max(lengths)
+    ends = SequenceLayout("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest, context=context)
     if rotary is None:
-        return SequenceLayout(qkv_format="thd", **ends, context=context)
+        return ends
     positions = torch.cat([torch.arange(n) for n in lengths])[context.own(lengths)]
     turns = rotary.at(positions, like)
     starts = [end // context.size for end in torch.tensor([0, *lengths]).cumsum(0).tolist()]
     rows = [torch.arange(start, start + n // context.size) for start, n in zip(starts, lengths, strict=False)]
-    return SequenceLayout(
-        qkv_format="thd",
-        **ends,
+    return replace(
+        ends,
         turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns),
         **_attention_fields(lengths, rows, rotary.windows, context, like.device),
     )

@@ -35,7 +35,7 @@ def wrap(config: Any, chunks: list[Any], *, overlap: bool = False) -> list[Any]:
     for module in (module for chunk in wrapped for module in chunk.modules()):
         # Core's setting of the same meaning cannot be used: its own output layer then needs a kernel of apex.
         if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
+            cast(Any, module).fuse_wgrad_accumulation = True
     if overlap:  # without these core would sum after every micro-batch, and count the earlier ones again
         syncs = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = syncs if len(syncs) > 1 else syncs[0]

@@ -288,7 +288,7 @@ def _replace_torch_optimizer() -> None:
         import megatron.core.utils as core_utils
         from megatron.core.optimizer import clip_grads, distrib_optimizer
 
-    if clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
+    if not is_active() and clip_grads.l2_norm_impl is core_utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm_of_all
     if core_optimizer.USING_PYTORCH_OPTIMIZER:
         core_optimizer.Adam, core_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False

@@ -136,11 +136,12 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
     with LEDGER.part("statistics"):
         errors = {"logprobs": (logprobs_of(policy, rollouts) - logprobs).abs().max().item()}
     work, _ = work_of(policy, rollouts, loss)
-    with LEDGER.part("update"):
+    with LEDGER.part("gradients"):
         largest = max(gradient.abs().max() for gradient in gradients.values())
         errors["gradients"] = gradient_error(policy, work, loss, gradients) / largest
     with LEDGER.part("update"):
         metrics = policy.update(work, 0, loss)
+    errors["micro_batches"] = metrics["micro_batches"]
     errors["loss"] = abs(metrics["loss"] - expected_loss)
     with LEDGER.part("export"):
         now = dict(policy.weights(dtype=torch.float32))
