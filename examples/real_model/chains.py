@@ -1,7 +1,7 @@
 """Chains of sums and differences: their true steps, solutions and verifications for supervised warm-up, and labels.
 
-A problem is `27 + 5 - 14 =`. A solution has one step for each operation (`27 + 5 = 32`, `32 - 14 = 18`), so that the
-truth of every step is known from its text.
+A problem is `7 + 5 - 4 =`. A solution has one step for each operation (`7 + 5 = 12`, `12 - 4 = 8`), so that the truth
+of every step is known from its text. Texts have few line breaks, because each is a token to write and to train on.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def solution(rng: random.Random, question: str, wrong: float) -> str:
         lines.append(f"<step>{value} {sign} {right} = {result}</step>")
         value = result
     body = "\n".join(lines)
-    return f"<think>\n{body}\n</think>\n<answer>\\boxed{{{value}}}</answer>"
+    return f"<think>{body}</think><answer>\\boxed{{{value}}}</answer>"
 
 
 def verification(text: str, misread: float, rng: random.Random) -> str:
     """Draws a verification of a solution made above: each step is computed again, and compared with what it says. With
     probability `misread` the verifier's own result is off. No known label is used."""
     blocks, every = [], True
-    for j, step in enumerate(re.findall(r"<step>(.*?)</step>", text), start=1):
+    for step in re.findall(r"<step>(.*?)</step>", text):
         found = EQUATION.fullmatch(step)
         assert found is not None, step
         own = applied(int(found[1]), found[2], int(found[3]))
@@ -72,11 +72,9 @@ def verification(text: str, misread: float, rng: random.Random) -> str:
         right = own == int(found[4])
         every &= right
         left = f"{found[1]} {found[2]} {found[3]}"
-        blocks.append(f"<step>Step {j}: {left} = {own} {verdict(right)}</step>")
+        blocks.append(f"<step>{left} = {own} {verdict(right)}</step>")
     steps = "\n".join(blocks)
-    return (
-        f"<step_verification>\n{steps}\n</step_verification>\n<final_verification>{verdict(every)}</final_verification>"
-    )
+    return f"<step_verification>{steps}</step_verification><final_verification>{verdict(every)}</final_verification>"
 
 
 def verdict(right: bool) -> str:

@@ -2,7 +2,7 @@
 
     python examples/real_model/make_rows.py          # writes what the repository has
 
-Three terms of one or two digits, seed 7. A question is held out where its SHA-256 says so (one in five).
+Three terms of one digit, seed 7. A question is held out where its SHA-256 says so (one in five).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 from pathlib import Path
 
 ROWS = Path(__file__).parent / "rows"
-SETTINGS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 2}
-SEED, DRAWS, TEST = 7, 800, 96
+SETTINGS = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1}
+SEED, DRAWS, TEST = 7, 1000, 128
 
 
 def main() -> None:

@@ -1,91 +1,178 @@
 """Trains a real pretrained model on two CPU cores: supervised warm-up, then GRPO and Tango from the same start.
 
     make real-model
-    python examples/real_model/run.py --seed 0
+    python examples/real_model/run.py --seeds 0
 
 The model is SmolLM2-135M-Instruct, from 4-bit weights (tools/real_model/convert.py). The problems are chains of sums
-and differences (rows/, made by reasoning-gym's chain_sum with the seeds in rows/README.md). Warm-up teaches the form of
-a solution and of a verification, with wrong steps in it; what is learned after that is reinforcement learning's. Both
-arms get about the same time. A run that was interrupted goes on where it stood when the same command is given again.
-`--quick` takes a few updates of each, to see that every part works; its figures say nothing.
+and differences (rows/, which make_rows.py made by reasoning-gym's chain_sum). Warm-up teaches the form of a solution
+and of a verification, with wrong steps in it on purpose; what is learned after that is learned from rewards. The two
+arms have as many updates as take about the same time. A run that was interrupted goes on where it stood when the same
+command is given again. `--quick` takes a few updates of each, to see that every part works; its figures say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 HERE, BASE = Path(__file__).parent, Path("runs/real_model")
 sys.path.append(str(HERE.parents[1]))
 
 from rich.table import Table  # noqa: E402
 
-from examples.mini_runs import command, console, series  # noqa: E402  (beside this one)
+from examples.mini_runs import command, console  # noqa: E402  (beside this one)
 from examples.real_model import chains  # noqa: E402
+from megatron_rl.run.metrics import read_metrics  # noqa: E402
+from megatron_rl.run.report_runs import interval  # noqa: E402
+from megatron_rl.training.store import read_rows, turn_files  # noqa: E402
 
-SFT_STEPS, BATCH = 30, 16
+MODEL = BASE / "model"
+ROLES = ("generator", "verifier")
+PAIRS = 320  # of supervised warm-up, of each role
+PLAYING = ("rollout", "review", "reward", "train", "refit")  # phases of a turn; evaluations and saves do not count
+CPU = "cpu_seconds.txt"  # in a run's directory: one line for each time it was started
 FIGURES = {
     "generator/accuracy_sampled": "right answers, sampled",
     "generator/accuracy_greedy": "right answers, by the likeliest tokens",
     "verifier/outcome_f1": "verifier: F1 of final verdicts",
     "verifier/step_f1": "verifier: F1 of verdicts on steps",
 }
+QUICK = {
+    "sft": ["steps=3", "optimizer.decay_steps=3"],
+    "grpo": ["recipe.args.updates=2"],
+    "tango": ["recipe.args.generator_updates=2", "recipe.args.balanced_per_class=8"],
+}
+Curve = Sequence[tuple[float, float]]  # (seconds of generation and training before an evaluation, its figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=("grpo", "tango"), default=["grpo", "tango"])
-    parser.add_argument("--seed", type=int, default=0, help="seed of reinforcement learning")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
-    if not (BASE / "model/config.json").exists():
-        sys.exit(f"{BASE}/model is not there: `make real-model` makes it")
-    prepare(quick=options.quick)
-    runs = {arm: train(arm, options) for arm in options.arms}
-    command("report", *map(str, runs.values()))
+    if not (MODEL / "config.json").exists():
+        sys.exit(f"{MODEL} is not there: `make real-model` makes it")
+    base = BASE / "quick" if options.quick else BASE
+    prepare(base, quick=options.quick)
+    runs = {arm: [train(arm, seed, base, quick=options.quick) for seed in options.seeds] for arm in options.arms}
+    command("report", *(str(run) for found in runs.values() for run in found))
     show(runs)
 
 
-def prepare(*, quick: bool) -> None:
+def prepare(base: Path, *, quick: bool) -> None:
     """Makes the pairs, and the start of both roles. What is there is kept."""
-    if not (BASE / "sft/verifier_sft.jsonl").exists():
+    if not (base / "sft/verifier_sft.jsonl").exists():
         rows = HERE / "rows/train.jsonl"
-        chains.write_pairs(rows, BASE / "sft", count=SFT_STEPS * BATCH, wrong=0.25, judged_wrong=0.3, misread=0.25)
-    for role in ("generator", "verifier"):
-        if not (BASE / role / "model/model.safetensors").exists():
-            settings = [f"data.train={BASE}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={BASE}"]
-            settings += ["steps=6"] if quick else []
-            command("sft", str(HERE / "sft.yaml"), *settings)
+        chains.write_pairs(rows, base / "sft", count=PAIRS, wrong=0.25, judged_wrong=0.3, misread=0.25)
+    for role in ROLES:
+        if not is_finished(base / role):
+            settings = [f"data.train={base}/sft/{role}_sft.jsonl", f"run.name={role}", f"run.dir={base}"]
+            command("sft", str(HERE / "sft.yaml"), *settings, *(QUICK["sft"] if quick else []))
 
 
-def train(arm: str, options: argparse.Namespace) -> Path:
+def train(arm: str, seed: int, base: Path, *, quick: bool) -> Path:
     """Runs one arm. -> its run directory."""
-    name = f"{arm}_{'quick' if options.quick else options.seed}"
-    settings = [f"run.seed={options.seed}", f"run.name={name}", f"run.dir={BASE}"]
-    if options.quick:
-        updates = "recipe.args.updates=2" if arm == "grpo" else "recipe.args.generator_updates=2"
-        settings += [updates, "evaluation.num_prompts=16", "run.prompts_per_step=4"]
-        settings += ["recipe.args.warmup_updates=1", "recipe.args.balanced_per_class=8"] if arm == "tango" else []
-    command("train", str(HERE / f"{arm}.yaml"), *settings)
-    return BASE / name
+    run = base / f"{arm}_{seed}"
+    if is_finished(run):
+        return run
+    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={base}"]
+    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if arm == "tango" else 1]]
+    if quick:
+        settings += ["evaluation.num_prompts=16", "run.prompts_per_step=4", *QUICK[arm]]
+    before = cpu_seconds()
+    try:
+        command("train", str(HERE / f"{arm}.yaml"), *settings)
+    finally:
+        if run.exists():
+            with (run / CPU).open("a") as file:
+                file.write(f"{cpu_seconds() - before:.1f}\n")
+    return run
 
 
-def show(runs: dict[str, Path]) -> None:
-    """Prints the figures before and after of every arm, with its seconds of generation and training."""
-    table = Table(title="SmolLM2-135M-Instruct (4-bit weights): chains of sums and differences, held out")
+def is_finished(run: Path) -> bool:
+    summary = run / "summary.json"
+    return summary.exists() and bool(json.loads(summary.read_text()).get("finished"))
+
+
+def cpu_seconds() -> float:
+    """Returns the seconds that processes which this one started, and which have ended, spent on a core."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def show(runs: Mapping[str, Sequence[Path]]) -> None:
+    """Prints the figures before and after of every arm, its time, the arms at equal time, and one sample of each."""
+    count = max(map(len, runs.values()))
+    title = "SmolLM2-135M-Instruct (4-bit weights): chains of sums and differences, held out"
+    table = Table(title=title + (f"; {count} seeds, mean ± 95 % confidence" if count > 1 else ""))
     for column in ("arm", "figure", "before", "after"):
         table.add_column(column, justify="left" if column in ("arm", "figure") else "right")
-    for arm, run in runs.items():
+    curves = {arm: {name: [curve(run, name) for run in found] for name in FIGURES} for arm, found in runs.items()}
+    for arm, found in runs.items():
         for name, label in FIGURES.items():
-            values = [value for _, value in series(run, "eval", name, counted="generator")]
-            if values:
-                table.add_row(arm, label, f"{values[0]:.3f}", f"{values[-1]:.3f}")
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        spent = sum(sum(row["time"].values()) for row in rows if row["scope"] != "eval")
-        table.add_row(arm, "seconds of generation and training", "", f"{spent:.0f}")
+            if all(own := curves[arm][name]):
+                table.add_row(arm, label, mean([one[0][1] for one in own]), mean([one[-1][1] for one in own]))
+        table.add_row(arm, "seconds of generation and training", "", mean([spent(run) for run in found], digits=0))
+        used = [sum(map(float, (run / CPU).read_text().split())) for run in found]
+        table.add_row(arm, "CPU-seconds of everything, with evaluations", "", mean(used, digits=0))
     console.print(table)
+    name = "generator/accuracy_sampled"
+    common = min(one[-1][0] for arm in runs for one in curves[arm][name])
+    figures = ", ".join(f"{arm} {mean([at(one, common) for one in curves[arm][name]])}" for arm in runs)
+    console.print(f"{FIGURES[name]}, after {common:.0f} s of generation and training: {figures}")
+    for arm, found in runs.items():
+        points = "; ".join(f"{seconds:.0f} s {value:.3f}" for seconds, value in curves[arm][name][0])
+        console.print(f"{found[0].name}, {FIGURES[name]}: {points}")
+        show_sample(found[0])
+
+
+def show_sample(run: Path) -> None:
+    """Prints the first solution of the run's last turn that has one, and what the verifier wrote on it."""
+    for path in reversed(turn_files(run / "rollouts")):
+        for row in read_rows(path, "generator")[:1]:
+            verdict = "right" if row["correct"] else "wrong"
+            console.print(
+                f"{run.name}, turn {row['turn']}: {row['question']}\n{row['text']}  ({verdict})", markup=False
+            )
+            if row["review"]:
+                console.print(f"verifier: {row['review']}", markup=False)
+            return
+
+
+def curve(run: Path, name: str) -> list[tuple[float, float]]:
+    """Returns a figure of every evaluation of a run, with the seconds of generation and training before it."""
+    seconds, points = 0.0, []
+    for row in read_metrics(run):
+        if row.scope != "eval":
+            seconds += sum(row.time.get(phase, 0.0) for phase in PLAYING)
+        elif name in row.metrics:
+            points.append((seconds, row.metrics[name]))
+    return points
+
+
+def spent(run: Path) -> float:
+    """Returns a run's seconds of generation and training."""
+    rows = [row for row in read_metrics(run) if row.scope != "eval"]
+    return sum(row.time.get(phase, 0.0) for row in rows for phase in PLAYING)
+
+
+def at(points: Curve, seconds: float) -> float:
+    """Returns a figure at a time, on the straight line between the evaluations next to it; the last one after all."""
+    for (start, first), (end, second) in zip(points, points[1:], strict=False):
+        if start <= seconds < end:
+            return first + (second - first) * (seconds - start) / (end - start)
+    return points[-1][1]
+
+
+def mean(values: Sequence[float], *, digits: int = 3) -> str:
+    half = interval(values)
+    return f"{fmean(values):.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
 
 if __name__ == "__main__":

@@ -102,14 +102,20 @@ def test_the_embedded_engine_answers_as_transformers_does(prompts, tokenizer):
             assert completion.logprobs == pytest.approx(judge.logprobs(prompt, completion), abs=conformance.NEAR)
 
 
-def test_every_part_of_the_example_runs(tmp_path):
+def test_every_part_of_the_example_runs_and_a_second_call_goes_on_from_its_end(tmp_path):
     """Warm-up of both roles, GRPO, Tango with a verifier, the report and the table, with a few updates of each."""
     (tmp_path / "runs/real_model").mkdir(parents=True)
     (tmp_path / "runs/real_model/model").symlink_to(MODEL)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    script = ROOT / "examples/real_model/run.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--quick"], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "right answers, sampled" in done.stdout and "verifier: F1 of verdicts on steps" in done.stdout
+    command = [sys.executable, str(ROOT / "examples/real_model/run.py"), "--quick"]
+    shown = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        shown.append(done.stdout[done.stdout.index("SmolLM2-135M-Instruct (4-bit weights)") :])
+    assert "right answers, sampled" in shown[0] and "verifier: F1 of verdicts on steps" in shown[0]
+    assert "grpo_0, turn 1: " in shown[0] and "tango_0, turn " in shown[0], "a sample of each arm"
+    assert shown[1] == shown[0]
+    runs = tmp_path / "runs/real_model/quick"
+    assert {path.name for path in runs.iterdir()} >= {"generator", "verifier", "grpo_0", "tango_0"}
+    assert (runs / "tango_0/cpu_seconds.txt").read_text().count("\n") == 1, "the second call trained nothing"

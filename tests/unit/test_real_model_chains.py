@@ -1,9 +1,10 @@
-"""The labels of examples/real_model: which steps of a chain are true."""
+"""The labels of examples/real_model: which steps of a chain are true; and how its arms are compared at equal time."""
 
 import random
 
 import pytest
 
+from examples.real_model import run
 from examples.real_model.chains import solution, step_labels, verification
 from megatron_rl.rewards import verdicts
 from megatron_rl.rewards.math_answer import grade
@@ -45,3 +46,19 @@ def test_a_wrong_step_is_named_by_a_verifier_without_fault():
     assert labels == [False, False]
     review = verdicts.review(verification(text, 0.0, rng), num_steps=2, correct=False, generator_format=1.0, gamma=0.8)
     assert list(review.verdicts) == labels and review.agrees
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.0, 0.25), (50.0, 0.375), (100.0, 0.5), (250.0, 0.75), (900.0, 1.0)])
+def test_a_figure_at_a_time_lies_between_the_evaluations_around_it(seconds, wanted):
+    assert run.at([(0.0, 0.25), (100.0, 0.5), (400.0, 1.0)], seconds) == pytest.approx(wanted)
+
+
+def test_seconds_before_an_evaluation_are_those_of_generation_and_training(tmp_path):
+    lines = [
+        '{"turn": 0, "step": 0, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.25}}',
+        '{"turn": 0, "step": 0, "scope": "generator", "time": {"train": 5.0, "save": 50.0}, "metrics": {}}',
+        '{"turn": 1, "step": 1, "scope": "eval", "time": {"rollout": 9.0}, "metrics": {"a": 0.5}}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert run.curve(tmp_path, "a") == [(0.0, 0.25), (5.0, 0.5)]
+    assert run.spent(tmp_path) == 5.0
