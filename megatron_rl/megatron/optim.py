@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from megatron_rl.config.schema import RoleConfig
 from megatron_rl.megatron import platform

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from megatron_rl.config.schema import ConfigError, RefitConfig
 from megatron_rl.refit.base import Transport
@@ -39,7 +40,7 @@ class RankSeat(NamedTuple):
         if device.type == "cpu":
             return cls(socket.gethostname(), process, "cpu")
         name = str(torch.cuda.get_device_properties(device).uuid)
-        version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+        version = ".".join(map(str, nccl.version())) if dist.is_nccl_available() else ""
         return cls(socket.gethostname(), process, name, version)
 
     @property
