@@ -367,7 +367,7 @@ def ipc_trainer(own: Path, path: Path, versions: int) -> dict[str, Any]:
     )
     with LEDGER.part("build"):
         policy = MegatronPolicy(role, parallel.create(role.layout))
-    holdings = EngineLayout(replicas=1, tp=1)
+    holdings = EngineLayout(replicas=1, whole=True)
     topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype="bfloat16")
     with LEDGER.part("send"):
         side = TrainerSide(topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control)

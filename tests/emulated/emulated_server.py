@@ -67,7 +67,8 @@ class Server:
             self._process.stdin.write(json.dumps([case, ranks, str(own), arguments], default=str) + "\n")
             self._process.stdin.flush()
             failed = self._process.stdout.readline().strip()
-            said = "".join((own / f"rank{rank}.log").read_text()[-5000:] for rank in range(ranks))
+            logs = [log for rank in range(ranks) if (log := own / f"rank{rank}.log").exists()]
+            said = "".join(log.read_text()[-5000:] for log in logs)
             assert failed == "done", f"{case} {arguments}: {failed or 'the server has ended'}\n{said}"
             found = [json.loads((own / f"rank{rank}.json").read_text()) for rank in range(ranks)]
             self._done[key] = Outcome([one["answer"] for one in found], [one["report"] for one in found])
