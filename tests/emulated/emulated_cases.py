@@ -310,9 +310,10 @@ def refit(own: Path, family: str, dtype: str, layout: dict[str, Any] | None = No
     made = EmbeddedEngine(path, dtype=getattr(torch, dtype))
     holdings = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
     topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype=dtype)
-    side = TrainerSide(
-        topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
-    )
+    with LEDGER.part("refit"):
+        side = TrainerSide(
+            topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
+        )
     rollouts, gaps = make_rollouts(VOCAB), []
     for version in range(2):
         with LEDGER.part("refit"):

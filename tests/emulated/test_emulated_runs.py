@@ -108,6 +108,14 @@ def test_an_actor_on_the_device(emulated, name):
     check_waits(found)
 
 
+def test_no_kernel_is_added_to_a_layer(emulated):
+    """The numbers are those of a layer, over all micro-batches: two passes over the rollouts, and three updates."""
+    case = ACTORS["dense-bf16"]
+    two, four = run_actor(emulated, "dense-bf16"), emulated.run("actor", **(case | {"sizes": {"num_hidden_layers": 4}}))
+    of_a_layer = {part: (four.kernels[part] - two.kernels[part]) / 2 for part in ("statistics", "update")}
+    assert of_a_layer["statistics"] <= 129 and of_a_layer["update"] <= 954, of_a_layer
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_embedded_engine_on_the_device(emulated, name):
     """It writes what it writes on a CPU, and waits once for every token."""

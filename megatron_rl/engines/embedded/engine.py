@@ -220,11 +220,11 @@ class EmbeddedEngine:
             top = every.topk(k, dim=-1)
             found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
             likeliest.append(top.indices.int())
-        ends = np.cumsum(lengths - 1)[:-1]
-        scores, ids = (np.split(torch.cat(parts).cpu().numpy(), ends) for parts in (found, likeliest))
-        first = ((1, 0), (0, 0))  # nothing predicts the first token of a text: it has zeros
-        padded_pairs = ((np.pad(s, first), np.pad(i, first)) for s, i in zip(scores, ids, strict=True))
-        return [TopScores(logprobs=s[:, 0].copy(), ids=i, top_logprobs=s[:, 1:].copy()) for s, i in padded_pairs]
+        # Nothing predicts the first token of a text: it has zeros.
+        scores, ids = np.zeros((*padded.shape, 1 + k), np.float32), np.zeros((*padded.shape, k), np.int32)
+        scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
+        rows_of = zip(scores, ids, lengths.tolist(), strict=True)
+        return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows_of]
 
     def _check_tandem(self, tandem: TandemSampling) -> None:
         if self._junior is None:
