@@ -37,6 +37,7 @@ from megatron_rl.world import Replicas, broadcast
 platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
 # Core 0.19 writes in the background by another package unless it is told not to.
@@ -247,7 +248,7 @@ class MegatronPolicy:
         role's settings. Raises ConfigError for adapters of other settings, or of another base."""
         self._check_base(directory / adapters.DIRECTORY)
         with self._awake(), self._active():
-            loaded = dist_checkpointing.load(self._sharded_state(loading=True), str(directory))
+            loaded = dist_checkpointing.load(self._state_to_load(directory), str(directory))
             state = cast(dict[str, Any], loaded)  # not the pair that it returns when asked for its strictness' findings
             for i, chunk in enumerate(self.chunks):
                 models.unwrap(chunk).load_state_dict(state[f"model{i}"], strict=False)
@@ -446,6 +447,19 @@ class MegatronPolicy:
             yield
         finally:
             _copy_into(parameters, live)
+
+    def _state_to_load(self, directory: Path) -> dict[str, Any]:
+        """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
+        is left out where the checkpoint has none of it: torch's layers have written it."""
+        state = self._sharded_state(loading=True)
+        if self._fused:
+            held = dist_checkpointing.load_sharded_metadata(str(directory))
+            for i in range(len(self.chunks)):
+                whole = state[f"model{i}"].items()
+                state[f"model{i}"] = {
+                    name: part for name, part in whole if not isinstance(part, ShardedObject) or part.unique_key in held
+                }
+        return state
 
     def _sharded_state(self, *, loading: bool) -> dict[str, Any]:
         metadata = optim.checkpoint_metadata()

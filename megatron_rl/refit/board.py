@@ -8,7 +8,7 @@ import json
 import secrets
 import socket
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -91,8 +91,12 @@ class Board:
 
     def put(self, key: str, value: Any) -> None:
         """Stores `value` under `key`. Raises TransportError when the board is gone."""
+        self.put_together({key: value})
+
+    def put_together(self, values: Mapping[str, Any]) -> None:
+        """Stores values by key so that nobody sees some of them without the others. Raises as `put` does."""
         with _gone():
-            self._client.set({self._prefix + key: json.dumps(value).encode()})
+            self._client.set({self._prefix + key: json.dumps(value).encode() for key, value in values.items()})
 
     def get(self, key: str, timeout_s: float) -> Any:
         """Waits for the value under `key` and returns it. Raises TransportError when none comes in time."""

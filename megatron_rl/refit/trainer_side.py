@@ -286,8 +286,9 @@ class TrainerSide:
         The last VERDICTS verdicts stay, for an engine that comes late to read them. Of older refits and of seatings
         that are over everything goes, also what an engine that was stopped for a while has put there since.
         """
-        self._board.put(f"{call.number}/verdict", {"committed": report.committed})
-        self._board.put("next", call.number + 1)
+        # An engine that read the verdict and the old number would take part in the same refit once more.
+        verdict = {"committed": report.committed}
+        self._board.put_together({"next": call.number + 1, f"{call.number}/verdict": verdict})
         for rank in range(self.topology.engines.world):
             for kind in ("ready", "vote"):
                 self._board.remove(f"{call.number - 1}/{kind}/{rank}")

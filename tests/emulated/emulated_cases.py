@@ -310,9 +310,10 @@ def refit(own: Path, family: str, dtype: str, layout: dict[str, Any] | None = No
     made = EmbeddedEngine(path, dtype=getattr(torch, dtype))
     holdings = EngineLayout(replicas=policy.trainer_layout.world, whole=True)
     topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype=dtype)
-    side = TrainerSide(
-        topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
-    )
+    with LEDGER.part("refit"):
+        side = TrainerSide(
+            topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control, endpoint=made
+        )
     rollouts, gaps = make_rollouts(VOCAB), []
     for version in range(2):
         with LEDGER.part("refit"):
@@ -367,7 +368,7 @@ def ipc_trainer(own: Path, path: Path, versions: int) -> dict[str, Any]:
     )
     with LEDGER.part("build"):
         policy = MegatronPolicy(role, parallel.create(role.layout))
-    holdings = EngineLayout(replicas=1, tp=1)
+    holdings = EngineLayout(replicas=1, whole=True)
     topology = Topology(sizes=policy.arch, trainer=policy.trainer_layout, engines=holdings, dtype="bfloat16")
     with LEDGER.part("send"):
         side = TrainerSide(topology, RefitConfig(verify="full"), policy.shards(), group=policy.groups.control)

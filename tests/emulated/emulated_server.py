@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from dataclasses import dataclass
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
+
+from megatron_rl.run.parent import end_with_parent
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT, ROOT / "tests/helpers", ROOT / "tests/emulated", ROOT / "tests/multi", ROOT / "examples/last_letter")
@@ -67,7 +72,8 @@ class Server:
             self._process.stdin.write(json.dumps([case, ranks, str(own), arguments], default=str) + "\n")
             self._process.stdin.flush()
             failed = self._process.stdout.readline().strip()
-            said = "".join((own / f"rank{rank}.log").read_text()[-5000:] for rank in range(ranks))
+            logs = [log for rank in range(ranks) if (log := own / f"rank{rank}.log").exists()]
+            said = "".join(log.read_text()[-5000:] for log in logs)
             assert failed == "done", f"{case} {arguments}: {failed or 'the server has ended'}\n{said}"
             found = [json.loads((own / f"rank{rank}.json").read_text()) for rank in range(ranks)]
             self._done[key] = Outcome([one["answer"] for one in found], [one["report"] for one in found])
@@ -90,19 +96,22 @@ def serve(directory: Path) -> None:
     emulated_cuda.install()
     import emulated_cases  # noqa: F401 (for the forks)
 
+    # Writers of checkpoints report to a process that takes two seconds to start: all cases share one.
+    reports = SyncManager(ctx=multiprocessing.get_context("spawn"))
+    reports.start(end_with_parent, (signal.SIGKILL, os.getpid()))
     for line in sys.stdin:
         case, ranks, own, arguments = json.loads(line)
-        answers.write(_run_ranks(case, ranks, Path(own), arguments) + "\n")
+        answers.write(_run_ranks(case, ranks, Path(own), arguments, reports) + "\n")
         answers.flush()
 
 
-def _run_ranks(case: str, ranks: int, own: Path, arguments: dict[str, Any]) -> str:
+def _run_ranks(case: str, ranks: int, own: Path, arguments: dict[str, Any], reports: SyncManager) -> str:
     """Runs a case in forks. Returns "done", or a sentence."""
     processes: dict[int, int] = {}
     for rank in range(ranks):
         process = os.fork()
         if process == 0:
-            _in_fork(case, rank, ranks, own, arguments)
+            _in_fork(case, rank, ranks, own, arguments, reports)
         processes[process] = rank
     end, problem = time.monotonic() + TIMEOUT_S, ""
     while processes:
@@ -121,16 +130,18 @@ def _run_ranks(case: str, ranks: int, own: Path, arguments: dict[str, Any]) -> s
     return problem or "done"
 
 
-def _in_fork(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any]) -> None:
+def _in_fork(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, Any], reports: SyncManager) -> None:
     """Runs a case in this process, which ends."""
     import emulated_cases
     from emulated_device import LEDGER
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     with open(own / f"rank{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     try:
+        filesystem_async._results_queue = reports.Queue()  # type: ignore[assignment]
         answer = emulated_cases.run(case, rank, ranks, own, arguments)
         (own / f"rank{rank}.json").write_text(json.dumps({"answer": answer, "report": LEDGER.report()}))
         status = 0

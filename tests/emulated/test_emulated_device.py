@@ -35,7 +35,7 @@ def test_waits_are_counted_and_nothing_else_is(emulated):
 
 def test_kernels_are_counted_and_views_are_not(emulated):
     kernels = emulated.run("counting").kernels
-    assert kernels["products"] == 2 and kernels["mask"] == 2 and kernels["to itself"] == 0
+    assert kernels["products"] == 2 and kernels["mask"] == 2 and "to itself" not in kernels
 
 
 @pytest.mark.parametrize("case", ["device", "counting"])

@@ -21,6 +21,7 @@ from megatron_rl.engines.embedded.scheduler import ContinuousBatch
 from megatron_rl.engines.embedded.tandem import Writers, pens_of
 from megatron_rl.engines.embedded.weights import WeightSlots, gather_weights, storage
 from megatron_rl.engines.rounds import RoundSession, Row
+from megatron_rl.transfers import upload
 from megatron_rl.weights import hf
 
 SCORE_TOKENS = 1024  # positions whose logits are held at once
@@ -208,20 +209,22 @@ class EmbeddedEngine:
         padded = np.zeros((len(sequences), lengths[0]), np.int64)
         inside = np.arange(lengths[0]) < lengths[:, None]
         padded[inside] = np.concatenate(sequences)
-        tokens = torch.from_numpy(padded).to(self._device)
-        known = torch.from_numpy(inside[:, 1:]).to(self._device)  # positions that predict a token of the text
-        hidden, labels = decoder.prefill(tokens)[0][:, :-1][known], tokens[:, 1:][known][:, None]
-        scores = torch.zeros((*padded.shape, 1 + k), device=self._device)
-        ids = torch.zeros((*padded.shape, k), dtype=torch.int32, device=self._device)
+        own = np.nonzero(inside[:, 1:])  # rows and columns of the positions that predict a token of the text
+        rows, columns, labels, tokens = (
+            upload(torch.from_numpy(one), self._device) for one in (*own, padded[:, 1:][own][:, None], padded)
+        )
+        hidden = decoder.prefill(tokens)[0][rows, columns]
         found, likeliest = [], []
         for h, next_ids in zip(hidden.split(SCORE_TOKENS), labels.split(SCORE_TOKENS), strict=True):
             every = decoder.logits(h).float().log_softmax(dim=-1)
             top = every.topk(k, dim=-1)
             found.append(torch.cat([every.gather(1, next_ids), top.values], dim=1))
             likeliest.append(top.indices.int())
-        scores[:, 1:][known], ids[:, 1:][known] = torch.cat(found), torch.cat(likeliest)
-        rows = zip(scores.cpu().numpy(), ids.cpu().numpy(), lengths.tolist(), strict=True)
-        return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows]
+        # Nothing predicts the first token of a text: it has zeros.
+        scores, ids = np.zeros((*padded.shape, 1 + k), np.float32), np.zeros((*padded.shape, k), np.int32)
+        scores[:, 1:][own], ids[:, 1:][own] = torch.cat(found).cpu().numpy(), torch.cat(likeliest).cpu().numpy()
+        rows_of = zip(scores, ids, lengths.tolist(), strict=True)
+        return [TopScores(logprobs=s[:n, 0].copy(), ids=i[:n], top_logprobs=s[:n, 1:].copy()) for s, i, n in rows_of]
 
     def _check_tandem(self, tandem: TandemSampling) -> None:
         if self._junior is None:
