@@ -177,7 +177,11 @@ def _add_report(commands: Any) -> None:
         help="run directories, sweeps, NAME.json files of `megatron-rl eval`",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.html", help="the page (default: RUN/report.html; of several: comparison.html)"
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="the page (default: RUN/report.html; of several: comparison.html)",
     )
     parser.add_argument(
         "--rollouts", type=positive, metavar="N", help="most rollouts that the page holds (default: 4000)"

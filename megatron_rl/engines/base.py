@@ -138,13 +138,14 @@ class Engine(Protocol):
     def session(self) -> Session: ...
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        """[S][T] -> [S] arrays [T] float32: log-probability of every token given those before it, at temperature 1; 0
-        for the first.
+        """Returns log-probabilities of `[S][T]` tokens: [S] arrays [T] float32. Each is the token's, given those before
+        it, at temperature 1; 0 for the first.
         """
         ...
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        """[S][T] -> [S]: log-probabilities as `score` gives them, and the k likeliest tokens at every place.
+        """Returns for each of `[S][T]` sequences log-probabilities as `score` gives them, and the k likeliest tokens at
+        every place.
 
         Raises EngineError where the engine does not tell them, or not as many.
         """
@@ -158,7 +159,7 @@ class Engine(Protocol):
 
 
 def complete(engine: Engine, prompts: Sequence[Tokens], sampling: Sampling) -> list[list[Completion]]:
-    """Asks for completions of [P] prompts, with their places as keys, and waits for all. -> [P][n], in order."""
+    """Asks for completions of [P] prompts, with their places as keys, and waits for all. -> `[P][n]`, in order."""
     session = engine.session()
     for place, tokens in enumerate(prompts):
         session.ask(place, tokens, sampling)

@@ -17,7 +17,7 @@ def grade(response: str, payload: Mapping[str, Any]) -> float:
 def step_labels(step_texts: Sequence[str], payload: Mapping[str, Any]) -> list[bool]:
     """Returns the gold label of each reasoning step.
 
-    Step j, `#j letters`, is right when its letters are the last letter of payload["words"][j - 1]. The number in the
+    Step j, `#j letters`, is right when its letters are the last letter of `payload["words"][j - 1]`. The number in the
     mark is not read, as a vocabulary may end before the steps do. A step without a mark, or beyond the words, is wrong.
     """
     words = payload["words"]

@@ -12,9 +12,10 @@ from browser import Browser, chromium
 from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SAID, SUM, TOOL, keep_talks, say, talk
 
 from megatron_rl.config.schema import Run
+from megatron_rl.main import main
 from megatron_rl.run.directory import open_run
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.report import write_comparison, write_report
+from megatron_rl.run.report import write_report
 from megatron_rl.training.store import TurnStore
 from megatron_rl.training.turns import Played, Turn
 from megatron_rl.types import STEP, Marks, Stop, spans_of
@@ -345,7 +346,8 @@ def test_runs_of_a_comparison_can_be_picked_and_seeds_averaged(tmp_path):
             config = CONFIG.replace("seed: 7", f"seed: {seed}").replace("models/tiny", f"models/{lr}")
             runs.append(open_run(Run(dir=str(tmp_path), name=f"{lr}-{seed}"), config))
             log(runs[-1], shift=0.1 * seed)
-    page = write_comparison([run.path for run in runs], tmp_path / "page.html")
+    page = tmp_path / "page.html"
+    assert main(["report", *(str(run.path) for run in runs), "-o", str(page)]) == 0
     with Browser(tmp_path / "profile") as found:
         found.open(page)
         seen = found.run(
