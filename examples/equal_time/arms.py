@@ -8,6 +8,7 @@ from dataclasses import dataclass
 DAPO, TANGO = "megatron_rl.recipes.dapo:Dapo", "megatron_rl.recipes.tango:Tango"
 MANY = 1000  # updates of an arm that is ended when its time is over
 FROZEN = "recipe.args.train_verifier=false"
+SMALL = "run.prompts_per_step=8"  # the regimes' own batches are of 32 problems
 
 
 @dataclass(frozen=True)
@@ -17,14 +18,16 @@ class Arm:
     config: str  # grpo or tango: the file of examples/last_letter
     settings: Sequence[str] = ()
     turns: int = 1  # of a step
+    evaluate: int = 10  # turns between two evaluations
     paper: bool = False  # it has the regime's number of updates, over which alpha falls, and its alpha
 
 
 ARMS: Mapping[str, Arm] = {
-    "grpo": Arm("grpo"),
-    "grpo_dynamic": Arm("grpo", [f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
-    "tango_paper": Arm("tango", turns=4, paper=True),
-    "frozen_paper": Arm("tango", [FROZEN], turns=3, paper=True),
-    "tango": Arm("tango", [f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
-    "frozen": Arm("tango", [f"recipe.target={TANGO}", FROZEN], turns=9),
+    "grpo": Arm("grpo", [SMALL]),
+    "grpo_dynamic": Arm("grpo", [SMALL, f"recipe.target={DAPO}", "recipe.args.dynamic_sampling={rounds: 10}"]),
+    "grpo_32": Arm("grpo", evaluate=4),
+    "tango": Arm("tango", [SMALL, f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
+    "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], turns=9),
+    "tango_paper": Arm("tango", [SMALL], turns=4, evaluate=12, paper=True),
+    "tango_paper_32": Arm("tango", turns=4, evaluate=4, paper=True),
 }

@@ -5,6 +5,7 @@
 The time of a run is that of generation and training: what evaluations, checkpoints and the start take is left out. It
 is counted in seconds by the clock and in CPU-seconds of all processes of the run; the second is what arms are compared
 by, because other work on the machine disturbs it less. A run ends at the first evaluation after `--cpu-seconds` of it.
+Figures between two evaluations are read off the line between them.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
 runs of every arm, to see that all parts work; its figures say nothing.
 """
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -37,10 +39,11 @@ from compare import T_95  # noqa: E402
 from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
 
 EXAMPLE = ROOT / "examples/last_letter"
-CPU_SECONDS = {"a": 60.0, "b": 90.0}  # about what Tango takes as the paper has it
+CPU_SECONDS = {"a": 20.0, "b": 32.0}  # enough for the quickest arm to come near its end
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
+COUNTS = (("updates", 1.0), ("tokens", 1000.0))
 console = Console(soft_wrap=True, width=120)
 Point = dict[str, float]  # of an evaluation: cpu_s, seconds, tokens, updates before it, and its figures
 
@@ -51,7 +54,6 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--cpu-seconds", type=float, help="of a run (default: the regime's)")
-    parser.add_argument("--evaluate-every", type=int, default=12, help="turns between evaluations")
     parser.add_argument("--out", type=Path, default=Path("runs/equal_time"))
     parser.add_argument("--quick", action="store_true", help="one seed and 5 CPU-seconds of each arm")
     options = parser.parse_args()
@@ -98,7 +100,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         "run.save_every=0", "launch.nproc=1", f"data.path={base}/task/train.jsonl",
         f"evaluation.prompts.path={base}/task/test.jsonl",
         f"roles.generator.model.path={base}/generator/model", f"roles.generator.optimizer.lr={regime.generator_lr}",
-        f"evaluation.every={max(1, options.evaluate_every // arm.turns)}",
+        f"evaluation.every={max(1, arm.evaluate // arm.turns)}",
     ]  # fmt: skip
     if arm.config == "grpo":
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]
@@ -153,34 +155,49 @@ def cpu_seconds(pid: int) -> float:
 
 
 def at(points: Sequence[Point], figure: str, cpu_s: float) -> float:
-    """Returns a figure of the last evaluation that was not later than `cpu_s` CPU-seconds."""
-    return [point[figure] for point in points if point["cpu_s"] <= cpu_s + 1e-9][-1]
+    """Returns a figure after `cpu_s` CPU-seconds, on the line between the evaluations before and after; the last one's
+    where there is none after."""
+    later = next((i for i, point in enumerate(points) if point["cpu_s"] > cpu_s), len(points))
+    before, after = points[later - 1], points[min(later, len(points) - 1)]
+    span = after["cpu_s"] - before["cpu_s"]
+    share = (cpu_s - before["cpu_s"]) / span if span > 0 else 0.0
+    return before[figure] + share * (after[figure] - before[figure])
 
 
 def reached(points: Sequence[Point], accuracy: float) -> float | None:
-    """Returns the CPU-seconds before the first evaluation with this sampled accuracy; None where there is none."""
-    return next((point["cpu_s"] for point in points if point["generator/accuracy_sampled"] >= accuracy), None)
+    """Returns the CPU-seconds after which a run has this sampled accuracy, on the line between two evaluations; None
+    where it has not."""
+    figure = "generator/accuracy_sampled"
+    for before, after in pairwise(points):
+        if before[figure] >= accuracy:
+            return before["cpu_s"]
+        if after[figure] >= accuracy:
+            share = (accuracy - before[figure]) / (after[figure] - before[figure])
+            return before["cpu_s"] + share * (after["cpu_s"] - before["cpu_s"])
+    return None
 
 
-def interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float], digits: int = 3) -> str:
     if len(values) < 2:
-        return f"{values[0]:.3f}"
+        return f"{values[0]:.{digits}f}"
     half = T_95[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{statistics.fmean(values):.3f} ± {half:.3f}"
+    return f"{statistics.fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 
 def show(found: dict[str, list[list[Point]]], budget: float) -> None:
     table = Table(title=f"held-out accuracy of the generator, {len(next(iter(found.values())))} seeds, mean ± 95 %")
-    shares = (0.25, 0.5, 1.0)
-    for column in ("arm", *(f"sampled, {share * budget:.0f} CPU-s" for share in shares), "greedy", "updates", "to 0.5"):
+    shares = (0.25, 0.5, 0.75, 1.0)
+    times = [f"{share * budget:.0f} CPU-s" for share in shares]
+    for column in ("arm", *times, "greedy", "updates", "1,000 tokens", "CPU-s to 0.5"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, runs in found.items():
         sampled = [interval([at(p, "generator/accuracy_sampled", s * budget) for p in runs]) for s in shares]
         greedy = interval([at(p, "generator/accuracy_greedy", budget) for p in runs])
-        times = [reached(p, 0.5) for p in runs]
-        half = "-" if None in times else f"{statistics.fmean(t for t in times if t is not None):.0f} CPU-s"
-        updates = f"{statistics.fmean(p[-1]['updates'] for p in runs):.0f}"
-        table.add_row(arm, *sampled, greedy, updates, half)
+        counts = [f"{statistics.fmean(at(p, name, budget) for p in runs) / unit:.0f}" for name, unit in COUNTS]
+        half = [reached(p, 0.5) for p in runs]
+        came = [seconds for seconds in half if seconds is not None]
+        reach = interval(came, 1) if len(came) == len(half) else f"{len(came)} of {len(half)} came there"
+        table.add_row(arm, *sampled, greedy, *counts, reach)
     console.print(table)
 
 

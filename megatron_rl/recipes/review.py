@@ -102,11 +102,11 @@ class AskByGroup:
     """Has the solutions of those groups alone verified whose outcomes leave something to be learned from steps.
 
     all: of every group, each solution as soon as it is known. undecided: of groups whose outcomes are all alike, so
-    that comparing them says nothing. failed: of those among them in which no solution is right. A group of `size`
-    solutions is decided on as soon as all are known; `finish` decides on those that lack some.
+    that comparing them says nothing. failed: of those among them in which no solution is right. None: of no group. A
+    group of `size` solutions is decided on as soon as all are known; `finish` decides on those that lack some.
     """
 
-    def __init__(self, reviews: Reviews, reviewed: Reviewed, size: int) -> None:
+    def __init__(self, reviews: Reviews, reviewed: Reviewed | None, size: int) -> None:
         self._reviews, self._reviewed, self._size = reviews, reviewed, size
         self._waiting: dict[str, dict[int, Solution]] = {}
         self.skipped = 0  # solutions that are not verified
@@ -130,7 +130,8 @@ class AskByGroup:
 
     def _decide(self, solutions: Mapping[int, Solution]) -> None:
         alike = len({s.rollout.rewards["outcome"] for s in solutions.values()}) == 1
-        asked = alike and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
+        asked = self._reviewed is not None and alike
+        asked = asked and not (self._reviewed == "failed" and any(s.correct for s in solutions.values()))
         for place, solution in solutions.items():
             if asked:
                 self._reviews.add(place, solution)

@@ -15,9 +15,11 @@ from megatron_rl.recipes.base import GENERATOR, VERIFIER, Solution, Then, pass_o
 from megatron_rl.recipes.held_out import BalancedSet
 from megatron_rl.recipes.review import AskByGroup, Judged, Reviewed, Reviewer, review_metrics, with_verdicts
 from megatron_rl.text import read_template
-from megatron_rl.training.rollouts import mean_reward
+from megatron_rl.training.rollouts import mean_reward, without_signal
 from megatron_rl.training.turns import Part, Recipe, Schedule, Source, Table, Turn
 from megatron_rl.types import Prompt, Rollout
+
+SIGNAL_DECAY = 0.8  # of the moving share of groups with outcome signal
 
 
 @dataclass(kw_only=True)
@@ -40,6 +42,8 @@ class TangoTurns(Recipe):
     step_rewards: Refinement = "none"  # clip or delta: empty steps earn nothing (arXiv 2410.15115)
     step_credit: StepCredit = StepCredit()  # which tokens a step's reward counts for, and what it is compared with
     reviewed: Reviewed = "all"  # undecided, failed: in a generator turn, groups whose outcomes say nothing alone
+    # A generator's turn is verified while the moving share of groups whose outcomes differ is below this; null: always.
+    review_below: float | None = None
     likeliest_verdicts: bool = False  # the verifier answers a generator's turn by its likeliest tokens, not by chance
     agreeing: bool = False  # a verification whose final verdict is not the outcome gives no step rewards
     estimator: EstimatorName = "grpo"  # a word of algorithms.estimators or module:name, or {target, args}
@@ -53,14 +57,16 @@ class TangoTurns(Recipe):
     balanced_rounds: int = 8  # at most so many draws per held-out problem to find them
 
     def __post_init__(self) -> None:
+        sometimes = [] if self.review_below is None else ["review_below"]
         base.check_arguments(
             self, groups=["group_size", "verifications"], natural=["warmup_updates", "verifier_turns"],
             templates={"verifier_template": ["question", "solution"]},
             positive=["generator_updates", "generator_turns", "balanced_per_class", "balanced_rounds"],
-            shares=["alpha_start", "alpha_min"], one_of=["train_generator", "train_verifier"],
+            shares=["alpha_start", "alpha_min", *sometimes], one_of=["train_generator", "train_verifier"],
         )  # fmt: skip
         assign_advantages([], reward="outcome", estimator=self.estimator, alpha=self._alpha(0))  # refuses bad ones
         self._counts = ClassCounts().updated([], self.class_weight_decay)
+        self._signal = 0.0  # moving share of the groups, in generator turns, whose outcomes differ
         self._labels = None if self.step_labels is None else find_function(self.step_labels)
         self._reviewer = Reviewer(VERIFIER, read_template(self.verifier_template), self.format_weight)
         self._balanced = BalancedSet(self.solver, self.balanced_per_class, self.balanced_rounds, self.draw)
@@ -106,7 +112,7 @@ class TangoTurns(Recipe):
             review = replace(review, temperature=0.0)
         reviews = self._reviewer.begin(table, review)
         own = sampling_for(table, turn, self.solver, n)
-        asking = AskByGroup(reviews, self.reviewed if turn.role == self.solver else "all", n)
+        asking = AskByGroup(reviews, self._reviewed(turn), n)
         solutions, figures = self.draw(table, source.take(), own, asking.add)
         judged = asking.finish()
         written = sum(s.rollout.length for s in solutions)
@@ -123,10 +129,17 @@ class TangoTurns(Recipe):
         return figures | self._balanced.figures(table, self._reviewer, prompts, solutions, self._labels)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._counts)
+        return {"counts": asdict(self._counts), "signal": self._signal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counts = ClassCounts(**state)
+        self._counts, self._signal = ClassCounts(**state["counts"]), float(state["signal"])
+
+    def _reviewed(self, turn: Turn) -> Reviewed | None:
+        """Returns which solutions of a turn are verified."""
+        if turn.role != self.solver:
+            return "all"
+        enough = self.review_below is not None and self._signal >= self.review_below
+        return None if enough else self.reviewed
 
     def _credit_solutions(
         self, table: Table, turn: Turn, solutions: Sequence[Solution], judged: Judged
@@ -134,12 +147,15 @@ class TangoTurns(Recipe):
         """Mixes outcome and step advantages by alpha, where a solution has one verdict for each of its steps. Groups
         that are not verified learn from their outcomes alone."""
         alpha, credit = self._alpha(turn.update(self.solver)), self.step_credit
-        table.note(self.solver, {"alpha": alpha})
+        table.note(self.solver, {"alpha": alpha, "signal": self._signal})
         marked = [
             with_verdicts(s.rollout, own, self.step_rewards, credit, agreeing=self.agreeing)
             for s, own in zip(solutions, judged, strict=True)
         ]
-        alphas = alpha if self.reviewed == "all" else [alpha if own else 0.0 for own in judged]
+        everywhere = self._reviewed(turn) == "all"
+        alphas = alpha if everywhere else [alpha if own else 0.0 for own in judged]
+        share = 1 - without_signal([s.rollout for s in solutions], "outcome")
+        self._signal += (1 - SIGNAL_DECAY) * (share - self._signal)
         credited = assign_advantages(marked, reward="outcome", estimator=self.estimator, alpha=alphas, steps=credit)
         return [sample for s, one in zip(solutions, credited, strict=True) for sample in s.to_train(one)]
 
@@ -182,12 +198,13 @@ class PaperTango(TangoTurns):
 @dataclass(kw_only=True)
 class Tango(PaperTango):
     """Tango with settings that cost less than the paper's (docs/last_letter.md, "At equal time"): solutions of problems
-    that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. The
-    tokens of a step get its own verdict's credit, compared with the same step of the problem's other solutions. The
-    verifier is trained a third as often."""
+    that no sample solved are verified, and these alone; they learn from verdicts, and all others from outcomes. Once
+    the outcomes of half of the problems say something, none is verified. The tokens of a step get its own verdict's
+    credit, compared with the same step of the problem's other solutions. The verifier is trained a third as often."""
 
     generator_turns: int = 9  # per cycle; a verifier's turn takes the time of two
     reviewed: Reviewed = "failed"
+    review_below: float | None = 0.5
     step_credit: StepCredit = StepCredit(span="own", baseline="step")
     alpha_start: float = 1.0
     alpha_min: float = 1.0

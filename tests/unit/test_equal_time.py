@@ -17,7 +17,7 @@ from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.tango import PaperTango, Tango
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"grpo": Grpo, "grpo_dynamic": Dapo, "tango_paper": PaperTango, "frozen_paper": PaperTango}
+KINDS = {"grpo": Grpo, "grpo_32": Grpo, "grpo_dynamic": Dapo, "tango_paper": PaperTango, "tango_paper_32": PaperTango}
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def race(monkeypatch):
 def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     for name, arm in race.ARMS.items():
-        options = argparse.Namespace(regime=regime, evaluate_every=12)
+        options = argparse.Namespace(regime=regime)
         file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)
         recipe = plugins.build(config.recipe)
         assert type(recipe) is KINDS.get(name, Tango) and config.run.seed == 3
         turns = recipe.schedule()[-2]
-        assert arm.turns == len(turns), f"{name}: --evaluate-every counts turns, and the config's setting steps"
+        assert arm.turns == len(turns), f"{name}: an arm counts turns between evaluations, and the config steps"
         assert recipe.train_verifier == (not name.startswith("frozen")) if "tango" in arm.config else True
 
 
@@ -77,9 +77,15 @@ def test_the_time_of_evaluations_is_left_out_and_a_run_ends_when_its_time_is_ove
     assert [point["updates"] for point in points] == [0, 1, 2], "0.8 s of the third are over the 0.7"
     assert points[0]["cpu_s"] == 0.0 and points[1]["cpu_s"] == pytest.approx(0.4, abs=0.2)
     assert (points[2]["seconds"], points[2]["tokens"]) == (pytest.approx(0.6), 14.0)
-    assert race.at(points, "generator/accuracy_sampled", points[1]["cpu_s"] - 0.01) == 0.25
-    assert race.at(points, "generator/accuracy_sampled", 100.0) == 0.75
-    assert race.reached(points, 0.6) == points[1]["cpu_s"] and race.reached(points, 0.9) is None
+
+
+def test_figures_between_evaluations_are_on_the_line_between_them(race):
+    curve = [(0.0, 0.25), (2.0, 0.25), (4.0, 0.75), (6.0, 0.5)]
+    points = [{"cpu_s": cpu_s, "generator/accuracy_sampled": accuracy} for cpu_s, accuracy in curve]
+    times = (0.0, 1.0, 2.5, 4.0, 5.0, 100.0)
+    found = [race.at(points, "generator/accuracy_sampled", cpu_s) for cpu_s in times]
+    assert found == pytest.approx([0.25, 0.25, 0.375, 0.75, 0.625, 0.5])
+    assert race.reached(points, 0.5) == 3.0 and race.reached(points, 0.2) == 0.0 and race.reached(points, 0.9) is None
 
 
 def test_a_run_that_is_complete_is_read(race, tmp_path):

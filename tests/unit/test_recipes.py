@@ -295,7 +295,7 @@ def test_a_verifier_turn_rewards_agreement_and_form_in_groups_of_one_solution(te
     assert [m[f"confusion/{c}"] for c in ("tp", "fp", "tn", "fn")] == [1, 3, 6, 2]
     assert m["verdicts_match"] == pytest.approx(2 / 3)
     assert m["reward/outcome"] == 0.25 and without_signal(rollouts, "verifier") == 0.0
-    assert recipe.state_dict()["right"] == 3.0 and recipe.state_dict()["wrong"] == 9.0
+    assert recipe.state_dict()["counts"] == {"right": 3.0, "wrong": 9.0}
 
 
 def test_a_verification_is_trained_on_whole_and_its_prompt_is_not(texts):
@@ -315,7 +315,7 @@ def test_class_counts_move_slowly_and_survive_a_checkpoint(texts):
     for r in (recipe, again):
         play(r, "verifier", 1, table_of(mixed_generator, mixed_verifier), number=1)
     state = recipe.state_dict()
-    assert state == again.state_dict() and (state["right"], state["wrong"]) == pytest.approx((3.0, 0.8 * 9))
+    assert state == again.state_dict() and state["counts"] == pytest.approx({"right": 3.0, "wrong": 0.8 * 9})
 
 
 def test_solutions_without_a_grade_are_left_out_of_a_verifier_turn(texts):
@@ -471,7 +471,7 @@ def test_settings_are_checked_by_name_value_and_cure(texts):
         Use(target="megatron_rl.recipes.tango:PaperTango", args={"alpha_schedule": "cosine", "group_size": 4})
     )
     assert {name: part.samples for name, part in recipe.roles().items()} == {"generator": 4, "verifier": 5}
-    assert recipe.state_dict() == {"right": None, "wrong": None}
+    assert recipe.state_dict()["counts"] == {"right": None, "wrong": None}
     with pytest.raises(ConfigError, match="group_siz"):
         build(Use(target="megatron_rl.recipes.tango:PaperTango", args={"group_siz": 4}))
     with pytest.raises(ConfigError, match="alpha_schedule"):

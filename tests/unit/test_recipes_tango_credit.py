@@ -1,5 +1,6 @@
 """Tango's settings beside the paper's: which solutions are verified, and which tokens a verdict counts for."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -59,6 +60,35 @@ def test_groups_with_a_signal_of_their_own_are_not_verified(texts, reviewed, ask
         if not verified:  # its own outcome is all that it learns from, and alpha does not weaken it
             assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6)
     assert any(per_token(rollouts[3]))  # problem 1 has no outcome signal, and learns from its verdicts
+
+
+def test_nothing_is_verified_while_outcomes_say_enough(texts):
+    """Two of three groups have no outcome signal: the moving share is 0, 0.2 / 3, and so on towards 1 / 3."""
+    recipe = PaperTango(group_size=3, reviewed="failed", review_below=0.11, alpha_start=1.0, alpha_min=1.0, **texts)
+    shares, asked = [], []
+    for _ in range(4):
+        table = table_of(generator, verifier)
+        rollouts, figures = play(recipe, "generator", 3, table)
+        shares.append(figures["signal"])
+        asked.append(len(table.engines["verifier"].asked))
+    assert shares == pytest.approx([0.0, 1 / 15, 0.12, 0.8 * 0.12 + 0.2 / 3], abs=1e-9)
+    assert asked == [3, 3, 0, 0] and figures["reviews_skipped"] == 9
+    for rollout, bare in zip(rollouts, assign_advantages(rollouts, reward="outcome"), strict=True):
+        assert per_token(rollout) == pytest.approx(per_token(bare), abs=1e-6), "the last turn is GRPO's"
+    again = PaperTango(group_size=3, review_below=0.11, **texts)
+    again.load_state_dict(json.loads(json.dumps(recipe.state_dict())))
+    assert again.state_dict() == recipe.state_dict()
+    table = table_of(generator, verifier)
+    play(recipe, "verifier", 3, table)
+    assert table.engines["verifier"].asked, "the verifier's own turn goes on"
+
+
+def test_the_papers_settings_verify_however_much_outcomes_say(texts):
+    recipe = PaperTango(group_size=3, **texts)
+    for _ in range(3):
+        table = table_of(lambda p, i, j, s: solution(2, "yes" if j else "no"), verifier)
+        play(recipe, "generator", 3, table)
+        assert len(table.engines["verifier"].asked) == 9
 
 
 def test_a_group_that_lacks_solutions_is_decided_on_when_all_are_known(texts):
