@@ -38,6 +38,7 @@ platform.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 
 # Core 0.19 writes in the background by another package unless it is told not to.
@@ -453,7 +454,7 @@ class MegatronPolicy:
         is left out where the checkpoint has none of it: torch's layers have written it."""
         state = self._sharded_state(loading=True)
         if self._fused:
-            held = dist_checkpointing.load_sharded_metadata(str(directory))
+            held = load_sharded_metadata(str(directory))
             for i in range(len(self.chunks)):
                 whole = state[f"model{i}"].items()
                 state[f"model{i}"] = {
