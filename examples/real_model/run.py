@@ -36,6 +36,16 @@ ROLES = ("generator", "verifier")
 PAIRS = 320  # of supervised warm-up, of each role
 PLAYING = ("rollout", "review", "reward", "train", "refit")  # phases of a turn; evaluations and saves do not count
 CPU = "cpu_seconds.txt"  # in a run's directory: one line for each time it was started
+PAPER = [
+    "recipe.target=megatron_rl.recipes.tango:PaperTango",
+    "recipe.args.generator_updates=9",
+    "recipe.args.alpha_start=0.3",
+]
+ARMS: Mapping[str, tuple[str, Sequence[str]]] = {  # the config of an arm, and its further settings
+    "grpo": ("grpo", []),
+    "tango": ("tango", []),
+    "tango_paper": ("tango", PAPER),
+}
 FIGURES = {
     "generator/accuracy_sampled": "right answers, sampled",
     "generator/accuracy_greedy": "right answers, by the likeliest tokens",
@@ -52,7 +62,7 @@ Curve = Sequence[tuple[float, float]]  # (seconds of generation and training bef
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="+", choices=("grpo", "tango"), default=["grpo", "tango"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["grpo", "tango"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of reinforcement learning")
     parser.add_argument("--quick", action="store_true", help="two updates of each arm, 16 held-out problems")
     options = parser.parse_args()
@@ -81,13 +91,14 @@ def train(arm: str, seed: int, base: Path, *, quick: bool) -> Path:
     run = base / f"{arm}_{seed}"
     if is_finished(run):
         return run
-    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={base}"]
-    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if arm == "tango" else 1]]
+    config, own = ARMS[arm]
+    settings = [f"run.seed={seed}", f"run.name={run.name}", f"run.dir={base}", *own]
+    settings += [f"roles.{role}.model.path={base}/{role}/model" for role in ROLES[: 2 if config == "tango" else 1]]
     if quick:
-        settings += ["evaluation.num_prompts=16", "run.prompts_per_step=4", *QUICK[arm]]
+        settings += ["evaluation.num_prompts=16", "run.prompts_per_step=4", *QUICK[config]]
     before = cpu_seconds()
     try:
-        command("train", str(HERE / f"{arm}.yaml"), *settings)
+        command("train", str(HERE / f"{config}.yaml"), *settings)
     finally:
         if run.exists():
             with (run / CPU).open("a") as file:
