@@ -19,7 +19,8 @@ class Arm:
     settings: Sequence[str] = ()
     turns: int = 1  # of a step
     evaluate: int = 10  # turns between two evaluations
-    paper: bool = False  # it has the regime's number of updates, over which alpha falls, and its alpha
+    # 0, or: it has the regime's warm-up and alpha, which falls over this many times the regime's number of updates.
+    paper: int = 0
 
 
 ARMS: Mapping[str, Arm] = {
@@ -28,6 +29,6 @@ ARMS: Mapping[str, Arm] = {
     "grpo_32": Arm("grpo", evaluate=4),
     "tango": Arm("tango", [SMALL, f"recipe.target={TANGO}", "recipe.args.warmup_updates=0"], turns=10),
     "frozen": Arm("tango", [SMALL, f"recipe.target={TANGO}", FROZEN], turns=9),
-    "tango_paper": Arm("tango", [SMALL], turns=4, evaluate=12, paper=True),
-    "tango_paper_32": Arm("tango", turns=4, evaluate=4, paper=True),
+    "tango_paper": Arm("tango", [SMALL], turns=4, evaluate=12, paper=4),
+    "tango_paper_32": Arm("tango", turns=4, evaluate=4, paper=1),
 }

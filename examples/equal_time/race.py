@@ -106,7 +106,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
         return [*own, f"recipe.args.updates={MANY}", *arm.settings]
     updates, start, floor = MANY, 1.0, 1.0
     if arm.paper:
-        updates, start, floor = regime.generator_updates, regime.alpha_start, regime.alpha_min
+        updates, start, floor = arm.paper * regime.generator_updates, regime.alpha_start, regime.alpha_min
     own += [
         f"roles.verifier.model.path={base.parent}/a/verifier/model",
         f"roles.verifier.optimizer.lr={regime.verifier_lr}", f"recipe.args.generator_updates={updates}",
