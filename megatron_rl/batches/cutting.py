@@ -4,6 +4,7 @@ by cost. Sequences that begin with the same prompt stay together where that prom
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -12,8 +13,8 @@ import numpy as np
 
 from megatron_rl.models.sizes import Sizes
 
-# The sequences of one prefix that are dealt together cost at most one part in so many of a replica's mean cost. All are
-# tried where there are several replicas. 0: no limit but the budget.
+# The sequences of one prefix that are dealt together cost about one part in so many of a replica's mean cost, or less.
+# All are tried where there are several replicas. 0: no limit but the budget.
 PIECES = (0, 1, 2, 4)
 
 
@@ -127,9 +128,7 @@ def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: 
         first, members = int(order[start]), order[start:end]
         room, prefix = max_tokens - int(shared[first]), float(prefix_costs[first])
         tokens, costs = own[members].tolist(), own_costs[members].tolist()
-        count = max(1, -(-sum(tokens) // room))
-        while prefix + sum(costs) / count > most and count < len(members):
-            count += 1
+        count = max(1, -(-sum(tokens) // room), min(len(members), math.ceil((prefix + sum(costs)) / most)))
         while (places := _deal(tokens, costs, count, room)) is None:
             count += 1
         for part in range(count):
