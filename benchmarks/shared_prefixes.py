@@ -44,8 +44,8 @@ GROUP = 8
 # By workload: number of prompts, the range of their lengths, and that of the answers' lengths.
 WORKLOADS = {
     "few-shot": (16, (40, 45), (2, 6)),
-    "equal": (4, (128, 129), (128, 129)),
-    "short": (4, (4, 5), (128, 129)),
+    "equal": (2, (128, 129), (128, 129)),
+    "short": (2, (4, 5), (128, 129)),
 }
 LIMITS = {"few-shot/ratio": 0.35, "equal/ratio": 0.7, "short/ratio": 1.05}
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model directory in place of random weights of SmolLM2's shapes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
     common.add_arguments(parser)
     args = parser.parse_args()

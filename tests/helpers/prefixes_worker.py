@@ -70,7 +70,7 @@ def make_policy(path: str, case: dict[str, Any], *, shared: bool) -> MegatronPol
         optimizer=Optimizer(lr=LR, weight_decay=DECAY, eps=1e-4, clip_grad=1.0),
         loss=LossConfig(kl_coef=0.001),
         lora=Lora(rank=4, alpha=8.0) if case.get("lora") else None,
-        micro_batch_tokens=case.get("budget", 60),
+        micro_batch_tokens=case.get("budget", 40),
         router_replay=case.get("replay", False),
         shared_prefixes=shared,
     )
@@ -110,9 +110,10 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, float]:
     once, whole = (measured(path, case, shared=shared) for shared in (True, False))
     largest = max(float(g.abs().max()) for g in whole["gradients"].values())
     worst = max(float((once["gradients"][n] - g).abs().max()) for n, g in whole["gradients"].items())
-    by_parameter = [
-        float((once["gradients"][n] - g).norm() / g.norm()) for n, g in whole["gradients"].items() if g.norm() > 1e-6
-    ]
+    apart_norm, norm = (
+        torch.stack([g.double().square().sum() for g in own]).sum().sqrt()
+        for own in ([once["gradients"][n] - g for n, g in whole["gradients"].items()], [*whole["gradients"].values()])
+    )
 
     def apart(one: float, other: float) -> float:
         return abs(one - other) / abs(other)
@@ -124,8 +125,8 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, float]:
         "update_loss": apart(*(f["loss"] for f in figures)),
         "entropy": apart(*(f["entropy"] for f in figures)),
         "grad_norm": apart(*(f["grad_norm"] for f in figures)),
-        "gradients": worst / largest,
-        "gradients_by_parameter": max(by_parameter),
+        "gradients": float(apart_norm / norm),
+        "worst_gradient": worst / largest,
         "largest_gradient": largest,
         "most_computed": max(once["computed"]),
         "computed": sum(once["computed"]),

@@ -42,7 +42,8 @@ CASES: dict[int, list[dict]] = {
         {"name": "pp2-dp2", "model": "qwen2", "layout": {"pp": 2}, "loss": "distilled"},
     ],
 }
-SAME = 1e-6  # float32: the largest difference, by the size of what differs
+SAME = 1e-6  # float32: the difference by the size of what differs, of gradients by their norm
+WORST = 2e-6  # the largest error of a gradient over the largest gradient, as in test_layouts
 COMPARED = ("logprobs", "loss", "update_loss", "entropy", "grad_norm", "gradients")
 
 
@@ -67,6 +68,7 @@ def test_an_update_is_that_of_repeated_prompts(results, world, name):
         assert found["largest_gradient"] > 1e-3
         for what in COMPARED:
             assert found[what] <= SAME, f"rank {rank}: {what} is off by {found[what]:.1e}"
+        assert found["worst_gradient"] <= WORST, f"rank {rank}: {found['worst_gradient']:.1e} of the largest gradient"
 
 
 @pytest.mark.multi
@@ -78,5 +80,5 @@ def test_a_prompt_is_computed_once_in_a_micro_batch(results):
     one = found["qwen2-one-micro-batch"]
     assert (one["packed"], one["computed"]) == (packed, alone) and one["shared"] == packed - alone
     small = found["qwen2"]
-    assert small["most_computed"] <= 60 and small["computed"] == small["packed"] - small["shared"]
+    assert small["most_computed"] <= 40 and small["computed"] == small["packed"] - small["shared"]
     assert 0 < small["shared"] < one["shared"]

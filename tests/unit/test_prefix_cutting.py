@@ -128,7 +128,7 @@ def test_a_replica_is_told_which_tokens_stand_in_the_rollout_before():
     order, shared = work.flat.numbers.tolist(), batch.shared.tolist()
     firsts = [i for i, n in zip(order, shared, strict=True) if n == 0]
     assert len(firsts) == 5 and all(n in (0, wanted[i]) for i, n in zip(order, shared, strict=True))
-    assert work.steps[0].shared_tokens == sum(shared) == 3 + 3 + 2 and work.steps[0].packed_tokens == 35
+    assert work.steps[0].shared_tokens == sum(shared) == 3 + 3 + 2 and work.steps[0].packed_tokens == 29
     for first, start, length in batch.repeats:
         assert torch.equal(batch.tokens[first : first + length], batch.tokens[start : start + length])
     assert len(batch.repeats) == 3
