@@ -159,7 +159,8 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
-        deallocate_pipeline_outputs=True,
+        # gloo reads an overlapped message from memory that this would give away before it is sent
+        deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
         moe_grouped_gemm=bool(arch.experts) and fused,
