@@ -73,6 +73,10 @@ class Tally:
     mixed: np.ndarray  # bool, True where several versions of the policy wrote
     groups: np.ndarray  # int64, a number for each role and group
 
+    def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
+        """Returns the counts of a buffer that holds the rollouts of these numbers."""
+        return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
+
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
     """Counts what the rollouts hold from their spans."""
@@ -141,10 +145,7 @@ def deal(
     orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
     micros = [[len(micro) for micro in share] for share in shares_of]
     mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
-    counts = [
-        Counts(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum()), len(micro))
-        for order, micro in zip(orders, micros, strict=True)
-    ]
+    counts = [found.counts_of(order, len(micro)) for order, micro in zip(orders, micros, strict=True)]
     outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
     return Dealt(
         outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,
