@@ -7,7 +7,8 @@ is counted in seconds by the clock and in CPU-seconds of all processes of the ru
 by, because other work on the machine disturbs it less. A run ends at the first evaluation after `--cpu-seconds` of it.
 Figures between two evaluations are read off the line between them.
 Runs that are complete are kept, so that the command can be given again after an interruption. `--quick` makes short
-runs of every arm, to see that all parts work; its figures say nothing.
+runs of every arm, to see that all parts work; its figures say nothing. `--verifier-steps 40` begins with a verifier
+that judges badly: is it then worth its time to train it?
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from examples.equal_time.arms import ARMS, MANY, Arm  # noqa: E402
 
 EXAMPLE = ROOT / "examples/last_letter"
 CPU_SECONDS = {"a": 20.0, "b": 32.0}  # enough for the quickest arm to come near its end
+FULL = 400  # supervised steps of the verifier in the regimes
 LOOK_S = 0.02
 ROLES = ("generator", "verifier")
 FIGURES = ("generator/accuracy_sampled", "generator/accuracy_greedy", "verifier/step_f1", "verifier/outcome_f1")
@@ -54,6 +56,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--cpu-seconds", type=float, help="of a run (default: the regime's)")
+    parser.add_argument(
+        "--verifier-steps", type=int, default=FULL, help=f"supervised steps of the verifier's start (default: {FULL})"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/equal_time"))
     parser.add_argument("--quick", action="store_true", help="one seed and 5 CPU-seconds of each arm")
     options = parser.parse_args()
@@ -61,13 +66,25 @@ def main() -> None:
         options.seeds, options.out = options.seeds[:1], options.out / "quick"
     budget = 5.0 if options.quick else options.cpu_seconds or CPU_SECONDS[options.regime]
     base = Path("runs/last_letter") / options.regime
-    last_letter.prepare(base, options.regime, last_letter.Stages(), heads=4)
+    stages, steps = last_letter.Stages(), options.verifier_steps
+    last_letter.prepare(base, options.regime, stages, heads=4)
+    options.verifier = verifier(base.parent / "a", steps, stages)
+    out = options.out / (options.regime if steps == FULL else f"{options.regime}_verifier{steps}")
     found: dict[str, list[list[Point]]] = {}
     for seed in options.seeds:
         for arm in options.arms:
-            points = race(ARMS[arm], base, options, seed, budget, options.out / options.regime / f"{arm}_seed{seed}")
+            points = race(ARMS[arm], base, options, seed, budget, out / f"{arm}_seed{seed}")
             found.setdefault(arm, []).append(points)
     show(found, budget)
+
+
+def verifier(base: Path, steps: int, stages: last_letter.Stages) -> Path:
+    """Returns the verifier's model after so many supervised steps, which are taken where it is not there yet."""
+    run = base / ("verifier" if steps == FULL else f"verifier{steps}")
+    if not (run / "model/model.safetensors").exists():
+        sft = last_letter.sft(base, "verifier", base / "generator/model", steps)
+        stages.command(f"SFT of the verifier, {steps} steps", "sft", *sft, f"run.name={run.name}")
+    return run / "model"
 
 
 def race(arm: Arm, base: Path, options: argparse.Namespace, seed: int, budget: float, out: Path) -> list[Point]:
@@ -108,7 +125,7 @@ def settings(arm: Arm, base: Path, options: argparse.Namespace, seed: int, out: 
     if arm.paper:
         updates, start, floor = arm.paper * regime.generator_updates, regime.alpha_start, regime.alpha_min
     own += [
-        f"roles.verifier.model.path={base.parent}/a/verifier/model",
+        f"roles.verifier.model.path={options.verifier}",
         f"roles.verifier.optimizer.lr={regime.verifier_lr}", f"recipe.args.generator_updates={updates}",
         f"recipe.args.warmup_updates={regime.warmup_updates}", f"recipe.args.alpha_start={start}",
         f"recipe.args.alpha_min={floor}", "recipe.args.balanced_per_class=64",

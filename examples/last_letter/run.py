@@ -85,7 +85,7 @@ def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
             (base / "ready").touch()
     if not (base / "generator/model/model.safetensors").exists():
         console.print("The last 100 of 400 steps teach a misconception on purpose: the loss rises there.")
-        stages.command("SFT of the generator", "sft", *_sft(base, "generator", files / "model", 400))
+        stages.command("SFT of the generator", "sft", *sft(base, "generator", files / "model", 400))
     if name != "b" and not (base / "verifier/model/model.safetensors").exists():
         pool = base / "pool"
         stages.command(
@@ -102,7 +102,7 @@ def prepare(base: Path, name: str, stages: Stages, *, heads: int) -> None:
         )
         rows = pq.read_table(pool / "train.parquet").to_pylist()
         task.write_verifier_pairs(files / "verifier_sft.jsonl", regime, rows, SFT_SEED + 6)
-        stages.command("SFT of the verifier", "sft", *_sft(base, "verifier", base / "generator/model", 400))
+        stages.command("SFT of the verifier", "sft", *sft(base, "verifier", base / "generator/model", 400))
 
 
 def reinforce(base: Path, options: argparse.Namespace, stages: Stages) -> None:
@@ -184,7 +184,7 @@ def phases(run: Path) -> dict[str, dict[str, float]]:
     return totals
 
 
-def _sft(base: Path, name: str, model: Path, steps: int) -> Sequence[str]:
+def sft(base: Path, name: str, model: Path, steps: int) -> Sequence[str]:
     return [
         str(HERE / "sft.yaml"), f"model.path={model}", f"data.train={base}/task/{name}_sft.jsonl", f"steps={steps}",
         f"optimizer.decay_steps={steps}", f"run.name={name}", f"run.dir={base}",

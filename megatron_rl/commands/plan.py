@@ -15,7 +15,7 @@ from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import shapes, tables
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
-from megatron_rl.planning.workload import build_recipe, episodes_of, step_work
+from megatron_rl.planning.workload import FILL, build_recipe, draws_of, episodes_of, fills_of, step_work
 
 DESCRIPTION = f"""Estimates the memory of each GPU by part and the seconds of each phase, and says what to change.
 Nothing is started; no GPU is needed.
@@ -45,7 +45,19 @@ def add_parser(commands: Any) -> None:
         help="sizes of a role's model: a config.json, or a public model's name",
     )
     parser.add_argument(
-        "--fill", type=float, default=0.5, help="mean lengths as a share of the longest allowed (default: 0.5)"
+        "--fill",
+        action="append",
+        default=[],
+        metavar="SHARE | ROLE=SHARE",
+        help=f"mean lengths as a share of the longest allowed (default: {FILL})",
+    )
+    parser.add_argument(
+        "--draws",
+        action="append",
+        default=[],
+        metavar="TURN.ROLE=NUMBER",
+        help="samples of a role for each prompt of a turn, in the mean, over what the recipe says: "
+        "generator.verifier=1.5 where not every solution is verified",
     )
     parser.add_argument(
         "--episode",
@@ -69,7 +81,13 @@ def run(args: argparse.Namespace) -> int:
     cluster = parse_cluster(args.cluster or plans.own_cluster(config))
     models = shapes.models_of(config, args.shape)
     recipe, notes = build_recipe(config)
-    work = step_work(config, recipe, args.fill, episodes_of(config, recipe, args.episode))
+    work = step_work(
+        config,
+        recipe,
+        fills=fills_of(config, args.fill),
+        episodes=episodes_of(config, recipe, args.episode),
+        draws=draws_of(config, args.draws),
+    )
     config_checks.check(config, plans.trainer_gpus(config, cluster), to_come=True)
     made = plans.make(config, cluster, models, work)
     found = searching.search(config, cluster, models, work) if args.search else []

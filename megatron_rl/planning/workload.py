@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from megatron_rl.config import checks as config_checks
 from megatron_rl.config import files as config_files
 from megatron_rl.config.episodes import EpisodeEstimate
 from megatron_rl.config.schema import ConfigError, RoleConfig, TrainConfig, Use
+
+FILL = 0.5  # mean lengths as a share of the longest allowed, where nothing is said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,29 +56,82 @@ class TurnWork:
 
 
 def step_work(
-    config: TrainConfig, recipe: Any | None, fill: float, episodes: Mapping[str, EpisodeEstimate] | None = None
+    config: TrainConfig,
+    recipe: Any | None,
+    *,
+    fills: Mapping[str, float] | None = None,
+    episodes: Mapping[str, EpisodeEstimate] | None = None,
+    draws: Mapping[tuple[str, str], float] | None = None,
 ) -> list[TurnWork]:
     """Returns the turns of a step in the middle of the run.
 
-    `fill` is the mean length as a share of max_prompt_tokens and sampling.max_tokens. Without a recipe (there is no
-    torch here to build it) each role has a turn that draws its `group_size`, or one sample for each prompt.
-    `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. Raises ConfigError for a `fill`
-    outside (0, 1].
+    `fills`: by role, the mean length as a share of max_prompt_tokens and sampling.max_tokens, what `fills_of` gives.
+    Without a recipe (there is no torch here to build it) each role has a turn that draws its `group_size`, or one
+    sample for each prompt. `episodes`: by role, what `episodes_of` gives; without it, what the recipe says. `draws`:
+    what `draws_of` gives, over what the recipe says.
     """
-    if not 0 < fill <= 1:
-        raise ConfigError(f"--fill {fill}: mean lengths as a share of the longest, above 0 and at most 1")
+    fills = fills_of(config, ()) if fills is None else fills
     episodes = episodes_of(config, recipe, ()) if episodes is None else episodes
     if recipe is None:
         turns, group = list(config.roles), config.recipe.args.get("group_size", 1)
         drawn = {name: {name: group} for name in turns}
     else:
         schedule, parts = recipe.schedule(), recipe.roles()
-        turns = [name for roles in schedule[len(schedule) // 2] for name in roles]
+        turns = [name for roles in _middle(schedule) for name in roles]
         drawn = {name: parts[name].drawn or {name: parts[name].samples} for name in turns}
+    own = {
+        name: {**drawn[name], **{to: n for (turn, to), n in (draws or {}).items() if turn == name}} for name in turns
+    }
     return [
-        TurnWork(role=name, draws=_draws(config, drawn[name], fill, episodes), times=turns.count(name))
+        TurnWork(role=name, draws=_draws(config, own[name], fills, episodes), times=turns.count(name))
         for name in dict.fromkeys(turns)
     ]
+
+
+def fills_of(config: TrainConfig, settings: Sequence[str]) -> dict[str, float]:
+    """Returns the mean length of each role's prompts and answers, as a share of the longest allowed. `settings` have
+    the form SHARE, for all roles, or ROLE=SHARE. Raises ConfigError for other roles, and for one outside (0, 1]."""
+    fills = dict.fromkeys(config.roles, FILL)
+    for text in sorted(settings, key=lambda text: "=" in text):
+        role, _, value = text.rpartition("=")
+        share = _number(value, f"--fill {text}")
+        if not 0 < share <= 1:
+            raise ConfigError(f"--fill {text}: mean lengths as a share of the longest, above 0 and at most 1")
+        if role and role not in fills:
+            raise ConfigError(f"--fill {text}: it has the form ROLE=SHARE; the roles are {', '.join(fills)}")
+        fills |= {role: share} if role else dict.fromkeys(fills, share)
+    return fills
+
+
+def draws_of(config: TrainConfig, settings: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Returns by turn and role how many samples of a role are drawn for each prompt, in the mean: `settings` have the
+    form TURN.ROLE=NUMBER. Raises ConfigError for roles that are not there, and for a number that is not above 0."""
+    out = {}
+    for text in settings:
+        names, _, value = text.partition("=")
+        turn, _, role = names.partition(".")
+        number = _number(value, f"--draws {text}")
+        if turn not in config.roles or role not in config.roles:
+            known = ", ".join(config.roles)
+            raise ConfigError(f"--draws {text}: it has the form TURN.ROLE=NUMBER; turns and roles are {known}")
+        if not 0 < number < float("inf"):
+            raise ConfigError(f"--draws {text}: a mean number of samples for each prompt, above 0")
+        out[turn, role] = number
+    return out
+
+
+def _middle(schedule: Sequence[Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
+    """Returns the step that holds the turn in the middle of the run. A long warm-up has many short steps, so that the
+    step in the middle of the list may be one of them."""
+    ends = list(accumulate(len(step) for step in schedule))
+    return schedule[bisect_right(ends, ends[-1] // 2)]
+
+
+def _number(text: str, given: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{given}: {text!r} is not a number") from None
 
 
 def episodes_of(config: TrainConfig, recipe: Any | None, settings: Sequence[str]) -> dict[str, EpisodeEstimate]:
@@ -122,15 +179,18 @@ def build_recipe(config: TrainConfig) -> tuple[Any | None, list[str]]:
 
 
 def _draws(
-    config: TrainConfig, drawn: Mapping[str, int], fill: float, episodes: Mapping[str, EpisodeEstimate]
+    config: TrainConfig,
+    drawn: Mapping[str, float],
+    fills: Mapping[str, float],
+    episodes: Mapping[str, EpisodeEstimate],
 ) -> list[Draw]:
     out = []
     for name, each in drawn.items():
-        prompt, response, longest = _lengths(config.roles[name], episodes[name], fill)
+        prompt, response, longest = _lengths(config.roles[name], episodes[name], fills[name])
         out.append(
             Draw(
                 role=name,
-                samples=config.run.prompts_per_step * each,
+                samples=round(config.run.prompts_per_step * each),
                 prompt=prompt,
                 response=response,
                 longest=longest,

@@ -26,7 +26,7 @@ from megatron_rl.planning.compute import EngineSetup, SequenceBatch
 from megatron_rl.planning.hardware import DEVICES, GIB, parse_cluster
 from megatron_rl.planning.memory import MicroBatchLoad, Precision
 from megatron_rl.planning.shapes import Parallel, counts, read_shape, total
-from megatron_rl.planning.workload import Draw, step_work
+from megatron_rl.planning.workload import Draw, build_recipe, draws_of, fills_of, step_work
 from megatron_rl.training.turns import Part
 from megatron_rl.weights import layouts, rectangles, reshard
 from megatron_rl.weights.layouts import EngineLayout, TrainerLayout
@@ -286,7 +286,7 @@ def test_large_models_are_planned(capsys, name):
 )
 def test_what_the_search_proposes_fits_and_passes_the_checks(cluster, settings):
     config, where = load(*settings), parse_cluster(cluster)
-    models, work = models_of(config), step_work(config, Duet(), 0.5)
+    models, work = models_of(config), step_work(config, Duet())
     found = search.search(config, where, models, work)
     assert found and all(a.plan.step_s <= b.plan.step_s for a, b in pairwise(found))
     for one in found:
@@ -334,6 +334,10 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["roles.generator.model.path=mine/of-my-own"], "--shape ROLE=FILE"),
         (["--shape", "gen=qwen2.5-7b"], "the roles are generator, verifier"),
         (["--fill", "0"], "above 0"),
+        (["--fill", "judge=0.5"], "the roles are generator, verifier"),
+        (["--fill", "verifier=much"], "'much' is not a number"),
+        (["--draws", "generator=2"], "the form TURN.ROLE=NUMBER"),
+        (["--draws", "generator.verifier=0"], "above 0"),
         (["engine={kind: vllm, replicas: 16}", "--cluster", "4x8xH100"], "leave none"),
     ],
 )  # fmt: skip
@@ -369,6 +373,27 @@ def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
     assert [role["embedded"] for role in found["roles"]] == [2 * 30_532_122_624] * 2
 
 
+def test_a_long_warm_up_is_not_taken_for_the_middle_of_the_run():
+    """40 warm-up steps of one turn stand before 33 cycles of ten."""
+    config = load("recipe.args.generator_turns=9")
+    turns = {turn.role: turn.times for turn in step_work(config, build_recipe(config)[0])}
+    assert turns == {"generator": 9, "verifier": 1}
+
+
+def test_lengths_and_counts_of_one_role_can_be_said():
+    """Half of the solutions are verified, and verifications are a quarter of the longest; the verifier's turn stays."""
+    config = load()
+    recipe, _ = build_recipe(config)
+    usual = {turn.role: turn for turn in step_work(config, recipe)}
+    fills, draws = fills_of(config, ["verifier=0.25", "0.4"]), draws_of(config, ["generator.verifier=2.5"])
+    said = {turn.role: turn for turn in step_work(config, recipe, fills=fills, draws=draws)}
+    own, review = said["generator"].draws
+    assert (own.samples, own.response) == (1280, pytest.approx(0.4 * 2048))
+    assert (review.samples, review.response) == (640, pytest.approx(0.25 * 4096))
+    assert [d.samples for d in said["verifier"].draws] == [d.samples for d in usual["verifier"].draws]
+    assert said["verifier"].trained.response == pytest.approx(1024)
+
+
 def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
     class Plain:
         def roles(self):
@@ -377,9 +402,9 @@ def test_a_recipe_that_does_not_say_what_it_draws_is_taken_to_draw_its_groups():
         def schedule(self):
             return [[("generator",)]]
 
-    [work] = step_work(load(), Plain(), 0.5)
+    [work] = step_work(load(), Plain())
     assert work.trained.samples == 7 * 256
-    assert [turn.trained.samples for turn in step_work(load(), None, 0.5)] == [1280, 1280]
+    assert [turn.trained.samples for turn in step_work(load(), None)] == [1280, 1280]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "embedded"])
@@ -389,7 +414,7 @@ def test_a_tandems_engine_holds_two_models_and_takes_twice_as_long(engine):
     cluster, (one, two) = parse_cluster("4x8xA100-80"), ([], [])
     for config, out in ((alone, one), (pair, two)):
         models = models_of(config)
-        plan = plans.make(config, cluster, models, step_work(config, Duet(), 0.5))
+        plan = plans.make(config, cluster, models, step_work(config, Duet()))
         generator, verifier = plan.roles
         out += [generator.embedded, generator.cache, verifier.embedded, verifier.cache]
         out += [server.weights for server in plan.servers]
@@ -410,7 +435,7 @@ def test_a_frozen_player_has_weights_alone():
             return [[("generator",)]]
 
     config = load()
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), step_work(config, Solo(), 0.5))
+    made = plans.make(config, parse_cluster("4x8xA100-80"), models_of(config), step_work(config, Solo()))
     generator, verifier = made.roles
     assert (
         generator.training.gradients > 0 == verifier.training.gradients

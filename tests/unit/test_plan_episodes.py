@@ -45,7 +45,7 @@ def planned(*, episode: EpisodeEstimate, settings=("engine={kind: vllm, replicas
 
     config = config_files.load(TrainConfig, [Path(TANGO)], list(settings))
     models = {name: read_shape(role.model.path) for name, role in config.roles.items()}
-    made = plans.make(config, parse_cluster("4x8xA100-80"), models, step_work(config, Solo(), 0.5))
+    made = plans.make(config, parse_cluster("4x8xA100-80"), models, step_work(config, Solo()))
     return config.roles["generator"], made
 
 
