@@ -225,18 +225,42 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
 
 def test_the_papers_run_on_its_32_a100(capsys):
     status, found = planned(capsys, "--cluster", "4x8xA100-80")
-    assert status == 0 and found["fits"] and found["trainer_gpus"] == 32
+    assert status == 0 and found["fits"] and found["trainer_gpus"] == 16
     for role in found["roles"]:
-        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 16
+        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 8
         held = role["training"]
         assert held["weights"] == pytest.approx(7.62e9, rel=0.01) and held["gradients"] == 2 * held["weights"]  # tp 2
-        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 16)
+        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 8)
         assert 60 * GIB < role["peak"] < 79 * GIB
         assert role["asleep"] == held["weights"] + role["embedded"]
     assert [(turn["role"], turn["times"]) for turn in found["turns"]] == [("generator", 3), ("verifier", 1)]
     generator, verifier = found["turns"]
     assert generator["trained"] == 256 * 5 * 2048 and verifier["trained"] == 256 * 5 * 4096  # half of the longest
     assert 200 < found["step_s"] < 2000 and any("of the work of a step" in line for line in found["advice"])
+
+
+def test_the_plan_says_what_each_other_engine_gives(capsys):
+    """The figure of every engine is that of a plan of its own, made with the settings that stand beside it."""
+    _, found = planned(capsys, "--cluster", "4x8xA100-80")
+    asked, *others = found["engines"]
+    assert (asked["overrides"], asked["step_s"]) == ([], found["step_s"])
+    assert asked["engine"] == "4 vllm servers of 2 GPUs for each role"
+    assert (asked["engine_gpus"], asked["trainer_gpus"]) == (16, 16)
+    assert others[0]["engine"].startswith("embedded") and others[0]["trainer_gpus"] == 32
+    served = [one for one in others[1:] if "rollouts.max_staleness=1" not in one["overrides"]]
+    ahead = [one for one in others if "rollouts.max_staleness=1" in one["overrides"]]
+    assert len(served) == 3 and [one["step_s"] for one in served] == sorted(one["step_s"] for one in served)
+    assert len(ahead) == 1 and ahead[0]["step_s"] < min(one["step_s"] for one in found["engines"][:-1])
+    for one in others:
+        _, again = planned(capsys, "--cluster", "4x8xA100-80", *one["overrides"])
+        assert again["fits"] and again["step_s"] == pytest.approx(one["step_s"]), one
+        assert again["trainer_gpus"] == one["trainer_gpus"]
+
+
+def test_an_engine_beside_which_nothing_fits_is_said_not_to_fit(capsys):
+    main(["plan", str(ROOT / TANGO), "--cluster", "1x8xA100-40", "engine={kind: embedded}"])
+    shown = capsys.readouterr().out
+    assert re.search(r"embedded, in the trainer's GPUs\s+│[^│]*│ 8 +│ does not fit +│ as it is", shown), shown
 
 
 LARGE = {
