@@ -40,7 +40,8 @@ QWEN = {
 
 
 def tango(directory: Path, *overrides: str) -> TrainConfig:
-    return config_files.load(TrainConfig, [TANGO], [f"run.dir={directory}", "run.name=a", *overrides])
+    settings = [f"run.dir={directory}", "run.name=a", "engine={kind: embedded}", *overrides]
+    return config_files.load(TrainConfig, [TANGO], settings)
 
 
 def examine(
