@@ -285,7 +285,8 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_models_are_planned(capsys, name):
     cluster, model, layout, engine = LARGE[name]
-    settings = [*both("model.path", model), *both("layout", layout), f"engine={engine}"]
+    settings = [*both("model.path", model), *both("layout", layout), *both("model.recompute", "full")]
+    settings.append(f"engine={engine}")
     status, found = planned(capsys, "--cluster", cluster, *settings)
     assert status == 0, found["problems"]
     assert all(30 * GIB < role["peak"] < 79 * GIB for role in found["roles"])
@@ -330,13 +331,15 @@ def test_what_does_not_fit_is_said_with_a_cure(capsys):
             "--cluster",
             "4x8xA100-80",
             "engine={kind: vllm, replicas: 4}",
-            *both("layout", "{tp: 1}"),
+            *both("layout", "{tp: 1, sequence_parallel: false}"),
+            *both("model.recompute", "full"),
             *both("sleep", "false"),
         ]
     )
     out = capsys.readouterr().out
     assert status == 1 and "does not fit" in out and re.search("fits? with", out), out
-    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *both("layout", "{tp: 1}"), "--search"])
+    alone = ["engine={kind: embedded}", *both("layout", "{tp: 1, sequence_parallel: false}")]
+    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *alone, "--search"])
     assert status == 1 and "nothing fits" in capsys.readouterr().out
 
 
@@ -351,9 +354,12 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--cluster", "32xA100"], "NODESxGPUSxDEVICE"),
         (["--cluster", "4x8xV100"], "not known; A100-40"),
         (["--cluster", "4x0xH100"], "NODESxGPUSxDEVICE"),
-        (["--cluster", "3x1xH100"], "does not divide 3 ranks"),
+        (["--cluster", "3x1xH100", "engine={kind: embedded}"], "does not divide 3 ranks"),
         (["roles.generator.layout={tp: 8}", "--cluster", "4x8xH100"], "not divisible by tp = 8"),
-        (["roles.generator.layout={pp: 3}", "--cluster", "3x8xH100"], "not divisible by pp x vpp = 3"),
+        (
+            ["roles.generator.layout={pp: 3}", "--cluster", "3x8xH100", "engine={kind: embedded}"],
+            "not divisible by pp x vpp = 3",
+        ),
         (["roles.generator.layout={ep: 2}"], "has no experts"),
         (["roles.generator.model.path=mine/of-my-own"], "--shape ROLE=FILE"),
         (["--shape", "gen=qwen2.5-7b"], "the roles are generator, verifier"),
@@ -383,7 +389,14 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
     file.write_text(json.dumps(facts | {"num_experts_per_tok": 2}))
     assert read_shape(str(tmp_path)).active == 2
     status, found = planned(
-        capsys, "--shape", f"generator={file}", "engine.kind=vllm", "--cluster", "4x8xH100", *both("layout", "{tp: 1}")
+        capsys,
+        "--shape",
+        f"generator={file}",
+        "engine={kind: vllm, replicas: 1, tp: 1}",
+        "--cluster",
+        "4x8xH100",
+        *both("layout", "{tp: 1, sequence_parallel: false}"),
+        *both("model.recompute", "full"),
     )
     assert status == 0 and found["roles"][0]["parameters"] == sum(
         map(prod, rectangles.hf_shapes(read_shape(str(file)).sizes).values())
@@ -392,8 +405,8 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
 
 def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
     """test_embedded_experts.py compares the number with what the engine allocates."""
-    models = [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1, ep: 8}")]
-    _, found = planned(capsys, "--cluster", "4x8xH100", *models)
+    models = [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1, ep: 8, sequence_parallel: false}")]
+    _, found = planned(capsys, "--cluster", "4x8xH100", "engine={kind: embedded}", *models)
     assert [role["embedded"] for role in found["roles"]] == [2 * 30_532_122_624] * 2
 
 

@@ -28,8 +28,8 @@ PAGE = ROOT / "docs/first_run_on_a_cluster.md"
 TANGO = "examples/tango_qwen2.5_7b.yaml"
 # Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
 LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
-# Words of the page, and what stands in their place. The nodes of the test have 16 CPUs; one rank runs on each
-# node; the teacher and both roles have embedded engines, for vLLM takes a minute to start.
+# Words of the page, and what stands in their place. The nodes of the test have 16 CPUs; one rank runs on each node; the
+# teacher and both roles have embedded engines, for vLLM takes a minute to start.
 REPLACED = {
     "--cpus-per-task=96": "--cpus-per-task=4",
     "16": "2",  # --ranks
@@ -43,8 +43,8 @@ TASK = {
 # Overrides behind each config of the page: sizes, lengths and prompts of the last-letter task.
 SIZES = {
     "examples/generate_sft_llama3.1_70b.yaml": [
-        "model.dtype=float32", "data.settings=last_letter", "data.limit=64", f"template={TASK['generator']}", "chat=false",
-        "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64",
+        "model.dtype=float32", "data.settings=last_letter", "data.limit=64", f"template={TASK['generator']}",
+        "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64",
     ],
     "examples/sft_qwen2.5_math_7b.yaml": [
         "model={dtype: float32, recompute: none}", "layout={tp: 1}", "data.max_tokens=128", "steps=10",
@@ -60,13 +60,13 @@ SIZES = {
         f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
         "recipe.args.step_labels=megatron_rl.rewards.last_letter:step_labels", "recipe.args.generator_updates=12",
         "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
-        "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false", "evaluation.every=0", "run.prompts_per_step=8",
-        "run.save_every=1",
+        "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
+        "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
     ],
     "examples/eval_tango_qwen2.5_7b.yaml": [
-        "model.dtype=float32", "benchmarks=[]", "data={path: /shared/me/hub/datasets/HuggingFaceH4/MATH-500, split: test}",
-        "data.settings=last_letter", f"template={TASK['generator']}", f"reward={TASK['reward']}",
-        "sampling={max_tokens: 40, temperature: 0.0}",
+        "model.dtype=float32", "benchmarks=[]",
+        "data={path: /shared/me/hub/datasets/HuggingFaceH4/MATH-500, split: test}", "data.settings=last_letter",
+        f"template={TASK['generator']}", f"reward={TASK['reward']}", "sampling={max_tokens: 40, temperature: 0.0}",
     ],
 }  # fmt: skip
 
