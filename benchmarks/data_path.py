@@ -41,7 +41,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.algorithms.advantages import assign_advantages
 from megatron_rl.algorithms.losses import PolicyLoss
-from megatron_rl.batches.cutting import Cost, Shares, micro_batches
+from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.base import Completion
@@ -67,6 +67,7 @@ class Receiver:
     """Stands in for a policy: cuts for its replicas as a 7-billion-parameter model's would be cut."""
 
     replays = False
+    shares_prefixes = False
 
     def __init__(self, world: TorchWorld) -> None:
         each = 1 if world.size <= 4 else 2
@@ -75,9 +76,10 @@ class Receiver:
         own = groups[world.rank // each] if groups else None
         self.replicas = Replicas(ranks=ranks, reporters=[members[0] for members in ranks], group=own)
 
-    def shares(self, lengths: np.ndarray) -> Shares:
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
         cost = Cost(balance=65_000)
-        return micro_batches(lengths, max_tokens=MICRO_BATCH_TOKENS, replicas=len(self.replicas.ranks), cost=cost)
+        replicas = len(self.replicas.ranks)
+        return micro_batches(lengths, max_tokens=MICRO_BATCH_TOKENS, replicas=replicas, cost=cost, prefixes=prefixes)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

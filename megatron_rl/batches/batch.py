@@ -45,6 +45,8 @@ class Batch:
         default_factory=dict
     )  # [N] or [N, k], float32 or int32: what else the loss asked for by name
     experts: Tensor | None = None  # [N, L, k] int16: the experts that the engine chose, FREE where that is not known
+    # [S] int64, leading tokens in common with the sequence before, which the model computes once for both
+    shared: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -67,6 +69,20 @@ class Batch:
     def lengths(self) -> Tensor:
         """[S] int64, tokens of each rollout."""
         return self.cu_seqlens.diff()
+
+    @property
+    def repeats(self) -> list[tuple[int, int, int]]:
+        """Lists the prefixes that stand here again and are not computed again: (position of the first sequence that
+        has it, position of the sequence that begins with it too, number of tokens)."""
+        if self.shared is None:
+            return []
+        out, first = [], 0
+        for start, tokens in zip(self.cu_seqlens.tolist(), self.shared.tolist(), strict=False):
+            if tokens:
+                out.append((first, start, tokens))
+            else:
+                first = start
+        return out
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sums values [N] over each rollout. -> [S], with gradient."""
@@ -168,6 +184,7 @@ def batch_of(flat: Flat, first: int, last: int) -> Batch:
         cu_seqlens=torch.from_numpy(flat.starts[first : last + 1] - start),
         values={name: torch.from_numpy(values[after]) for name, values in flat.values.items()},
         experts=None if flat.experts is None else torch.from_numpy(flat.experts[start:end]),
+        shared=None if flat.shared is None else torch.from_numpy(flat.shared[first:last].astype(np.int64)),
     )
 
 

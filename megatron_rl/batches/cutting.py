@@ -1,16 +1,21 @@
 """Cuts a batch of sequences into micro-batches by token budget, balanced over micro-batches and data-parallel replicas
-by cost."""
+by cost. Sequences that begin with the same prompt stay together where that prompt is computed once for all of them."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from megatron_rl.models.sizes import Sizes
+
+# The sequences of one prefix that are dealt together cost about one part in so many of a replica's mean cost, or less.
+# All are tried where there are several replicas. 0: no limit but the budget.
+PIECES = (0, 1, 2, 4)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,15 @@ class Cost:
         return sizes + (sizes * sizes / self.balance if self.balance else 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prefixes:
+    """The leading tokens that sequences have in common, [S] each. Sequences of one number begin with the same tokens;
+    their lengths here are equal."""
+
+    numbers: np.ndarray  # int64
+    lengths: np.ndarray  # int64, shorter than the sequence
+
+
 @dataclass(frozen=True)
 class Shares:
     """Sequence numbers by replica and micro-batch, and how uneven they are."""
@@ -52,21 +66,87 @@ def micro_batches(
     replicas: int,
     multiple: int = 1,
     cost: Cost | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Shares:
     """[S] lengths -> M micro-batches for each of the replicas, each within `max_tokens`.
 
     The number of micro-batches is the smallest multiple of `multiple` that the budget allows (beyond 64 of them, within
     a sixty-fourth of it); sequences are dealt dearest first to the cheapest micro-batch that has room, then
     micro-batches are dealt to replicas the same way. A list is empty only when there are fewer sequences than lists.
+
+    With `prefixes` a micro-batch counts a prefix once for all its sequences that begin with it, and has them one after
+    the other. Sequences with one prefix are dealt together. They are divided where the budget does not hold all of
+    them, and where the dearest replica becomes cheaper although the prefix is then computed several times.
     Raises ValueError when one sequence alone exceeds the budget.
     """
-    sizes = np.asarray(lengths, np.int64)
+    sizes, cost = np.asarray(lengths, np.int64), cost or Cost()
     if sizes.max() > max_tokens:
         raise ValueError(
             f"a sequence of {sizes.max()} tokens exceeds micro_batch_tokens = {max_tokens}: "
             "raise it or shorten max_tokens"
         )
-    costs = (cost or Cost()).of(sizes)
+    if prefixes is None:
+        return _cut(sizes, cost.of(sizes), max_tokens=max_tokens, replicas=replicas, multiple=multiple)
+    best: tuple[float, list[_Family], Shares] | None = None
+    for pieces in PIECES[: 1 if replicas == 1 else None]:
+        families = _families(sizes, prefixes, cost, max_tokens=max_tokens, pieces=pieces * replicas)
+        tokens, costs = np.array([f.tokens for f in families]), np.array([f.cost for f in families])
+        shares = _cut(tokens, costs, max_tokens=max_tokens, replicas=replicas, multiple=multiple)
+        dearest = (1 + shares.replica_imbalance) * float(costs.sum())
+        if best is None or dearest < best[0]:
+            best = dearest, families, shares
+    assert best is not None
+    _, families, shares = best
+
+    def members(micro: list[int]) -> list[int]:
+        return [i for family in sorted(micro, key=lambda f: families[f].number) for i in families[family].sequences]
+
+    return replace(shares, sequences=[[members(micro) for micro in share] for share in shares.sequences])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    """Sequences that begin with one prefix, and what they cost when it is computed once."""
+
+    number: int  # of the prefix
+    sequences: list[int]
+    tokens: int
+    cost: float
+
+
+def _families(sizes: np.ndarray, prefixes: Prefixes, cost: Cost, *, max_tokens: int, pieces: int) -> list[_Family]:
+    """Groups sequences of [S] sizes by prefix, each group within `max_tokens`. With `pieces` above 0 a group costs no
+    more than about one part in so many of all."""
+    shared, prefix_costs = prefixes.lengths, cost.of(prefixes.lengths)
+    own, own_costs = sizes - shared, cost.of(sizes) - prefix_costs
+    order = np.lexsort((np.arange(len(sizes)), -own, prefixes.numbers))
+    bounds = np.flatnonzero(np.diff(prefixes.numbers[order], prepend=-1, append=-1))
+    firsts = order[bounds[:-1]]
+    most = np.inf if not pieces else float(own_costs.sum() + prefix_costs[firsts].sum()) / pieces
+    out = []
+    for start, end in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+        first, members = int(order[start]), order[start:end]
+        room, prefix = max_tokens - int(shared[first]), float(prefix_costs[first])
+        tokens, costs = own[members].tolist(), own_costs[members].tolist()
+        count = max(1, -(-sum(tokens) // room), min(len(members), math.ceil((prefix + sum(costs)) / most)))
+        while (places := _deal(tokens, costs, count, room)) is None:
+            count += 1
+        for part in range(count):
+            mine = [i for i, place in enumerate(places) if place == part]
+            if mine:
+                out.append(
+                    _Family(
+                        number=int(prefixes.numbers[first]),
+                        sequences=members[mine].tolist(),
+                        tokens=int(shared[first]) + sum(tokens[i] for i in mine),
+                        cost=prefix + sum(costs[i] for i in mine),
+                    )
+                )
+    return out
+
+
+def _cut(sizes: np.ndarray, costs: np.ndarray, *, max_tokens: int, replicas: int, multiple: int) -> Shares:
+    """Deals units of [U] tokens and costs to micro-batches, and these to replicas."""
     order = np.argsort(-sizes, kind="stable")
     falling = sizes[order].tolist(), costs[order].tolist()
     least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)

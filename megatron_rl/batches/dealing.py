@@ -4,13 +4,13 @@ spans and lengths."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_rl.batches.batch import BatchLoss, values_needed
-from megatron_rl.batches.cutting import Shares
+from megatron_rl.batches.cutting import Prefixes, Shares
 from megatron_rl.batches.flat import Counts, fill, form_of
 from megatron_rl.batches.work import Outline, StepTotals
 from megatron_rl.types import FREE, Author, Rollout
@@ -24,9 +24,14 @@ class Cutter(Protocol):
         """True when it trains tokens with the experts that the engine chose."""
         ...
 
-    def shares(self, lengths: np.ndarray) -> Shares:
-        """Cuts sequences of [S] lengths into micro-batches for its replicas. A function of lengths alone; not
-        collective."""
+    @property
+    def shares_prefixes(self) -> bool:
+        """True when it computes the prompt that rollouts of a micro-batch begin with once for all of them."""
+        ...
+
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+        """Cuts sequences of [S] lengths into micro-batches for its replicas. `prefixes` are given where it shares them.
+        A function of these alone; not collective."""
         ...
 
 
@@ -40,6 +45,7 @@ class Dealt:
     micro_batches: Sequence[Sequence[int]]  # by replica: rollouts of each micro-batch
     weights: np.ndarray  # [S] float32
     rescored: np.ndarray  # [S] bool
+    shared: np.ndarray  # [S] int64, leading tokens in common with the rollout before in the same micro-batch
 
     def buffer(self, replica: int) -> np.ndarray:
         """The bytes that a replica gets."""
@@ -51,6 +57,7 @@ class Dealt:
             "numbers": order,
             "micro_batches": np.asarray(self.micro_batches[replica], np.int32),
         }
+        own |= {"shared": self.shared[order]} if outline.form.shared else {}
         fill(out, outline.form, outline.counts[replica], [self.rollouts[i] for i in order], own)
         return out
 
@@ -65,6 +72,10 @@ class Tally:
     weighted: np.ndarray  # float64, labels in the loss by weight
     mixed: np.ndarray  # bool, True where several versions of the policy wrote
     groups: np.ndarray  # int64, a number for each role and group
+
+    def counts_of(self, numbers: np.ndarray, micro_batches: int) -> Counts:
+        """Returns the counts of a buffer that holds the rollouts of these numbers."""
+        return Counts(len(numbers), int(self.spans[numbers].sum()), int(self.lengths[numbers].sum()), micro_batches)
 
 
 def tally(rollouts: Sequence[Rollout]) -> Tally:
@@ -112,11 +123,14 @@ def deal(
     needs = loss.needs if loss is not None else frozenset()
     wanted = loss is not None and loss.uses_advantages
     form = form_of(rollouts, values=values_needed(needs), advantages=wanted, experts=cutter.replays)
-    found, weights = tally(rollouts), np.ones(len(rollouts), np.float32)
+    form = replace(form, shared=cutter.shares_prefixes)
+    found, weights, shared = tally(rollouts), np.ones(len(rollouts), np.float32), np.zeros(len(rollouts), np.int64)
     steps, cuts = [], []
     for part in split(len(rollouts), samples_per_step):
         own = slice(part.start, part.stop)
-        shares, denominator = cutter.shares(found.lengths[own]), 1.0
+        prefixes = prefixes_of(rollouts[own]) if form.shared else None
+        shares, denominator = cutter.shares(found.lengths[own], prefixes), 1.0
+        shared[own] = 0 if prefixes is None else _repeated(shares, prefixes)
         if loss is not None:
             if not found.trained[own].any():
                 raise ValueError(
@@ -124,19 +138,32 @@ def deal(
                 )
             weights[own], denominator = loss.aggregate(found.weighted[own], found.groups[own])
         cuts.append([[[i + part.start for i in micro] for micro in share] for share in shares.sequences])
-        steps.append(_totals(shares, denominator, rollouts[own], found, own, cutter.replays))
+        totals = _totals(shares, denominator, rollouts[own], found, own, cutter.replays)
+        steps.append(replace(totals, shared_tokens=float(shared[own].sum())))
     replicas = range(len(cuts[0]))
     shares_of = [[micro for cut in cuts for micro in cut[r]] for r in replicas]
     orders = [np.array([i for micro in share for i in micro], np.int64) for share in shares_of]
     micros = [[len(micro) for micro in share] for share in shares_of]
     mixed = found.mixed if rescore else np.zeros(len(rollouts), bool)
-    counts = [
-        Counts(len(order), int(found.spans[order].sum()), int(found.lengths[order].sum()), len(micro))
-        for order, micro in zip(orders, micros, strict=True)
-    ]
+    counts = [found.counts_of(order, len(micro)) for order, micro in zip(orders, micros, strict=True)]
     outline = Outline(form=form, steps=steps, counts=counts, rescored=bool(mixed.any()))
     return Dealt(
-        outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed
+        outline=outline, rollouts=rollouts, orders=orders, micro_batches=micros, weights=weights, rescored=mixed,
+        shared=shared,
+    )  # fmt: skip
+
+
+def prefixes_of(rollouts: Sequence[Rollout]) -> Prefixes:
+    """Tells which of [S] rollouts begin with the same prompt, token for token, whatever their group is.
+
+    The prompt is what stands before the first token that a model wrote. At least one token of a rollout is not in it.
+    """
+    lengths = np.fromiter((max(0, min(r.start, len(r.tokens) - 1)) for r in rollouts), np.int64, len(rollouts))
+    known: dict[bytes | int, int] = {}
+    keys = (r.tokens[:n].tobytes() if n else i for i, (r, n) in enumerate(zip(rollouts, lengths.tolist(), strict=True)))
+    return Prefixes(
+        numbers=np.fromiter((known.setdefault(key, len(known)) for key in keys), np.int64, len(rollouts)),
+        lengths=lengths,
     )
 
 
@@ -145,6 +172,16 @@ def split(sequences: int, size: int | None) -> list[range]:
     None."""
     count = 1 if size is None else -(-sequences // size)
     return [range(i * sequences // count, (i + 1) * sequences // count) for i in range(count)]
+
+
+def _repeated(shares: Shares, prefixes: Prefixes) -> np.ndarray:
+    """Returns how many leading tokens a rollout has in common with the one before it in its micro-batch. [S] int64"""
+    out = np.zeros(len(prefixes.lengths), np.int64)
+    for micro in (micro for share in shares.sequences for micro in share):
+        before, here = np.array(micro[:-1], np.int64), np.array(micro[1:], np.int64)
+        same = prefixes.numbers[before] == prefixes.numbers[here]
+        out[here[same]] = prefixes.lengths[here[same]]
+    return out
 
 
 def _totals(

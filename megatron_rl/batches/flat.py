@@ -37,6 +37,7 @@ class Form:
     advantages: Literal["none", "rollout", "token"] = "rollout"
     values: Mapping[str, Value] = field(default_factory=dict)  # by name, out of Rollout.values
     experts: tuple[int, int] | None = None  # layers, experts of a token
+    shared: bool = False  # how many tokens a rollout has in common with the one before it is told
 
     def sections(self, counts: Counts) -> Iterator[tuple[str, type, tuple[int, ...]]]:
         """Yields (name, dtype, shape) of the arrays in the order in which they stand, wider types first so that all are
@@ -53,7 +54,7 @@ class Form:
             yield f"values/{name}", value.dtype, (tokens + 1, *value.shape)
         for name in ("weights", "partner_weights"):
             yield name, np.float32, (sequences,)
-        for name in ("lengths", "span_counts", "numbers"):
+        for name in ("lengths", "span_counts", "numbers", *(["shared"] if self.shared else [])):
             yield name, np.int32, (sequences,)
         yield "span_lengths", np.int32, (spans,)
         yield "micro_batches", np.int32, (micro_batches,)
@@ -87,6 +88,9 @@ class Flat:
     experts: np.ndarray | None  # [N, L, k] int16
     span_authors: np.ndarray  # [K] int8
     rescored: np.ndarray  # [S] bool, True where the trainer's log-probs shall stand for the engine's
+    # [S] int32, leading tokens that the rollout has in common with the one before it in its micro-batch, which are
+    # computed once for both; None: all rollouts are computed whole
+    shared: np.ndarray | None
     starts: np.ndarray  # [S + 1] int64, place of each rollout's first token
     span_starts: np.ndarray  # [S + 1] int64
     span_trained: np.ndarray  # [K] bool, True where the role's policy wrote
@@ -102,7 +106,7 @@ class Flat:
         named = {name: array for name, array in arrays.items() if "/" not in name}
         return cls(
             form=form,
-            **{"advantages": None, "experts": None} | named,  # type: ignore[arg-type]
+            **{"advantages": None, "experts": None, "shared": None} | named,  # type: ignore[arg-type]
             values={name: arrays[f"values/{name}"] for name in form.values},
             starts=_cumulated(arrays["lengths"]),
             span_starts=_cumulated(arrays["span_counts"]),
@@ -130,7 +134,7 @@ def fill(
     buffer: np.ndarray, form: Form, counts: Counts, rollouts: Sequence[Rollout], own: Mapping[str, np.ndarray]
 ) -> None:
     """Writes rollouts in order into `buffer`; `own` holds the arrays [S] or [M] that are not theirs: weights, numbers,
-    rescored, micro_batches."""
+    rescored, micro_batches, and shared where the form has it."""
     arrays = views(buffer, form, counts)
     for name, values in own.items():
         arrays[name][...] = values

@@ -26,6 +26,7 @@ class StepTotals:
     replica_imbalance: float
     micro_batch_imbalance: float
     replayed: float = 0.0  # share of tokens whose experts are known
+    shared_tokens: float = 0.0  # packed tokens that are not computed, because another rollout begins with them too
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from megatron_rl.config.schema import (
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import adapter_problems, num_elements, owners
 from megatron_rl.models.divisibility import Axes, engine_problems, trainer_problems
-from megatron_rl.models.setting_limits import setting_problems
+from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 
 VLLM_RANK = 512  # of an adapter that vLLM computes with, at most
@@ -375,7 +375,7 @@ def explain_role(name: str, role: RoleConfig, *, prompts: int, group_size: int, 
 
 
 def _role_problems(name: str, role: RoleConfig) -> list[str]:
-    problems = []
+    problems = [f"{name}.{line}" for line in prefix_problems(role)]
     if role.samples_per_optimizer_step is not None and role.samples_per_optimizer_step < 1:
         problems.append(
             f"{name}.samples_per_optimizer_step = {role.samples_per_optimizer_step}: give 1 or more, or null for all "

@@ -304,6 +304,9 @@ class RoleConfig:
     data: PromptSet | None = None  # problems for this role's turns; null: the run's `data`
     # For models with experts: train each token with the experts that the engine chose for it. Not with sglang.
     router_replay: bool = False
+    # Compute a prompt once for all samples that begin with it, forward and backward, in updates and log-probs
+    # (docs/layouts.md). Needs packed, and cp 1; with Transformer Engine's layers it does nothing.
+    shared_prefixes: bool = False
     sleep: bool = False  # move optimizer state and gradients to CPU memory between this role's turns
 
     @property

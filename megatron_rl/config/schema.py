@@ -119,7 +119,7 @@ class TrainConfig:
                 role, model=owner.model, policy=owner.policy, endpoint=owner.endpoint, layout=owner.layout,
                 lora=owner.lora,
                 optimizer=owner.optimizer, loss=owner.loss, packed=owner.packed, sleep=owner.sleep,
-                router_replay=owner.router_replay,
+                router_replay=owner.router_replay, shared_prefixes=owner.shared_prefixes,
                 micro_batch_tokens=owner.micro_batch_tokens,
                 samples_per_optimizer_step=owner.samples_per_optimizer_step,
             )  # fmt: skip

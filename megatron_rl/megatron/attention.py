@@ -38,11 +38,12 @@ class Grid:
     shape: tuple[int, int]
     source: Tensor  # [n] rows of the flat tensor
     target: Tensor  # [n] positions in the flattened grid
+    repeats: bool = False  # True: a row lies at several positions, and its gradient is the sum of theirs
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns [S, H, L, d] from flat rows [rows, H, d], with zeros where no row lies."""
         rows, width = self.shape
-        grid: Any = _Spread.apply(x, self.source, self.target, rows * width)
+        grid: Any = _Spread.apply(x, self.source, self.target, rows * width, self.repeats)
         return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
 
 
@@ -159,7 +160,8 @@ def packed_layout(
     return replace(
         ends,
         turns=tuple((cos[:, None], sin[:, None]) for cos, sin in turns),
-        **_attention_fields(lengths, rows, rotary.windows, context, like.device),
+        **attention_fields(whole_buckets(lengths, rows, rotary.windows, context), like.device),
+        context=context,
     )
 
 
@@ -180,25 +182,26 @@ def padded_layout(
         masks = (_window_mask(length, window) for window in rotary.windows)
         return replace(layout, masks=tuple(None if mask is None else upload(mask, like.device) for mask in masks))
     rows = [torch.arange(i, count * length // context.size, count) for i in range(count)]  # the model has [L, S]
-    return replace(layout, **_attention_fields([length] * count, rows, rotary.windows, context, like.device))
+    buckets = whole_buckets([length] * count, rows, rotary.windows, context)
+    return replace(layout, **attention_fields(buckets, like.device), context=context)
 
 
-def _attention_fields(
-    lengths: Sequence[int],
-    rows: Sequence[Tensor],
-    windows: Sequence[int | None],
-    context: Context,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Returns the fields of a SequenceLayout that describe the attention calls.
+def whole_buckets(
+    lengths: Sequence[int], rows: Sequence[Tensor], windows: Sequence[int | None], context: Context
+) -> list[AttentionBucket]:
+    """Returns the attention calls of sequences that attend to themselves alone.
 
     `rows[s]` are the rows of sequence s on a rank, the same on all ranks. `windows`: by kind of attention.
     """
-    buckets = [
+    return [
         bucket
         for group in _group_by_length(lengths)
         for bucket in _group_buckets(group, lengths, rows, windows, context)
     ]
+
+
+def attention_fields(buckets: Sequence[AttentionBucket], device: torch.device) -> dict[str, Any]:
+    """Returns the fields of a SequenceLayout that describe the attention calls. Every row is in the queries of one."""
     starts = torch.tensor([0] + [b.queries.shape[0] * b.queries.shape[1] for b in buckets]).cumsum(0).tolist()
     return dict(
         buckets=tuple(_to_device(bucket, device) for bucket in buckets),
@@ -206,7 +209,6 @@ def _attention_fields(
         gridded=upload(
             torch.cat([b.queries.target + start for b, start in zip(buckets, starts, strict=False)]), device
         ),
-        context=context,
     )
 
 
@@ -237,9 +239,9 @@ def _group_buckets(
     the keys up to their own position.
     """
     if context.size == 1:
-        grid = _grid([rows[i] for i in group])
-        masks = tuple(_window_mask(grid.shape[1], window) for window in windows)
-        return [AttentionBucket(queries=grid, keys=grid, masks=masks)]
+        both = grid([rows[i] for i in group])
+        masks = tuple(_window_mask(both.shape[1], window) for window in windows)
+        return [AttentionBucket(queries=both, keys=both, masks=masks)]
     local, chunks = sum(len(r) for r in rows), 2 * context.size
     holder = [min(i, chunks - 1 - i) for i in range(chunks)]  # the rank that holds each chunk
     buckets = []
@@ -256,7 +258,7 @@ def _group_buckets(
             torch.stack([_causal_mask(width, max(widths), last, window) for width in distinct])[:, None]
             for window in windows
         )
-        buckets.append(AttentionBucket(queries=_grid(queries), keys=_grid(keys), masks=masks))
+        buckets.append(AttentionBucket(queries=grid(queries), keys=grid(keys), masks=masks))
     return buckets
 
 
@@ -274,24 +276,25 @@ def _window_mask(length: int, window: int | None) -> Tensor | None:
     return None if window is None or window >= length else _causal_mask(length, length, 0, window)[None, None]
 
 
-def _grid(rows: Sequence[Tensor]) -> Grid:
-    """Returns the grid of sequences whose flat rows are given."""
+def grid(rows: Sequence[Tensor], *, repeats: bool = False) -> Grid:
+    """Returns the grid of sequences whose flat rows are given. `repeats`: a row may be given several times."""
     width = max(len(r) for r in rows)
     return Grid(
         (len(rows), width),
         torch.cat([*rows]),
         torch.cat([torch.arange(i * width, i * width + len(r)) for i, r in enumerate(rows)]),
+        repeats,
     )
 
 
 def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket:
     """Returns the bucket with its tensors on `device`. Queries and keys that are one grid stay one."""
 
-    def grid(own: Grid) -> Grid:
-        return Grid(own.shape, upload(own.source, device), upload(own.target, device))
+    def moved(own: Grid) -> Grid:
+        return Grid(own.shape, upload(own.source, device), upload(own.target, device), own.repeats)
 
-    queries = grid(bucket.queries)
-    keys = queries if bucket.keys is bucket.queries else grid(bucket.keys)
+    queries = moved(bucket.queries)
+    keys = queries if bucket.keys is bucket.queries else moved(bucket.keys)
     masks = tuple(None if mask is None else upload(mask, device) for mask in bucket.masks)
     return AttentionBucket(queries=queries, keys=keys, masks=masks)
 
@@ -299,20 +302,27 @@ def _to_device(bucket: AttentionBucket, device: torch.device) -> AttentionBucket
 class _Spread(torch.autograd.Function):
     """Puts rows of a tensor at positions of a zero tensor: out[target] = x[source].
 
-    All positions are distinct, so that the backward pass is a gather and not a sum.
+    All positions are distinct, so that the backward pass is a gather and not a sum, unless rows repeat. Their sums are
+    float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, target: Tensor, size: int) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, source: Tensor, target: Tensor, size: int, repeats: bool
+    ) -> Tensor:
         ctx.save_for_backward(source, target)
-        ctx.size = x.shape[0]
+        ctx.size, ctx.repeats = x.shape[0], repeats
         return x.new_zeros(size, *x.shape[1:]).index_copy_(0, target, x.index_select(0, source))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         source, target = ctx.saved_tensors
-        back = grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, source, grad.index_select(0, target))
-        return back, None, None, None
+        taken, shape = grad.index_select(0, target), (ctx.size, *grad.shape[1:])
+        if ctx.repeats:
+            back = grad.new_zeros(shape, dtype=torch.float32).index_add_(0, source, taken.float()).to(grad.dtype)
+        else:
+            back = grad.new_zeros(shape).index_copy_(0, source, taken)
+        return back, None, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -446,7 +456,7 @@ class SDPAttention(MegatronModule):
                 bucket.queries.spread(rows[0]), *(bucket.keys.spread(x) for x in rows[1:]), mask=bucket.masks[self.kind]
             )
             grids.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
-        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0])).view(*lead, -1)
+        return _Spread.apply(torch.cat(grids), layout.gridded, layout.packed, len(rows[0]), False).view(*lead, -1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attends: query [S, H, L, d], key [S, H_kv, M, d], value [S, H_kv, M, v] -> [S, H, L, v]. Causal without a

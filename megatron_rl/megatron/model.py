@@ -43,7 +43,6 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
-IGNORED = -100  # the label of a position whose log-probability is not wanted
 # By the words of models/sizes.py: the function that core is told, which must be one of its own, and the module that
 # computes a gate from fc1's joined output in its place.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
@@ -58,7 +57,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     true_vocab: int = 0
     asked: tuple[str, ...] = ("logprobs",)  # names of the statistics that the last stage answers, see batches/batch.py
-    wanted: Tensor | None = None  # [n] places of the labels that are not IGNORED; None: they are looked for
+    wanted: Tensor | None = None  # [n] the place in [S L] whose hidden state answers each label; one may answer several
 
     def _postprocess(
         self,
@@ -69,21 +68,18 @@ class PolicyModel(GPTModel):
         *args: Any,
         **rest: Any,
     ) -> Tensor:
-        """Returns [R, n]: statistics of the n labels that are not IGNORED, row by row (see vocab_parallel_statistics).
+        """Returns [R, n]: statistics of the n labels, row by row (see vocab_parallel_statistics).
 
-        `hidden_states` is [L, S, h] and `labels` [S, L], or [S, L, 1 + k] with the label's candidates behind it.
-        Without labels: logits [S, L, V/tp], as core gives them.
+        `hidden_states` is [L, S, h] and `labels` [n, 1], or [n, 1 + k] with the label's candidates behind it; `wanted`
+        says where they belong. Without labels: logits [S, L, V/tp], as core gives them.
         """
         if labels is None or not self.post_process:
             return super()._postprocess(hidden_states, input_ids, position_ids, labels, *args, **rest)
+        assert self.wanted is not None
         hidden = hidden_states
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        ids = labels.reshape(-1, labels.shape[2] if labels.dim() == 3 else 1)  # [S L, 1 + k]
-        wanted = (ids[:, 0] != IGNORED).nonzero()[:, 0] if self.wanted is None else self.wanted
-        ids = ids[wanted]
-        flat = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
-        chosen = flat if len(wanted) == len(flat) else flat.index_select(0, wanted)
+        chosen = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1]).index_select(0, self.wanted)
         if not self.config.sequence_parallel:
             # Not on `hidden`: core all-reduces a copy of a non-contiguous gradient and drops it (0.16.1,
             # mappings._reduce).
@@ -95,13 +91,13 @@ class PolicyModel(GPTModel):
         return vocab_parallel_statistics(
             chosen,
             weight,
-            ids[:, 0],
+            labels[:, 0],
             first_row=rank * weight.shape[0],
             vocab=self.true_vocab,
             temperature=self.temperature,
             group=parallel_state.get_tensor_model_parallel_group(),
             names=self.asked,
-            candidates=ids[:, 1:],
+            candidates=labels[:, 1:],
         )
 
 
@@ -163,7 +159,8 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         attention_softmax_in_fp32=False,
-        deallocate_pipeline_outputs=True,
+        # gloo reads an overlapped message from memory that this would give away before it is sent
+        deallocate_pipeline_outputs=not (platform.is_active() and groups.layout.overlap_p2p),
         deterministic_mode=deterministic,
         fp8="hybrid" if model.fp8 else None,
         moe_grouped_gemm=bool(arch.experts) and fused,

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, statistics_needed
-from megatron_rl.batches.cutting import Cost, Shares, micro_batches
+from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
 from megatron_rl.megatron import export, lora, offload, optim, platform, replay
@@ -28,7 +28,7 @@ from megatron_rl.megatron.attention import Context, RotaryTable
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models.adapters import adapter_problems
 from megatron_rl.models.divisibility import Axes, trainer_problems
-from megatron_rl.models.setting_limits import setting_problems
+from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.refit.base import ParameterPart
 from megatron_rl.weights import adapters, copies, hf, rectangles
 from megatron_rl.weights.layouts import TrainerLayout
@@ -104,7 +104,12 @@ class MegatronPolicy:
         """True when tokens are trained with the experts that the engine chose."""
         return self.role.router_replay
 
-    def shares(self, lengths: np.ndarray) -> Shares:
+    @property
+    def shares_prefixes(self) -> bool:
+        """True when the prompt of several rollouts is computed once. Transformer Engine's attention cannot do that."""
+        return self.role.shared_prefixes and not self._fused
+
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
         """Cuts sequences of [S] lengths into micro-batches for the replicas. Not collective."""
         if not self.role.packed:
             lengths = np.full(len(lengths), lengths.max())
@@ -115,13 +120,15 @@ class MegatronPolicy:
             replicas=self.groups.dp_size,
             multiple=layout.pp if layout.vpp else 1,  # the interleaved schedule goes round by round over the stages
             cost=self._cost,
+            prefixes=prefixes,
         )
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
         """One optimizer step on the replica's share of `work.steps[step]`. Returns means over all replicas: `loss` by
         the step's denominator, other sums per trained token; grad_norm, lr, numbers of tokens and micro-batches, how
         uneven these are (batches/cutting.py); with router replay `replayed`, the share of tokens whose experts are
-        given. Raises FloatingPointError when the gradient is not finite."""
+        given; with shared prefixes `shared_tokens`, which are not computed again. Raises FloatingPointError when the
+        gradient is not finite."""
         if not self.trainable:
             raise RuntimeError("this policy was built with trainable=False: it has no optimizer")
         if self._asleep:
@@ -148,6 +155,7 @@ class MegatronPolicy:
             "lr": float(lr),
             "trained_tokens": totals.trained_tokens,
             **({"replayed": totals.replayed} if self.replays else {}),
+            **({"shared_tokens": totals.shared_tokens} if self.role.shared_prefixes else {}),
             "replica_imbalance": totals.replica_imbalance,
             "micro_batch_imbalance": totals.micro_batch_imbalance,
             "packed_tokens": totals.packed_tokens,
@@ -277,7 +285,7 @@ class MegatronPolicy:
         role, path = self.role, self.role.model.path
         problems = trainer_problems(self.arch, Axes.of(role.layout), path)
         problems += setting_problems(self.arch, self.arch.features, role.model, path, router_replay=role.router_replay)
-        problems += adapter_problems(self.arch, role, path)
+        problems += adapter_problems(self.arch, role, path) + prefix_problems(role)
         if problems:
             raise ConfigError("\n  ".join(problems))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,18 @@ def forget(chunk: Any) -> None:
     """Drops the choices of all micro-batches, also of those that an error left without their backward pass."""
     for router in _replays(chunk):
         router.forget()
+
+
+def pooled(experts: Tensor, repeats: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Returns the choices [N, layers, k] with those of shared prefixes at the first sequence that has them.
+
+    They are the choices of the first sequence for whose tokens they are known. `repeats`: see Batch.repeats.
+    """
+    out = experts.clone()
+    for first, start, length in repeats:
+        own, other = out[first : first + length], experts[start : start + length]
+        own.copy_(torch.where(own == FREE, other, own))
+    return out
 
 
 def of_tokens(experts: Tensor, places: Tensor, *, parts: int, part: int) -> Tensor:

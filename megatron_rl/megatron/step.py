@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, by_name
 from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import ALONE, Context, RotaryTable, SequenceLayout, packed_layout, padded_layout
-from megatron_rl.megatron.model import IGNORED, unwrap
+from megatron_rl.megatron.model import unwrap
+from megatron_rl.megatron.prefixes import sharing_layout
 from megatron_rl.transfers import upload
 
 platform.install()
@@ -47,14 +48,15 @@ class MicroBatch:
     batch: Batch  # N tokens, the same on all context-parallel ranks
     start: int  # place of its first token in the replica's work
     size: int  # tokens of the work that it holds; 0: a dummy
-    tokens: Tensor  # [1, N'] packed or [S, L] padded; N' counts alignment padding; this rank's share
+    # [1, N'] packed or [S, L] padded; N' counts alignment padding, and shared prefixes once; this rank's share
+    tokens: Tensor
     positions: Tensor  # like tokens
-    labels: Tensor  # like tokens, IGNORED where no log-probability is wanted
-    answers: Tensor  # [n] packed position of each label that this rank answers, in the order of the answers
-    wanted: Tensor  # [n] the places of these labels in the flattened `labels`
+    labels: Tensor  # [n] those that are in the loss and that this rank answers
+    answers: Tensor  # [n] packed position of each of these labels
+    wanted: Tensor  # [n] the place in the flattened `tokens` of which the label is the next token
     layout: SequenceLayout
     told: SequenceLayout | None  # the layout that the model is told; Transformer Engine wants none of padded sequences
-    candidates: Tensor | None = None  # [.., k] of each label
+    candidates: Tensor | None = None  # [n, k] of each label
     experts: Tensor | None = None  # [N' / parts, layers, k] for the tokens that this rank's routers see, in their order
 
 
@@ -72,43 +74,33 @@ class Pass:
 def make_micro_batch(batch: Batch, rotary: RotaryTable | None, *, cut: Cut, like: Tensor, start: int = 0) -> MicroBatch:
     """Lays a batch out over the ranks of `cut`. `like` gives dtype and device of the model. `rotary`: None for layers
     of Transformer Engine, which turn queries and keys themselves. A batch without sequences becomes a dummy without
-    labels, so that a rank with nothing to do still takes part."""
-    context, multiple = cut.context, cut.multiple
-    part = batch if batch.num_sequences else batch.dummy(multiple)
-    if cut.packed:
-        unit = 2 * context.size if context.size > 1 else 1
-        lengths = [n + -n % unit for n in part.lengths.tolist()]
-        extra = -sum(lengths) % multiple
-        lengths += [extra] * (extra > 0)
-        places = _places(part, lengths)[None, context.own(lengths)]
-        positions = torch.cat([torch.arange(n) for n in lengths])[None, context.own(lengths)]
-        layout = packed_layout(lengths, rotary, context=context, like=like)
+    labels, so that a rank with nothing to do still takes part. Sequences that share a prefix must be packed, on one
+    context-parallel rank and with `rotary`."""
+    part = batch if batch.num_sequences else batch.dummy(cut.multiple)
+    if part.repeats:
+        places, positions, layout = _sharing(part, rotary, cut, like)
+    elif cut.packed:
+        places, positions, layout = _packed(part, rotary, cut, like)
     else:
-        width = int(part.lengths.max())
-        width += -width % multiple
-        own = context.own([width])
-        places = _places(part, [width] * part.num_sequences).view(-1, width)[:, own]
-        positions = own.expand(part.num_sequences, -1)
-        layout = padded_layout((part.num_sequences, width), rotary, context=context, like=like)
-    tokens, labels = (_at(places, values, padding) for values, padding in ((part.tokens, 0), (_wanted(part), IGNORED)))
-    answered, device = labels != IGNORED, like.device
-    ids = part.values.get(CANDIDATES)
-    experts = None
+        places, positions, layout = _padded(part, rotary, cut, like)
+    tokens, rows, device = part.tokens[places.clamp(min=0)].masked_fill(places < 0, 0), _rows(part, places), like.device
+    answers = (part.counted & (rows >= 0)).nonzero()[:, 0]
+    ids, experts = part.values.get(CANDIDATES), None
     if part.experts is not None:
-        experts = replay.of_tokens(part.experts, places, parts=cut.parts, part=cut.part)
-        experts = upload(experts, device)
+        known = replay.pooled(part.experts, part.repeats) if part.repeats else part.experts
+        experts = upload(replay.of_tokens(known, places, parts=cut.parts, part=cut.part), device)
     return MicroBatch(
         batch=part,
         start=start,
         size=len(batch.tokens),
         tokens=upload(tokens, device),
         positions=upload(positions, device),
-        labels=upload(labels, device),
-        answers=upload(places[answered], device),
-        wanted=upload(answered.flatten().nonzero()[:, 0], device),
+        labels=upload(part.labels[answers], device),
+        answers=upload(answers, device),
+        wanted=upload(rows[answers], device),
         layout=layout,
         told=layout if cut.packed or rotary is not None else None,
-        candidates=None if ids is None else upload(ids.long()[places.clamp(min=0)], device),
+        candidates=None if ids is None else upload(ids[answers].long(), device),
         experts=experts,
     )
 
@@ -144,10 +136,10 @@ def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, what: Pass, sca
     core = unwrap(model)
     core.wanted = micro.wanted
     replay.show(core, micro.experts, training=what.backward)
-    labels = micro.labels
-    if "candidate_logprobs" in what.names:  # core hands labels of any shape on
+    labels = micro.labels[:, None]  # core hands labels of any shape on
+    if "candidate_logprobs" in what.names:
         assert micro.candidates is not None
-        labels = torch.cat([labels[..., None], micro.candidates], dim=-1)
+        labels = torch.cat([labels, micro.candidates], dim=-1)
     answer = model(micro.tokens, micro.positions, None, labels=labels, packed_seq_params=micro.told)
     return answer, functools.partial(_reduce, micro=micro, what=what, scale=scale)
 
@@ -169,6 +161,41 @@ def _reduce(answer: Tensor, *, micro: MicroBatch, what: Pass, scale: float) -> t
     return total * scale, {"loss": total.detach(), **{name: value.detach() for name, value in sums.items()}}
 
 
+def _packed(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) -> tuple[Tensor, Tensor, SequenceLayout]:
+    """Lays sequences end to end -> packed position of each of this rank's places [1, N'], -1 at padding; position of
+    each in its sequence; the layout."""
+    context = cut.context
+    unit = 2 * context.size if context.size > 1 else 1
+    lengths = [n + -n % unit for n in part.lengths.tolist()]
+    extra = -sum(lengths) % cut.multiple
+    lengths += [extra] * (extra > 0)
+    own = context.own(lengths)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None, own]
+    return _places(part, lengths)[None, own], positions, packed_layout(lengths, rotary, context=context, like=like)
+
+
+def _padded(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) -> tuple[Tensor, Tensor, SequenceLayout]:
+    """Gives each sequence a row -> the same as `_packed`, [S, L]."""
+    width, count = int(part.lengths.max()), part.num_sequences
+    width += -width % cut.multiple
+    own = cut.context.own([width])
+    places = _places(part, [width] * count).view(-1, width)[:, own]
+    return places, own.expand(count, -1), padded_layout((count, width), rotary, context=cut.context, like=like)
+
+
+def _sharing(part: Batch, rotary: RotaryTable | None, cut: Cut, like: Tensor) -> tuple[Tensor, Tensor, SequenceLayout]:
+    """Lays sequences end to end, those with a shared prefix without it but for the first -> the same as `_packed`."""
+    assert part.shared is not None and rotary is not None and cut.packed and cut.context.size == 1
+    lengths, shared = part.lengths.tolist(), part.shared.tolist()
+    extra = -(sum(lengths) - sum(shared)) % cut.multiple
+    places = [torch.arange(b - n + s, b) for b, n, s in zip(part.cu_seqlens[1:].tolist(), lengths, shared, strict=True)]
+    places += [torch.full((extra,), -1)]
+    if extra:
+        lengths, shared = [*lengths, extra], [*shared, 0]
+    positions = torch.cat([torch.arange(s, n) for n, s in zip(lengths, shared, strict=True)])
+    return torch.cat(places)[None], positions[None], sharing_layout(lengths, shared, rotary, like=like)
+
+
 def _places(part: Batch, lengths: list[int]) -> Tensor:
     """Packed position of every place of sequences that are padded to `lengths`, -1 at padding. [sum of lengths]"""
     starts = part.cu_seqlens.tolist()
@@ -178,11 +205,13 @@ def _places(part: Batch, lengths: list[int]) -> Tensor:
     return torch.cat(places)
 
 
-def _wanted(part: Batch) -> Tensor:
-    """[N] labels, IGNORED where they are not in the loss."""
-    return part.labels.masked_fill(~part.counted, IGNORED)
-
-
-def _at(places: Tensor, values: Tensor, padding: int) -> Tensor:
-    """values [N] at places; `padding` where a place is -1."""
-    return values[places.clamp(min=0)].masked_fill(places < 0, padding)
+def _rows(part: Batch, places: Tensor) -> Tensor:
+    """Returns the place of every packed position, [N], in the flattened `places`; that of the first sequence which has
+    it where a prefix is shared; -1 where another rank has it."""
+    flat = places.flatten()
+    held = (flat >= 0).nonzero()[:, 0]
+    rows = torch.full((len(part.tokens),), -1)
+    rows[flat[held]] = held
+    for first, start, length in part.repeats:
+        rows[start : start + length] = rows[first : first + length]
+    return rows

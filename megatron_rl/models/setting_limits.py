@@ -5,7 +5,7 @@ Config checks and the trainer both ask it, so that `megatron-rl check` refuses w
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import ConfigError, Model
+from megatron_rl.config.schema import ConfigError, Model, RoleConfig
 from megatron_rl.models import core_settings
 from megatron_rl.models.sizes import Features, Sizes
 
@@ -36,4 +36,27 @@ def setting_problems(
         core_settings.routed(sizes, features, settings.router_aux_loss)
     except ConfigError as error:
         found.append(f"{name}: {error}")
+    return found
+
+
+def prefix_problems(role: RoleConfig) -> list[str]:
+    """Returns a sentence, with its cure, for every setting of a role that `shared_prefixes` does not go with."""
+    if not role.shared_prefixes:
+        return []
+    found = []
+    if not role.packed:
+        found.append(
+            "shared_prefixes = true with packed = false: a padded row holds one whole sequence; set packed to true, or "
+            "shared_prefixes to false"
+        )
+    if role.layout.cp > 1:
+        found.append(
+            f"shared_prefixes = true with layout.cp = {role.layout.cp}: context parallelism cuts whole sequences; set "
+            "cp to 1, or shared_prefixes to false"
+        )
+    if role.model.router_aux_loss:
+        found.append(
+            f"shared_prefixes = true with model.router_aux_loss = {role.model.router_aux_loss}: that loss would count "
+            "a prompt once and not once per sample, which is another loss; set it to 0, or shared_prefixes to false"
+        )
     return found

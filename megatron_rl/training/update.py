@@ -20,6 +20,7 @@ from megatron_rl.world import Replicas, World
 SUMMED = (
     "trained_tokens",
     "packed_tokens",
+    "shared_tokens",
     "micro_batches",
 )  # over an update's optimizer steps; other figures are averaged
 

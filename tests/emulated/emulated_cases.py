@@ -17,6 +17,8 @@ import torch.distributed as dist
 from emulated_device import LEDGER, allocated_bytes
 from layouts_worker import WeightedLogprobs, gradient_error, learn, logprobs_of, make_policy, make_rollouts, work_of
 from layouts_worker import reference as by_transformers
+from prefixes_worker import make_groups
+from prefixes_worker import make_policy as make_sharing
 from tiny_models import make_model
 
 from megatron_rl.config.schema import Layout, LossConfig, Model, Optimizer, RefitConfig, RoleConfig
@@ -153,6 +155,26 @@ def actor(own: Path, family: str, case: dict[str, Any], sizes: dict[str, Any] | 
         errors["swapped"] = allocated_bytes() - before
     errors |= {"fused": policy._fused, "fused_sums": fused_sums(policy)}
     return {name: float(value) for name, value in errors.items()} | rests(own, policy)
+
+
+def prefixes(own: Path, family: str, dtype: str) -> dict[str, float]:
+    """Compares an update that may compute shared prompts once with one that computes all of them."""
+    path, found = make(own, family, num_hidden_layers=2), {}
+    for shared in (True, False):
+        with LEDGER.part("build"):
+            policy = make_sharing(path, {"dtype": dtype}, shared=shared)
+        rollouts = make_groups(VOCAB)
+        with LEDGER.part("statistics"):
+            logprobs = logprobs_of(policy, rollouts)
+        work, _ = work_of(policy, rollouts, WeightedLogprobs())
+        with LEDGER.part("update"):
+            found[shared] = logprobs, policy.update(work, 0, WeightedLogprobs())
+    (once, metrics), (whole, others) = found[True], found[False]
+    return {
+        "logprobs": (once - whole).abs().max().item(),
+        "grad_norm": abs(metrics["grad_norm"] / others["grad_norm"] - 1),
+        "shared_tokens": metrics["shared_tokens"],
+    }
 
 
 def fused_sums(policy: Any) -> float:

@@ -64,6 +64,13 @@ def check_actor(errors: dict[str, float], *, half: bool) -> None:
     assert errors["asleep"] < 0.6 * errors["held"] and abs(errors["awake"] - errors["held"]) < 0.02 * errors["held"]
 
 
+def test_shared_prompts_on_the_device(emulated):
+    found = emulated.run("prefixes", family="qwen3", dtype="float32")
+    (errors,) = found.answers
+    assert errors["logprobs"] < 1e-5 and errors["grad_norm"] < 1e-5 and errors["shared_tokens"] > 0
+    check_waits(found)
+
+
 def run_engine(emulated: Server, name: str) -> Outcome:
     family, dtype = ENGINES[name]
     return emulated.run("engine", family=family, dtype=dtype)

@@ -31,6 +31,12 @@ def test_an_actor_on_fused_layers_gives_the_numbers_of_transformers(fused, name)
         assert errors["fused"] == 1.0 and errors["fused_sums"] == 1.0
 
 
+def test_fused_layers_compute_a_prompt_for_every_sample(fused):
+    """Transformer Engine has no attention over packed sequences that begin with a common prompt."""
+    (errors,) = fused.run("prefixes", family="qwen2", dtype="bfloat16").answers
+    assert errors["shared_tokens"] == errors["logprobs"] == errors["grad_norm"] == 0.0
+
+
 def test_the_host_does_not_wait_for_fused_layers(fused):
     """Core's own rotary embedding read the lengths of packed sequences from the device in every layer."""
     case = actor("qwen2", **HALF)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.batches.batch import CANDIDATES, Batch, BatchLoss, Statistics, statistics_needed
-from megatron_rl.batches.cutting import Shares, micro_batches
+from megatron_rl.batches.cutting import Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.world import Replicas
 
@@ -26,6 +26,7 @@ class TablePolicy:
     """
 
     replays = False
+    shares_prefixes = False
 
     def __init__(self, vocab: int, *, lr: float = 0.3, seed: int = 0, micro_batch_tokens: int = 1 << 20) -> None:
         self.vocab, self.asleep, self.micro_batch_tokens = vocab, False, micro_batch_tokens
@@ -39,8 +40,9 @@ class TablePolicy:
         ranks = range(dist.get_world_size() if dist.is_initialized() else 1)
         return Replicas(ranks=[[rank] for rank in ranks], reporters=[*ranks])
 
-    def shares(self, lengths: np.ndarray) -> Shares:
-        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=len(self.replicas.ranks))
+    def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None) -> Shares:
+        replicas = len(self.replicas.ranks)
+        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=replicas, prefixes=prefixes)
 
     def update(self, work: Work, step: int, loss: BatchLoss) -> dict[str, float]:
         """One optimizer step. Raises RuntimeError while asleep."""

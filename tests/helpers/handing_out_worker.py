@@ -69,7 +69,7 @@ class Pairs(TablePolicy):
     def replicas(self) -> Replicas:
         return self.pairs
 
-    def shares(self, lengths):
+    def shares(self, lengths, prefixes=None):
         return micro_batches(lengths, max_tokens=1200, replicas=2)
 
 

@@ -123,8 +123,8 @@ def test_what_cannot_be_trained_on_is_refused_with_the_cure(lacking):
 class Cut(TablePolicy):
     """Says that it lies over two replicas; for dealing alone."""
 
-    def shares(self, lengths):
-        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=2)
+    def shares(self, lengths, prefixes=None):
+        return micro_batches(lengths, max_tokens=self.micro_batch_tokens, replicas=2, prefixes=prefixes)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
