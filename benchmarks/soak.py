@@ -72,6 +72,7 @@ class Told:
     struck: Counter[str] = field(default_factory=Counter)
     starts: int = 0
     unplanned: int = 0  # ends without a fault
+    unmade: int = 0  # faults that were planned and found nothing to strike
     outlived: int = 0  # processes that had to be ended after their launcher
     seconds: float = 0.0
 
@@ -160,7 +161,7 @@ def _one(name: str, turns: int, out: Path, args: argparse.Namespace) -> dict[str
     samples = watch.read_samples(soak.out / f"{name}_samples.jsonl")
     wrote = [json.loads(line)["kind"] for f in (out / "faults").glob("*.jsonl") for line in f.read_text().splitlines()]
     return {
-        "turns": turns, "starts": told.starts, "unplanned": told.unplanned,
+        "turns": turns, "starts": told.starts, "unplanned": told.unplanned, "unmade": told.unmade,
         "outlived": told.outlived, "seconds": round(told.seconds, 1), "struck": dict(told.struck),
         "answers": dict(Counter(wrote)) if name == "served" else {}, "left": left,
         "half_written": watch.half_written(soak.run), "lost_prompts": _prompts_lost(soak.run, turns),
@@ -224,6 +225,7 @@ def _until_done(soak: Soak, planned: list[Fault], told: Told) -> None:
             print(f"{soak.name}: outlived its launcher: {watch.words(process)}", file=sys.stderr, flush=True)
             process.kill()
         if launcher.returncode == 0:
+            told.unmade = len(planned)
             return
         if not ended_by_fault:
             told.unplanned += 1
@@ -332,7 +334,7 @@ def _figures(results: dict[str, dict[str, Any]], out: Path) -> tuple[dict[str, f
         zero = {
             "ends that no fault explains": told["unplanned"], "lost prompts": told["lost_prompts"],
             "left: processes": told["outlived"], "left: /dev/shm, temporary files": len(told["left"]),
-            "left: half-written files": len(told["half_written"]),
+            "left: half-written files": len(told["half_written"]), "faults that could not be made": told["unmade"],
         }  # fmt: skip
         zero |= {"lies believed": told["lies_believed"]} if name == "served" else {}
         for what, value in zero.items():

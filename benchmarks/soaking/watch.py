@@ -101,8 +101,10 @@ def name_of(process: psutil.Process, launcher: int, ranks: int | None) -> str:
     none)."""
     words = process.cmdline()
     text = " ".join(words)
-    if "rewards/worker.py" in text:
-        return "reward worker"
+    if "megatron_rl.rewards.keeper" in text:  # a keeper starts the worker as its child, which has its words
+        parent = process.parent()
+        inside = parent is not None and "megatron_rl.rewards.keeper" in " ".join(parent.cmdline())
+        return "reward worker" if inside else "keeper of a reward worker"
     for kind, mark in (("server", "soaking/servers.py"), ("supervisor", "megatron_rl.main serve")):
         if mark in text:
             return f"{kind} {_served(words, process)}"

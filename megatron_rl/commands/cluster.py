@@ -13,7 +13,7 @@ from megatron_rl.commands.settings import METAVAR, load
 from megatron_rl.config.schema import ConfigError, SftConfig, TrainConfig
 
 SUBMIT = """A run becomes an array of the trainer's time slices and, with servers (engine.kind), an array of engines:
-  megatron-rl submit examples/tango_qwen2.5_7b.yaml job.nodes=4 job.slices=8 --profile a100 --dry-run
+  megatron-rl submit examples/tango_qwen2.5_7b.yaml job.slices=8 --profile a100 --dry-run
   megatron-rl submit examples/sft_qwen2.5_math_7b.yaml --profile my_site.yaml
 A sweep is one run for each point of a grid, an evaluation one element for each checkpoint and config:
   megatron-rl submit CONFIG.yaml --sweep grid.yaml

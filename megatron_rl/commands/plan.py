@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning import search as searching
 from megatron_rl.planning import shapes, tables
+from megatron_rl.planning.alternatives import alternatives
 from megatron_rl.planning.hardware import DEVICES, parse_cluster
 from megatron_rl.planning.workload import FILL, build_recipe, draws_of, episodes_of, fills_of, step_work
 
@@ -92,15 +94,18 @@ def run(args: argparse.Namespace) -> int:
     made = plans.make(config, cluster, models, work)
     found = searching.search(config, cluster, models, work) if args.search else []
     said = searching.advice(config, made, models, work)
+    others = alternatives(config, cluster, models, work)
     if args.json:
         told = made.to_json() | {
             "advice": said,
+            "engines": [asdict(one) for one in others],
             "search": [one.plan.to_json() | {"overrides": [*one.overrides]} for one in found],
         }
         print(json.dumps(told, indent=1))
     else:
         console = Console(soft_wrap=False, width=None if Console().is_terminal else 130)
         tables.show(made, said, console, notes=notes + shapes.guess_notes(models))
+        tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(found, made, console)
     return int(not found) if args.search else int(bool(made.problems))

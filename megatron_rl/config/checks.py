@@ -142,6 +142,13 @@ def _sft_problems(config: SftConfig, ranks: int, to_come: bool) -> list[str]:
     return problems
 
 
+def doubled_gpus(settings: Servers) -> list[str]:
+    """Returns a sentence about GPUs that engine.gpus names more than once; nothing where each stands there once."""
+    twice = sorted({number for number in settings.gpus if settings.gpus.count(number) > 1})
+    said = f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
+    return [said] if twice else []
+
+
 def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
     problems = []
     if settings.urls:
@@ -156,10 +163,7 @@ def _server_problems(config: TrainConfig, settings: Servers) -> list[str]:
             problems.append(
                 "engine.urls with engine.start = true: servers that run already are not started; set engine.start=false"
             )
-    if twice := sorted({number for number in settings.gpus if settings.gpus.count(number) > 1}):
-        problems.append(
-            f"engine.gpus = {list(settings.gpus)}: {twice} stand there twice; two servers cannot share a GPU"
-        )
+    problems += doubled_gpus(settings)
     if isinstance(settings, Sglang):
         tandems = [name for name, role in config.roles.items() if role.tandem is not None]
         problems += [

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from megatron_rl.cluster.address import own_address
 from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import absent, hub
 from megatron_rl.config.schema import ConfigError, Model, Servers, SftConfig, TrainConfig
+from megatron_rl.jobs import versions
 from megatron_rl.jobs.submit import engine_python
 from megatron_rl.models import registry
 from megatron_rl.models.adapters import num_elements
@@ -38,7 +38,6 @@ PYTHON = (3, 11)
 MEGATRON = ((0, 16, 1), (0, 20))  # supported versions: from, below
 PROBE_MIB = {True: 1, False: 64}  # MiB written to the run directory, by whether the check is quick
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB a second is noted
-ANSWER_S = 30.0
 # Bytes of a parameter: float32 gradients; float32 weights and Adam's two moments, shared by data parallel ranks.
 GRADIENT, MASTER = 4, 12
 # Share of a GPU's memory that activations and buffers may want in addition to weights, gradients and optimizer.
@@ -120,6 +119,19 @@ def _packages() -> Iterator[Check]:
             yield Check(name, found, "wrong", "0.16.1 to 0.19 are supported")
         else:
             yield Check(name, found)
+    yield from _transformer_engine(versions.here())
+
+
+def _transformer_engine(here: Mapping[str, str]) -> Iterator[Check]:
+    """Compares Transformer Engine, where it is installed, with what megatron-core's metadata asks for."""
+    found, asked = here.get("transformer-engine"), versions.bounds("megatron-core", "transformer-engine")
+    if found is None:
+        return
+    if asked is not None and not asked.specifier.contains(found, prereleases=True):
+        cure = f"megatron-core {here.get('megatron-core')} asks for {asked.specifier}: slurm/gpu/install.sh has it"
+        yield Check("transformer-engine", found, "note", cure)
+    else:
+        yield Check("transformer-engine", found)
 
 
 def _gpus(profile: Profile | None, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -273,24 +285,30 @@ def _engine(config: TrainConfig, profile: Profile | None) -> Iterator[Check]:
     assert isinstance(config.engine, Servers)
     python = engine_python(config.engine, profile.engine_python) if profile else config.engine.python or sys.executable
     package = config.engine.kind
-    code = (
-        "import importlib.metadata as m; "
-        f"print(next(d.version for d in m.distributions() if d.name in ('{package}', '{package}-cpu')))"
-    )
     try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=ANSWER_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        yield Check(
-            "engine.python",
-            f"{python}: {error}",
-            "wrong",
-            "`make engines`, or set engine.python to the interpreter that has the engine",
-        )
+        there = versions.of_interpreter(python)
+    except versions.NoEnvironmentError as error:
+        cure = "`make engines`, or set engine.python to the interpreter that has the engine"
+        yield Check("engine.python", str(error), "wrong", cure)
         return
-    if done.returncode:
+    found = there.get(package) or there.get(f"{package}-cpu")
+    if found is None:
         yield Check("engine.python", f"{python} has no {package}", "wrong", "`make engines`, or set engine.python")
-    else:
-        yield Check("engine.python", f"{python}: {package} {done.stdout.strip()}")
+        return
+    yield Check("engine.python", f"{python}: {package} {found}")
+    yield _shared(config.refit.transport, versions.here(), there)
+
+
+def _shared(transport: str, here: Mapping[str, str], there: Mapping[str, str]) -> Check:
+    """Compares what weights pass through: torch and NCCL of the trainer's environment and of the engines'."""
+    what = "torch of trainer and engines"
+    if different := versions.differences(here, there):
+        bad = transport == "nccl" and any(line.startswith("NCCL") for line in different)
+        cure = "install both by slurm/gpu/install.sh, which gives them one torch"
+        slow = "" if bad else ": weights may go over TCP, which is slower"
+        return Check(what, "; ".join(different), "wrong" if bad else "note", cure + slow)
+    nccl = versions.nccl(here)
+    return Check(what, f"{here.get('torch', 'none')} in both" + (f", NCCL {nccl}" if nccl else ""))
 
 
 def _memory(config: Any, profile: Profile | None) -> Iterator[Check]:

@@ -247,7 +247,10 @@ def _rates(status: Status) -> str:
 
 
 def _slice_cells(one: Slice) -> tuple[str, ...]:
-    began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+    try:
+        began = time.strftime("%m-%d %H:%M:%S", time.localtime(one.began))
+    except (OverflowError, ValueError, OSError):  # a damaged file
+        began = "?"
     turns = f"{one.turns_before} to {'?' if one.turns_after is None else one.turns_after}"
     return one.job, str(one.restart), one.nodes, began, turns, one.cause or "it runs, or has just ended"
 

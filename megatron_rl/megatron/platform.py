@@ -32,7 +32,7 @@ from megatron_rl.run.parent import end_with_parent
 
 CPU = torch.device("cpu")
 STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of what a checkpoint has of a parameter
-PIECE = 1 << 22  # elements of a rank's state that travel at once
+PIECE = 1 << 20  # elements of a rank's state that travel at once
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # while a checkpoint is written
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
@@ -450,8 +450,9 @@ def gather_in_pieces(optimizer: Any) -> None:
             for bucket, found in zip(optimizer.buffers[number].buckets, maps, strict=True):
                 end = start + bucket.numel_unpadded
                 for name in STATE:
-                    own = _own_part(optimizer, found, name, bucket.grad_data.numel())
-                    _gather_part(own, whole[name][start:end] if first else None, optimizer.data_parallel_group_gloo)
+                    target = whole[name][start:end] if first else None
+                    padded = bucket.grad_data.numel()
+                    _gather_part(_own_part(optimizer, found, name, padded), target, optimizer)
                 start = end
             state[number] = {dtype: whole | {"numel_unpadded": size} if first else whole}
         return state if first else None
@@ -468,8 +469,9 @@ def _own_part(optimizer: Any, ranges: dict[str, Any], name: str, size: int) -> t
     return own
 
 
-def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, group: Any) -> None:
+def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, optimizer: Any) -> None:
     """Brings the parts of all ranks, without the padding behind them, to `whole` on the first."""
+    group = optimizer.data_parallel_group_gloo
     for start in range(0, len(own), PIECE):
         piece = own[start : start + PIECE]
         came = None if whole is None else [torch.empty_like(piece) for _ in range(group.size())]

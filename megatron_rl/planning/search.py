@@ -41,7 +41,7 @@ def search(
     parallelism wherever tp is above 1.
     """
     best: list[Proposal] = []
-    for with_engine in _engines(config, cluster, models):
+    for with_engine in engine_choices(config, cluster, models):
         best += _with_engines(with_engine, config, cluster, models, work, keep)
     return sorted(best, key=lambda found: found.plan.step_s)[:keep]
 
@@ -98,7 +98,7 @@ def layouts(role: RoleConfig, shape: Shape, ranks: int, per_node: int) -> Iterat
                 yield layout
 
 
-def _engines(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
+def engine_choices(config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape]) -> Iterator[TrainConfig]:
     """Yields the config with each choice of engines worth trying."""
     if isinstance(config.engine, Embedded):
         yield config
@@ -209,23 +209,13 @@ def _changes(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape]) ->
         if role.model.recompute == "full" and role.layout.tp > 1 and not role.layout.sequence_parallel:
             layout = replace(role.layout, sequence_parallel=True)
             yield f"{name} with layout.sequence_parallel=true", _with_role(config, name, layout=layout)
-    if isinstance(config.engine, Embedded):
-        replicas = made.cluster.gpus // 2 // len(config.roles)
-        servers = Vllm(replicas=max(1, replicas))
-        yield (
-            f"vLLM servers on half of the GPUs (engine.kind=vllm engine.replicas={replicas})",
-            replace(config, engine=servers),
-        )
-    else:
+    if isinstance(config.engine, Servers):
         engine, node = config.engine, made.cluster.per_node
         more = max(1, node // (engine.tp * len(config.roles)))
         yield (
             f"add {more} engine replicas to each role, from the trainer's nodes",
             replace(config, engine=replace(engine, replicas=engine.replicas + more)),
         )
-        if not config.rollouts.max_staleness:
-            ahead = replace(config.rollouts, max_staleness=1)
-            yield "rollouts.max_staleness=1, to generate beside training", replace(config, rollouts=ahead)
 
 
 def _cures(config: TrainConfig, made: RunPlan, models: Mapping[str, Shape], work: Sequence[TurnWork]) -> list[str]:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.planning import shapes
+from megatron_rl.planning.alternatives import Alternative
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.search import Proposal
@@ -49,6 +50,19 @@ def show_search(found: Sequence[Proposal], asked: RunPlan, console: Console) -> 
             highlight=False,
             soft_wrap=True,
         )
+
+
+def show_alternatives(found: Sequence[Alternative], console: Console) -> None:
+    """Prints what the run costs with this engine and with others; the first is the config's own."""
+    title = "engines: the config's own first, then what others would give"
+    table = Table(
+        "engine", "engines' GPUs", "trainer's GPUs", "seconds a step", "settings", title=title, title_justify="left"
+    )
+    for one in found:
+        cost = "does not fit" if one.problem else f"{one.step_s:.0f}"
+        words = "\n".join(one.overrides) or "as it is"
+        table.add_row(one.engine, str(one.engine_gpus or ""), str(one.trainer_gpus), cost, words)
+    console.print(table, highlight=False)
 
 
 def _memory_table(plan: RunPlan) -> Table:

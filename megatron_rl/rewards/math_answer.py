@@ -13,6 +13,7 @@ from megatron_rl.rewards.cheap import boxed, too_costly, too_costly_anywhere
 TAIL = 20_000  # characters at the end of a response that are searched for the answer
 NO_LIMIT: Any = None  # math-verify takes None for no time limit, but declares an int
 SMALL = 1e-3  # math-verify rounds to 6 decimals: numbers below this may differ and still become the same
+INFINITIES = (sympy.oo, -sympy.oo, sympy.Mul(-1, sympy.oo, evaluate=False))
 CLOSE = 1e-4  # relative difference of small numbers that count as equal
 
 
@@ -56,11 +57,20 @@ def _plain(text: str) -> str:
 
 
 def _defined(parsed: list[Any]) -> list[Any]:
-    """Drops expressions that latex2sympy could only read as infinite or undefined (`\\gamma^2 - 1`).
+    """Drops expressions that latex2sympy could only read as infinite or undefined (`\\gamma^2 - 1`), and those that
+    reckon with infinity (`\\infty!! / 3`).
 
-    They would equal each other. Their texts stay among the readings.
+    They would equal each other, the last ones any number. Their texts stay among the readings, as do infinity itself
+    and sets that reach it.
     """
-    return [part for part in parsed if not (isinstance(part, sympy.Basic) and part.has(sympy.zoo, sympy.nan))]
+    return [part for part in parsed if not _undefined(part)]
+
+
+def _undefined(part: Any) -> bool:
+    if not isinstance(part, sympy.Basic):
+        return False
+    reckoned = isinstance(part, sympy.Expr) and part.has(sympy.oo, -sympy.oo) and part not in INFINITIES
+    return reckoned or part.has(sympy.zoo, sympy.nan)
 
 
 def _differ_in_size(gold: list[Any], answer: list[Any]) -> bool:

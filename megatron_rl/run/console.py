@@ -72,7 +72,7 @@ class RunConsole:
         self._scopes: dict[str, _Scope] = {}
         self._evaluations: list[MetricsRow] = []  # the first and the last
         self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # (turns done, time) at the ends of turns
-        self._printed = 0.0  # time (time.monotonic) of the last plain line
+        self._printed = 0.0  # time (time.monotonic) of the last plain line of a turn
         self._handler: logging.Handler | None = None
         self._file: TextIO | None = None
         self._live: Live | None = None
@@ -115,8 +115,9 @@ class RunConsole:
             self._live.update(self._render())
             return
         now = time.monotonic()
-        if row.scope in NOTES or row.turn + 1 == self._total or now - self._printed >= QUIET_S:
-            self._printed = now
+        due = row.turn + 1 == self._total or now - self._printed >= QUIET_S
+        if row.scope in NOTES or due:
+            self._printed = self._printed if row.scope in NOTES else now
             self._rich.print(line(row, self._total), markup=False, highlight=False)
 
     def message(self, text: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_rl.cluster.address import free_port, own_address
 from megatron_rl.cluster.job import job_from
 from megatron_rl.cluster.slices import over
+from megatron_rl.config.checks import doubled_gpus
 from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
 from megatron_rl.engines import own_families
 from megatron_rl.engines.launch import Command, ServerProcess, StartError, interpreter, make_token
@@ -227,6 +228,8 @@ def _gpus(
     """engine.gpus, tp for each server, roles in order."""
     if not settings.gpus:
         return {}
+    if doubled := doubled_gpus(settings):
+        raise ConfigError(*doubled)
     first = (config.server_roles.index(role) * settings.replicas + replica) * settings.tp
     own = settings.gpus[first : first + settings.tp]
     if len(own) < settings.tp:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
-from megatron_rl.megatron import forward, offload, optim, parallel
+from megatron_rl.megatron import forward, offload, optim, parallel, platform
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
@@ -173,10 +173,11 @@ def checkpoint_memory(path: str) -> dict[str, float]:
     with policy._active():
         metadata = optim.checkpoint_metadata()
         model = {"model0": models.unwrap(policy.chunks[0]).sharded_state_dict(metadata=metadata)}
+        platform.PIECE = 1 << 16  # small beside this model's state, as the piece in use is beside a large model's
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             state = policy.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
     held = highest = 0
-    for event in profiler.profiler.kineto_results.events():
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         held += event.nbytes() if event.name() == "[memory]" else 0
         highest = max(highest, held)
     del state  # it is held until here

@@ -17,7 +17,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
-NEEDED = ("__init__.py", "processes.py", "rewards/__init__.py", "rewards/keeper.py", "rewards/worker.py")
+NEEDED = (
+    "__init__.py",
+    "processes.py",
+    "rewards/__init__.py",
+    "rewards/functions.py",
+    "rewards/keeper.py",
+    "rewards/worker.py",
+)
 
 
 @functools.cache

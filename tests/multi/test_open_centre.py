@@ -309,7 +309,7 @@ def test_turns_with_a_calculator_are_judged_and_each_learns_from_its_own_verdict
     assert max(series(run, "agent", "engine_gap")) < 1e-4 and series(run, "agent", "alpha")[0] == 0.5
     assert set(series(run, "agent", "episodes/error")) == {0.0} and sum(series(run, "agent", "reward/tool_calls")) > 0
     assert all(0 < share < 1 for share in series(run, "agent", "verdicts_match"))
-    assert Checkpoints(run / "checkpoints").newest().read_state()["recipe"]["wrong"] > 0
+    assert Checkpoints(run / "checkpoints").newest().read_state()["recipe"]["counts"]["wrong"] > 0
 
 
 def _mean_step_reward(rollouts, group):

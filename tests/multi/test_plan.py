@@ -225,18 +225,42 @@ def test_a_refit_sends_what_its_plan_sends(name, cut, engine):
 
 def test_the_papers_run_on_its_32_a100(capsys):
     status, found = planned(capsys, "--cluster", "4x8xA100-80")
-    assert status == 0 and found["fits"] and found["trainer_gpus"] == 32
+    assert status == 0 and found["fits"] and found["trainer_gpus"] == 16
     for role in found["roles"]:
-        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 16
+        assert role["parameters"] == 7_615_616_512 and role["layout"]["dp"] == 8
         held = role["training"]
         assert held["weights"] == pytest.approx(7.62e9, rel=0.01) and held["gradients"] == 2 * held["weights"]  # tp 2
-        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 16)
+        assert held["optimizer"] == pytest.approx(6 * held["weights"] / 8)
         assert 60 * GIB < role["peak"] < 79 * GIB
         assert role["asleep"] == held["weights"] + role["embedded"]
     assert [(turn["role"], turn["times"]) for turn in found["turns"]] == [("generator", 3), ("verifier", 1)]
     generator, verifier = found["turns"]
     assert generator["trained"] == 256 * 5 * 2048 and verifier["trained"] == 256 * 5 * 4096  # half of the longest
     assert 200 < found["step_s"] < 2000 and any("of the work of a step" in line for line in found["advice"])
+
+
+def test_the_plan_says_what_each_other_engine_gives(capsys):
+    """The figure of every engine is that of a plan of its own, made with the settings that stand beside it."""
+    _, found = planned(capsys, "--cluster", "4x8xA100-80")
+    asked, *others = found["engines"]
+    assert (asked["overrides"], asked["step_s"]) == ([], found["step_s"])
+    assert asked["engine"] == "4 vllm servers of 2 GPUs for each role"
+    assert (asked["engine_gpus"], asked["trainer_gpus"]) == (16, 16)
+    assert others[0]["engine"].startswith("embedded") and others[0]["trainer_gpus"] == 32
+    served = [one for one in others[1:] if "rollouts.max_staleness=1" not in one["overrides"]]
+    ahead = [one for one in others if "rollouts.max_staleness=1" in one["overrides"]]
+    assert len(served) == 3 and [one["step_s"] for one in served] == sorted(one["step_s"] for one in served)
+    assert len(ahead) == 1 and ahead[0]["step_s"] < min(one["step_s"] for one in found["engines"][:-1])
+    for one in others:
+        _, again = planned(capsys, "--cluster", "4x8xA100-80", *one["overrides"])
+        assert again["fits"] and again["step_s"] == pytest.approx(one["step_s"]), one
+        assert again["trainer_gpus"] == one["trainer_gpus"]
+
+
+def test_an_engine_beside_which_nothing_fits_is_said_not_to_fit(capsys):
+    main(["plan", str(ROOT / TANGO), "--cluster", "1x8xA100-40", "engine={kind: embedded}"])
+    shown = capsys.readouterr().out
+    assert re.search(r"embedded, in the trainer's GPUs\s+│[^│]*│ 8 +│ does not fit +│ as it is", shown), shown
 
 
 LARGE = {
@@ -261,7 +285,8 @@ LARGE = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_models_are_planned(capsys, name):
     cluster, model, layout, engine = LARGE[name]
-    settings = [*both("model.path", model), *both("layout", layout), f"engine={engine}"]
+    settings = [*both("model.path", model), *both("layout", layout), *both("model.recompute", "full")]
+    settings.append(f"engine={engine}")
     status, found = planned(capsys, "--cluster", cluster, *settings)
     assert status == 0, found["problems"]
     assert all(30 * GIB < role["peak"] < 79 * GIB for role in found["roles"])
@@ -306,13 +331,15 @@ def test_what_does_not_fit_is_said_with_a_cure(capsys):
             "--cluster",
             "4x8xA100-80",
             "engine={kind: vllm, replicas: 4}",
-            *both("layout", "{tp: 1}"),
+            *both("layout", "{tp: 1, sequence_parallel: false}"),
+            *both("model.recompute", "full"),
             *both("sleep", "false"),
         ]
     )
     out = capsys.readouterr().out
     assert status == 1 and "does not fit" in out and re.search("fits? with", out), out
-    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *both("layout", "{tp: 1}"), "--search"])
+    alone = ["engine={kind: embedded}", *both("layout", "{tp: 1, sequence_parallel: false}")]
+    status = main(["plan", str(ROOT / TANGO), "--cluster", "1x1xA100-40", *alone, "--search"])
     assert status == 1 and "nothing fits" in capsys.readouterr().out
 
 
@@ -327,9 +354,12 @@ def test_advice_names_the_bottleneck_and_what_would_pay(capsys):
         (["--cluster", "32xA100"], "NODESxGPUSxDEVICE"),
         (["--cluster", "4x8xV100"], "not known; A100-40"),
         (["--cluster", "4x0xH100"], "NODESxGPUSxDEVICE"),
-        (["--cluster", "3x1xH100"], "does not divide 3 ranks"),
+        (["--cluster", "3x1xH100", "engine={kind: embedded}"], "does not divide 3 ranks"),
         (["roles.generator.layout={tp: 8}", "--cluster", "4x8xH100"], "not divisible by tp = 8"),
-        (["roles.generator.layout={pp: 3}", "--cluster", "3x8xH100"], "not divisible by pp x vpp = 3"),
+        (
+            ["roles.generator.layout={pp: 3}", "--cluster", "3x8xH100", "engine={kind: embedded}"],
+            "not divisible by pp x vpp = 3",
+        ),
         (["roles.generator.layout={ep: 2}"], "has no experts"),
         (["roles.generator.model.path=mine/of-my-own"], "--shape ROLE=FILE"),
         (["--shape", "gen=qwen2.5-7b"], "the roles are generator, verifier"),
@@ -359,7 +389,14 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
     file.write_text(json.dumps(facts | {"num_experts_per_tok": 2}))
     assert read_shape(str(tmp_path)).active == 2
     status, found = planned(
-        capsys, "--shape", f"generator={file}", "engine.kind=vllm", "--cluster", "4x8xH100", *both("layout", "{tp: 1}")
+        capsys,
+        "--shape",
+        f"generator={file}",
+        "engine={kind: vllm, replicas: 1, tp: 1}",
+        "--cluster",
+        "4x8xH100",
+        *both("layout", "{tp: 1, sequence_parallel: false}"),
+        *both("model.recompute", "full"),
     )
     assert status == 0 and found["roles"][0]["parameters"] == sum(
         map(prod, rectangles.hf_shapes(read_shape(str(file)).sizes).values())
@@ -368,8 +405,8 @@ def test_a_shape_comes_from_a_file_and_experts_need_their_number(tmp_path, capsy
 
 def test_the_embedded_engine_holds_all_experts_of_a_model(capsys):
     """test_embedded_experts.py compares the number with what the engine allocates."""
-    models = [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1, ep: 8}")]
-    _, found = planned(capsys, "--cluster", "4x8xH100", *models)
+    models = [*both("model.path", "Qwen/Qwen3-30B-A3B"), *both("layout", "{tp: 1, ep: 8, sequence_parallel: false}")]
+    _, found = planned(capsys, "--cluster", "4x8xH100", "engine={kind: embedded}", *models)
     assert [role["embedded"] for role in found["roles"]] == [2 * 30_532_122_624] * 2
 
 

@@ -34,7 +34,16 @@ EVAL = {"model": {"path": "m"}, "data": {"path": "d"}, "template": "t.txt", "out
 
 def tango(*overrides: str) -> TrainConfig:
     return config_files.load(
-        TrainConfig, [TANGO], ["run.dir=/shared/runs", "run.name=tango", "job.nodes=1", "job.slices=1", *overrides]
+        TrainConfig,
+        [TANGO],
+        [
+            "run.dir=/shared/runs",
+            "run.name=tango",
+            "job.nodes=1",
+            "job.slices=1",
+            "engine={kind: embedded}",
+            *overrides,
+        ],
     )
 
 

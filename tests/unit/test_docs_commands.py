@@ -18,7 +18,7 @@ from megatron_rl.main import main
 
 SHELL = blocks("bash")
 CONFIGS = [block for block in blocks("yaml") if block.mark != "not a config"]
-OTHERS = {"git", "cd", "pip", "export", ".", "pre-commit"}  # programs that are not this project's
+OTHERS = {"git", "cd", "cp", "pip", "export", ".", "pre-commit"}  # programs that are not this project's
 RUN = ("check", "plan")  # commands that need neither a model nor a data set
 MAKE = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 PARSER = build_parser()
@@ -115,7 +115,9 @@ def check_command(words):
     elif head == "torchrun":
         check_python(rest[rest.index("-m") :])
     elif head == "srun":
-        check_command(rest[next(i for i, word in enumerate(rest) if "python" in word) :])
+        check_command(rest[next(i for i, word in enumerate(rest) if "python" in word or word == "megatron-rl") :])
+    elif (ROOT / head).is_file():
+        assert (ROOT / head).stat().st_mode & 0o111, f"{head} cannot be run"
     elif head in ("pytest", "sbatch"):
         check_pytest(rest) if head == "pytest" else check_path(rest[-1])
     else:

@@ -21,7 +21,7 @@ from megatron_rl.cluster.profile import Profile
 from megatron_rl.config import files as config_files
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.engines.roster import Announcement, Listing, Roster
-from megatron_rl.jobs import doctor, status, submit
+from megatron_rl.jobs import doctor, status, submit, versions
 from megatron_rl.jobs.doctor import Check
 from megatron_rl.main import main
 from megatron_rl.run.checkpoint import Checkpoints, write_json
@@ -40,7 +40,8 @@ QWEN = {
 
 
 def tango(directory: Path, *overrides: str) -> TrainConfig:
-    return config_files.load(TrainConfig, [TANGO], [f"run.dir={directory}", "run.name=a", *overrides])
+    settings = [f"run.dir={directory}", "run.name=a", "engine={kind: embedded}", *overrides]
+    return config_files.load(TrainConfig, [TANGO], settings)
 
 
 def examine(
@@ -151,14 +152,55 @@ def test_the_interpreter_of_the_engines_is_tried(tmp_path):
     def found(python: str) -> Check:
         return examine(tango(tmp_path, "engine.kind=vllm", f"engine.python={python}"))["engine.python"]
 
-    assert "there is no vllm" not in found(sys.executable).found
     assert found("/nowhere/python").verdict == "wrong"
-    bare = tmp_path / "python"
-    bare.write_text("#!/bin/bash\nexit 1\n")
-    bare.chmod(0o755)
-    assert found(str(bare)).found == f"{bare} has no vllm"
-    bare.write_text("#!/bin/bash\necho 0.32.1\n")
-    assert found(str(bare)) == Check("engine.python", f"{bare}: vllm 0.32.1")
+    assert found(environment_with(tmp_path / "bare")).found == f"{tmp_path}/bare/python has no vllm"
+    ready = environment_with(tmp_path / "ready", vllm="0.32.1")
+    assert found(ready) == Check("engine.python", f"{ready}: vllm 0.32.1")
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/bash\necho no such library >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert found(str(broken)).verdict == "wrong" and "no such library" in found(str(broken)).found
+
+
+def environment_with(directory: Path, **versions: str) -> str:
+    """Makes an interpreter that finds packages of these versions, by their metadata alone. Returns its path."""
+    for name, version in versions.items():
+        place = directory / "packages" / f"{name}-{version}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    directory.mkdir(exist_ok=True)
+    python = directory / "python"
+    python.write_text(f'#!/bin/bash\nPYTHONPATH={directory}/packages exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_one_torch_and_one_nccl_for_trainer_and_engines(tmp_path, monkeypatch):
+    """vLLM pins a torch, and torch pins an NCCL: where the trainer has others, NCCL refuses to connect them."""
+    here = {"torch": "2.13.0", "nvidia-nccl-cu13": "2.29.7"}
+    monkeypatch.setattr(versions, "here", lambda: here)
+
+    def found(transport: str, torch: str, nccl: str) -> Check:
+        python = environment_with(
+            tmp_path / f"{torch}_{nccl}_{transport}", vllm="0.32.0", torch=torch, nvidia_nccl_cu13=nccl
+        )
+        words = ("engine.kind=vllm", f"engine.python={python}", f"refit.transport={transport}")
+        return examine(tango(tmp_path, *words))["torch of trainer and engines"]
+
+    assert found("auto", "2.13.0", "2.29.7") == Check("torch of trainer and engines", "2.13.0 in both, NCCL 2.29.7")
+    older = found("auto", "2.11.0", "2.27.5")
+    assert older.found == "torch 2.13.0 here, 2.11.0 there; NCCL 2.29.7 here, 2.27.5 there"
+    assert older.verdict == "note" and "TCP" in older.cure
+    assert found("nccl", "2.13.0", "2.27.5").verdict == "wrong"
+
+
+def test_transformer_engine_is_held_to_what_megatron_core_asks_for(tmp_path, monkeypatch):
+    """The bound is read from the metadata of the megatron-core that is installed."""
+    asked = versions.bounds("megatron-core", "transformer-engine")
+    assert asked is not None and asked.specifier.contains("2.11.0") and not asked.specifier.contains("2.13.0")
+    for version, verdict in (("2.11.0", "ok"), ("2.20.2", "note")):
+        monkeypatch.setattr(versions, "here", lambda version=version: {"transformer-engine": version})
+        assert examine(None)["transformer-engine"].verdict == verdict
 
 
 def test_a_relative_engine_python_counts_from_the_checkout():

@@ -37,7 +37,7 @@ def race(monkeypatch):
 def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     for name, arm in race.ARMS.items():
-        options = argparse.Namespace(regime=regime, verifier=tmp_path / "verifier")
+        options = argparse.Namespace(regime=regime, verifier=Path("runs/last_letter/a/verifier/model"))
         file, *settings = race.settings(arm, Path("runs/last_letter") / regime, options, 3, tmp_path / name)
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)

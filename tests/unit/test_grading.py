@@ -296,6 +296,9 @@ def test_too_many_failures_stop_the_run():
         (r"\boxed{0}", r"1.3 \times 10^{-27}", 0.0),
         (r"\boxed{1.3 \cdot 10^{-27}}", r"1.3 \times 10^{-27}", 1.0),
         (r"\boxed{0.00013}", r"1.3 \times 10^{-4}", 1.0),
+        (r"\boxed{\frac{\infty!!}{|\pi|}}", "-123456.789", 0.0),  # sympy takes it for equal to any number
+        (r"\boxed{-\infty}", r"-\infty", 1.0),
+        (r"\boxed{[1, \infty)}", r"[1,\infty)", 1.0),
         (r"\boxed{m(\gamma^{2}-2) \theta}", r"m(\gamma^{2}-1) \theta", 0.0),  # both are read as infinite
         (r"\boxed{m(\gamma^{2}-1) \theta}", r"m(\gamma^{2}-1) \theta", 1.0),
         ("no answer at all", "18", 0.0),

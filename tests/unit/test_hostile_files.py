@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from damaged_runs import JOB, flip, look, make_run
+from rich.console import Console
 
 from megatron_rl.cluster import slices
 from megatron_rl.config.schema import Run
@@ -54,6 +56,15 @@ def test_hostile_torn_lines_are_left_out_counted_and_told(whole, tmp_path):
     assert len(record.damage) == 1 and "metrics.jsonl" in record.damage[0] and "left out" in record.damage[0]
     assert "cannot be read" in write_report(run).read_text()
     assert status.read(run, look_s=0, jobs=[]).damage == record.damage
+
+
+def test_hostile_a_start_at_an_impossible_time_is_shown_without_one(whole, tmp_path):
+    """The status ended with an OverflowError; `make fuzz` found it in a damaged digit."""
+    run = flip(whole, tmp_path / "run", {slices.FILE: lambda data: data.replace(b'"began": 1.0', b'"began": 9e18')})
+    shown = io.StringIO()
+    status.show(status.read(run, look_s=0, jobs=[]), Console(file=shown, width=120))
+    [row] = [line for line in shown.getvalue().splitlines() if " 17 " in line]
+    assert "?" in row and "n0" in row
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "refits.jsonl", "slices.jsonl", "summary.json", "config.yaml"])

@@ -150,8 +150,9 @@ def test_an_engine_that_is_told_to_keep_nothing_reads_everything_again():
     episode = EpisodeEstimate(answers=2)
     words = {"vllm": "--no-enable-prefix-caching", "sglang": "--disable-radix-cache"}
     for kind, word in words.items():
-        _, plain = planned(episode=episode, settings=[f"engine={{kind: {kind}, replicas: 8}}"])
-        _, without = planned(episode=episode, settings=[f"engine={{kind: {kind}, replicas: 8, args: ['{word}']}}"])
+        _, plain = planned(episode=episode, settings=[f"engine={{kind: {kind}, replicas: 8, tp: 1}}"])
+        told = f"engine={{kind: {kind}, replicas: 8, tp: 1, args: ['{word}']}}"
+        _, without = planned(episode=episode, settings=[told])
         assert plain.turns[0].episodes[0].kept and not without.turns[0].episodes[0].kept
     _, embedded = planned(episode=episode, settings=["engine={kind: embedded}"])
     assert not embedded.turns[0].episodes[0].kept

@@ -1,0 +1,123 @@
+"""Plans the same run with other engines, so that the choice of one is seen beside what the others would give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_rl.config.schema import ConfigError, Embedded, Servers, TrainConfig
+from megatron_rl.planning import plan as plans
+from megatron_rl.planning.hardware import Cluster
+from megatron_rl.planning.plan import RunPlan
+from megatron_rl.planning.search import engine_choices
+from megatron_rl.planning.shapes import Shape
+from megatron_rl.planning.workload import TurnWork
+
+SERVED = 3  # choices of servers that are shown, fastest first
+AHEAD = "turns generated beside training (rollouts.max_staleness=1)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """The run with one engine: where it stands, what it costs, and the settings that make it of the config asked
+    about."""
+
+    engine: str  # in words
+    trainer_gpus: int
+    engine_gpus: int  # GPUs of servers; 0 of the embedded engine
+    step_s: float  # seconds of a step
+    problem: str  # why it does not fit; empty where it does
+    overrides: Sequence[str]  # empty of the config as it is
+
+
+def alternatives(
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+) -> list[Alternative]:
+    """Returns the config as it is, then the embedded engine, the fastest servers on GPUs of their own, and the fastest
+    of all of these while it generates the next turn beside training.
+
+    Layouts are those of the config. An engine beside which the trainer does not fit is planned with full
+    recomputation. Engines that leave GPUs the layouts cannot be cut for are left out.
+    """
+    asked = _alternative(config, config, cluster, models, work, [])
+    if asked is None:
+        return []
+    embedded, served, asked_engine = [], [], None
+    if isinstance(config.engine, Servers):
+        asked_engine = replace(config.engine, gpus=())
+        own = replace(config, engine=Embedded())
+        embedded = [_alternative(own, config, cluster, models, work, ["engine={kind: embedded}"])]
+    for choice in engine_choices(config, cluster, models):
+        engine = choice.engine
+        if not isinstance(engine, Servers) or engine == asked_engine:
+            continue
+        words = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}"]
+        served.append(_alternative(choice, config, cluster, models, work, words))
+    fitting = [one for one in served if one is not None and not one.problem]
+    found = [asked, *(one for one in embedded if one is not None)]
+    found += sorted(fitting, key=lambda one: one.step_s)[:SERVED]
+    if not config.rollouts.max_staleness:
+        found += _ahead(config, cluster, models, work)
+    return found
+
+
+def _ahead(
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+) -> list[Alternative]:
+    """Returns the fastest run with servers that generates beside training; none where nothing fits."""
+    word, ahead = "rollouts.max_staleness=1", replace(config.rollouts, max_staleness=1)
+    tried = []
+    if isinstance(config.engine, Servers):
+        tried.append(_alternative(replace(config, rollouts=ahead), config, cluster, models, work, [word]))
+    for choice in engine_choices(config, cluster, models):
+        engine = choice.engine
+        if isinstance(engine, Servers):
+            own = [f"engine.kind={engine.kind}", f"engine.replicas={engine.replicas}", f"engine.tp={engine.tp}", word]
+            tried.append(_alternative(replace(choice, rollouts=ahead), config, cluster, models, work, own))
+    fitting = [one for one in tried if one is not None and not one.problem]
+    return sorted(fitting, key=lambda one: one.step_s)[:1]
+
+
+def _alternative(
+    config: TrainConfig, asked: TrainConfig, cluster: Cluster, models: Mapping[str, Shape],
+    work: Sequence[TurnWork], overrides: Sequence[str],
+) -> Alternative | None:  # fmt: skip
+    """Returns the plan of `config` in short; None where its layouts cannot be cut so."""
+    made = _made(config, cluster, models, work)
+    if made is None:
+        return None
+    if made.problems and config is not asked:
+        names = [name for name, role in config.roles.items() if role.has_policy and role.model.recompute != "full"]
+        roles = {
+            name: replace(config.roles[name], model=replace(config.roles[name].model, recompute="full"))
+            for name in names
+        }
+        other = _made(replace(config, roles={**config.roles, **roles}), cluster, models, work)
+        if other is not None and not other.problems:
+            made, overrides = other, [*overrides, *(f"roles.{name}.model.recompute=full" for name in names)]
+    engine = config.engine
+    servers = len(config.server_roles) * engine.replicas * engine.tp if isinstance(engine, Servers) else 0
+    return Alternative(
+        engine=_words(config), trainer_gpus=made.ranks, engine_gpus=servers, step_s=made.step_s,
+        problem=next(iter(made.problems), ""), overrides=overrides,
+    )  # fmt: skip
+
+
+def _made(
+    config: TrainConfig, cluster: Cluster, models: Mapping[str, Shape], work: Sequence[TurnWork]
+) -> RunPlan | None:
+    try:
+        return plans.make(config, cluster, models, work)
+    except ConfigError:
+        return None
+
+
+def _words(config: TrainConfig) -> str:
+    """Returns the engine in words: `4 vllm servers of 2 GPUs for each role`."""
+    engine = config.engine
+    if not isinstance(engine, Servers):
+        return "embedded, in the trainer's GPUs"
+    many, gpus = "s" * (engine.replicas > 1), f"{engine.tp} GPU{'s' * (engine.tp > 1)}"
+    whom = " for each role" if len(config.server_roles) > 1 else ""
+    said = f"{engine.replicas} {engine.kind} server{many} of {gpus}{whom}"
+    return f"{said}; {AHEAD}" if config.rollouts.max_staleness else said

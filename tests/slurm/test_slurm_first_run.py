@@ -1,0 +1,173 @@
+"""Walks through docs/first_run_on_a_cluster.md, command for command, on a real Slurm cluster with tiny models.
+
+The commands are read from the page. What they print is compared with what the page says they print: a number stands for
+any number there, and `...` for any text. What is replaced, and why, stands in LEFT_OUT, REPLACED and SIZES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, environment
+from docs_pages import Block, blocks, commands
+from example_home import make_home
+from fake_hub import Repository, hub
+from slurm_site import logs, works
+
+from megatron_rl.cluster import slices
+from megatron_rl.run.metrics import read_metrics
+
+pytestmark = [pytest.mark.multi, pytest.mark.slow]
+PAGE = ROOT / "docs/first_run_on_a_cluster.md"
+TANGO = "examples/tango_qwen2.5_7b.yaml"
+# Commands that are not run: the environment is that of the tests, and their profile stands in for the copied one.
+LEFT_OUT = {"cd", "git", "slurm/gpu/install.sh", ".", "export", "cp"}
+# Words of the page, and what stands in their place. The nodes of the test have 16 CPUs; one rank runs on each node; the
+# teacher and both roles have embedded engines, for vLLM takes a minute to start.
+REPLACED = {
+    "--cpus-per-task=96": "--cpus-per-task=4",
+    "16": "2",  # --ranks
+    "engine.python=.venv-vllm/bin/python": "engine={kind: embedded}",
+}
+TASK = {
+    "generator": "examples/last_letter/prompts/generator.txt",
+    "verifier": "examples/last_letter/prompts/verifier.txt",
+    "reward": "{target: 'megatron_rl.rewards.last_letter:grade', wrong_answer: z z z}",
+}
+# Overrides behind each config of the page: sizes, lengths and prompts of the last-letter task.
+SIZES = {
+    "examples/generate_sft_llama3.1_70b.yaml": [
+        "model.dtype=float32", "data.settings=last_letter", "data.limit=64", f"template={TASK['generator']}",
+        "chat=false", "sampling={max_tokens: 48, temperature: 0.7}", "max_prompt_tokens=64",
+    ],
+    "examples/sft_qwen2.5_math_7b.yaml": [
+        "model={dtype: float32, recompute: none}", "layout={tp: 1}", "data.max_tokens=128", "steps=10",
+        "optimizer={lr: 1e-3, warmup_steps: 2, decay_steps: 10}", "samples_per_step=16", "validate_every=0",
+        "micro_batch_tokens=2048", "run.save_every=5",
+    ],
+    TANGO: [
+        *(f"roles.{role}.{setting}" for role in ("generator", "verifier") for setting in (
+            "model.dtype=float32", "layout={tp: 1, sequence_parallel: false}", "optimizer.lr=1.5e-4",
+            "micro_batch_tokens=1024")),
+        "roles.generator.sampling.max_tokens=48", "roles.generator.max_prompt_tokens=64",
+        "roles.verifier.sampling.max_tokens=72", "roles.verifier.max_prompt_tokens=160", "engine={kind: embedded}",
+        f"recipe.args.generator_template={TASK['generator']}", f"recipe.args.verifier_template={TASK['verifier']}",
+        "recipe.args.step_labels=megatron_rl.rewards.last_letter:step_labels", "recipe.args.generator_updates=12",
+        "recipe.args.warmup_updates=1", f"reward={TASK['reward']}", "data.settings=last_letter",
+        "evaluation.prompts.settings=last_letter", "evaluation.num_prompts=16", "evaluation.at_start=false",
+        "evaluation.every=0", "run.prompts_per_step=8", "run.save_every=1",
+    ],
+    "examples/eval_tango_qwen2.5_7b.yaml": [
+        "model.dtype=float32", "benchmarks=[]",
+        "data={path: /shared/me/hub/datasets/HuggingFaceH4/MATH-500, split: test}", "data.settings=last_letter",
+        f"template={TASK['generator']}", f"reward={TASK['reward']}", "sampling={max_tokens: 40, temperature: 0.0}",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def served(last_letter) -> Iterator[str]:
+    """A hub that has the names of the page: tiny models, and problems of the last-letter task."""
+    models = {
+        "meta-llama/Llama-3.1-70B-Instruct": "generator",
+        "Qwen/Qwen2.5-Math-7B": "generator",
+        "Qwen/Qwen2.5-7B": "verifier",
+    }
+    problems = {
+        "PRIME-RL/Eurus-2-SFT-Data": "train",
+        "PRIME-RL/Eurus-2-RL-Data": "train",
+        "HuggingFaceH4/MATH-500": "test",
+    }
+    found = {}
+    for name, role in models.items():
+        files = (last_letter / role / "model").iterdir()
+        found[f"models/{name}"] = Repository({file.name: file.read_bytes() for file in files if file.is_file()})
+    for name, split in problems.items():
+        found[f"datasets/{name}"] = Repository({f"{split}.jsonl": (last_letter / f"task/{split}.jsonl").read_bytes()})
+    with hub(**found) as own:
+        yield own.url
+
+
+def test_every_command_of_the_first_run_does_what_the_page_says(site, served, tmp_path):
+    cluster, profile = site
+    home, run = make_home(tmp_path), tmp_path / "runs/tango_qwen2.5_7b"
+    profile.rename(home / "my_site.yaml")
+    own = environment() | cluster.environment() | {"HF_ENDPOINT": served, "HF_HOME": f"{home}/hf", "COLUMNS": "160"}
+    jobs: list[str] = []
+    for block, expected in steps():
+        said = ""
+        if block.language == "yaml":
+            (home / "my_paths.yaml").write_text(block.text.replace("/shared/me", str(home)))
+            continue
+        for words in commands(block.text):
+            if words[0] in LEFT_OUT:
+                continue
+            words = replaced(words, home)
+            done = subprocess.run(words, cwd=home, env=own, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{logs(run)}"
+            said += done.stdout
+            jobs += re.findall(r"^submitted .*: job (\d+)$", done.stdout, re.MULTILINE)
+            if "submit" in words and TANGO in words and "--dry-run" not in words and not slices.read(run):
+                works(run, 1)  # the page looks at it, and stops it, while it runs
+            elif ("submit" in words and "--dry-run" not in words) or "stop" in words:
+                assert "RUNNING" not in cluster.wait(jobs[-1]).values(), logs(run)
+        for line in expected:
+            assert re.search(pattern(line), said), f"{block.name}: it does not print {line!r}:\n{said[-4000:]}"
+    begun = slices.read(run)
+    assert len(begun) == 2 and begun[0].turns_before == 0 < begun[1].turns_before and slices.finished(run)
+    assert {row.scope for row in read_metrics(run)} >= {"generator", "verifier", "eval"}
+    assert {"config.json", "model.safetensors"} <= {file.name for file in (run / "exported/verifier").iterdir()}
+    results = [json.loads(file.read_text()) for file in (home / "runs/eval").glob("*.json")]
+    assert len(results) == 2 and all("accuracy" in result["figures"] for result in results)
+
+
+def steps() -> list[tuple[Block, list[str]]]:
+    """Returns the page's blocks of commands and its config in order, each with the lines that it is said to print."""
+    kinds = ("bash", "text", "yaml")
+    found = sorted((block for kind in kinds for block in blocks(kind) if block.page == PAGE), key=line_of)
+    out: list[tuple[Block, list[str]]] = []
+    for block in found:
+        if block.language == "text":
+            out[-1][1].extend(block.text.splitlines())
+        else:
+            out.append((block, []))
+    assert len(out) >= 8 and sum(bool(lines) for _, lines in out) >= 7
+    return out
+
+
+def line_of(block: Block) -> int:
+    return block.line
+
+
+def replaced(words: list[str], home: Path) -> list[str]:
+    """Returns a command of the page as the test runs it."""
+    own = [REPLACED.get(word, word) for word in words]
+    at = own.index("megatron-rl")
+    files = [file for file in SIZES if file in own]
+    small = [setting for file in files for setting in SIZES[file]]
+    if "plan" in own:  # it is a plan of the page's own sizes, and needs no model
+        small = []
+    own = [*own[:at], sys.executable, "-m", "megatron_rl.main", *own[at + 1 :]]
+    for file in files:
+        place = own.index(file) + 1 + ("my_paths.yaml" in own)
+        own[place:place] = small
+    return [word.replace("/shared/me", str(home)) for word in own]
+
+
+def pattern(line: str) -> str:
+    """Returns the pattern of a line of the page: `...` is any text, and a number any number."""
+    parts = [re.sub(r"\d[\d.,]*", r"[\\d.,]+", re.escape(part.strip())) for part in line.split("...")]
+    return ".*".join(parts)
+
+
+def test_a_line_of_the_page_is_met_by_other_numbers_alone():
+    assert re.search(pattern("submitted ...train.sbatch: job 2"), "submitted /a/b/train.sbatch: job 17")
+    assert re.search(pattern("a step: 758 s, ..."), "a step: 1,024 s, 3 tokens")
+    assert not re.search(pattern("... of 440 turns"), "3 of forty turns")
+    assert not re.search(pattern("train: the config is valid for 16 ranks"), "train: the config is wrong")

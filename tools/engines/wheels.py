@@ -1,0 +1,78 @@
+"""Writes slurm/gpu/wheels.json: what the packages of slurm/gpu/versions.txt ask for, from their own metadata.
+
+Needs the network; nothing is installed. Run it after a change of a version:
+  python tools/engines/wheels.py
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import tempfile
+import urllib.request
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import Any
+
+GPU = Path(__file__).parents[2] / "slurm/gpu"
+INDEX = "https://pypi.org/simple"
+TIMEOUT_S = 120.0
+JSON = "application/vnd.pypi.simple.v1+json"
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 29)]  # Python 3.12 on Linux, x86-64
+
+
+def main() -> None:
+    pins = [line.split("==") for line in (GPU / "versions.txt").read_text().splitlines() if line and line[0] != "#"]
+    found = {name: _metadata(name, version) for name, version in pins}
+    (GPU / "wheels.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"{len(found)} packages", file=sys.stderr)
+
+
+def _metadata(name: str, version: str) -> dict[str, Any]:
+    """Returns what pip says of the wheel, or of a package without wheels what its source archive says."""
+    return _of_wheel(name, version) or _of_source(name, version)
+
+
+def _of_wheel(name: str, version: str) -> dict[str, Any] | None:
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.json"
+        words = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
+        words += ["--only-binary=:all:", "--python-version=3.12", f"--target={directory}", f"--report={report}"]
+        words += [f"--platform={platform}" for platform in PLATFORMS]
+        done = subprocess.run([*words, f"{name}=={version}"], stderr=subprocess.DEVNULL)
+        if done.returncode:
+            return None
+        [found] = json.loads(report.read_text())["install"]
+    said = found["metadata"]
+    return {
+        "file": found["download_info"]["url"].rpartition("/")[2],
+        "version": said["version"],
+        "requires_python": said.get("requires_python"),
+        "requires": said.get("requires_dist", []),
+    }
+
+
+def _of_source(name: str, version: str) -> dict[str, Any]:
+    stem = f"{name.replace('-', '_')}-{version}"
+    request = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": JSON})
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        files = {file["filename"]: file["url"] for file in json.load(answer)["files"]}
+    with urllib.request.urlopen(files[f"{stem}.tar.gz"], timeout=TIMEOUT_S) as answer:
+        content = answer.read()
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        member = archive.extractfile(f"{stem}/PKG-INFO")
+        assert member is not None
+        head = HeaderParser().parsestr(member.read().decode())
+    return {
+        "file": f"{stem}.tar.gz",
+        "version": head["Version"],
+        "requires_python": head["Requires-Python"],
+        "requires": head.get_all("Requires-Dist", []),
+    }
+
+
+if __name__ == "__main__":
+    main()
