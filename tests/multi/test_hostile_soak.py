@@ -25,4 +25,4 @@ def test_hostile_soak_of_a_few_turns(tmp_path):
     assert struck["starts"] == 2 and sum(struck["struck"].values()) == 2, struck
     bars = [name for name, limit in told["limits"].items() if limit == 0.0]
     zero = {name: told["figures"][name] for name in bars}
-    assert len(zero) == 5 and not any(zero.values()), (zero, struck["left"], struck["half_written"])
+    assert len(zero) == 6 and not any(zero.values()), (zero, struck["left"], struck["half_written"])
