@@ -440,7 +440,8 @@ def gather_in_pieces(optimizer: Any) -> None:
     ) -> dict[Any, Any] | None:
         if empty_data or return_on_all_ranks or not use_gloo_comm:
             return original(use_gloo_comm, empty_data, return_on_all_ranks)
-        first = optimizer.data_parallel_group_gloo.rank() == 0
+        group = optimizer.data_parallel_group_gloo
+        first = group.rank() == 0
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, ranges in enumerate(optimizer.gbuf_ranges):
             ((dtype, maps),) = ranges.items()
@@ -449,10 +450,10 @@ def gather_in_pieces(optimizer: Any) -> None:
             start = 0
             for bucket, found in zip(optimizer.buffers[number].buckets, maps, strict=True):
                 end = start + bucket.numel_unpadded
+                own = torch.empty(bucket.grad_data.numel() // group.size())  # one for all names: gloo lets go late
                 for name in STATE:
-                    target = whole[name][start:end] if first else None
-                    padded = bucket.grad_data.numel()
-                    _gather_part(_own_part(optimizer, found, name, padded), target, optimizer)
+                    _fill_part(own, optimizer, found, name)
+                    _gather_part(own, whole[name][start:end] if first else None, group)
                 start = end
             state[number] = {dtype: whole | {"numel_unpadded": size} if first else whole}
         return state if first else None
@@ -460,21 +461,20 @@ def gather_in_pieces(optimizer: Any) -> None:
     optimizer.get_parameter_state_dp_zero = gather
 
 
-def _own_part(optimizer: Any, ranges: dict[str, Any], name: str, size: int) -> torch.Tensor:
-    """Returns what this rank has of a bucket's state of one name, as it lies in the bucket. `size`: of the bucket."""
-    own = torch.zeros(size // optimizer.data_parallel_group_gloo.size())
+def _fill_part(own: torch.Tensor, optimizer: Any, ranges: dict[str, Any], name: str) -> None:
+    """Puts what this rank has of a bucket's state of one name into `own` [N], as it lies in the bucket; 0 between."""
+    own.zero_()
     for parameter, found in ranges["param_map"].items():
         place = found["gbuf_local"]
         own[place.start : place.end].copy_(optimizer._get_main_param_and_optimizer_states(parameter)[name].detach())
-    return own
 
 
-def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, optimizer: Any) -> None:
+def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, group: Any) -> None:
     """Brings the parts of all ranks, without the padding behind them, to `whole` on the first."""
-    group = optimizer.data_parallel_group_gloo
+    pieces = None if whole is None else [torch.empty(min(PIECE, len(own))) for _ in range(group.size())]
     for start in range(0, len(own), PIECE):
         piece = own[start : start + PIECE]
-        came = None if whole is None else [torch.empty_like(piece) for _ in range(group.size())]
+        came = None if pieces is None else [each[: len(piece)] for each in pieces]
         torch.distributed.gather(piece, came, torch.distributed.get_global_rank(group, 0), group)
         for rank, values in enumerate(came or ()):
             assert whole is not None

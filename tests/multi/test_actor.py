@@ -74,10 +74,9 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
 
 @pytest.mark.multi
 def test_a_checkpoint_takes_the_memory_of_the_state_once(answers):
-    """Twelve bytes a parameter on the first of two ranks, where it was 26, and two for its own part of one of the
-    three, which may be there twice for a moment, beside what gloo has not let go yet."""
+    """Twelve bytes a parameter, and a part of one of the three on its way; it was 26 on the first of two ranks."""
     first, second = (answer["checkpoint_memory"]["bytes"] for answer in answers)
-    assert 12.0 <= first < 18.0 and second < 5.0
+    assert 12.0 <= first < 15.0 and second < 4.0
 
 
 @pytest.mark.multi
