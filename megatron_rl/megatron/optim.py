@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from megatron_rl.config.schema import RoleConfig
-from megatron_rl.megatron import platform
+from megatron_rl.megatron import platform, saved_state
 
 platform.install()
 
@@ -70,7 +70,7 @@ def build(role: RoleConfig, config: Any, chunks: list[Any]) -> tuple[Any, Any]:
     initialize_state(optimizer)
     for part in parts(optimizer):
         platform.mend_saved_offsets(part.buffers)
-        platform.gather_in_pieces(part)
+        platform.write_own_rows(part, saved_state.sharded_rows)
     decay_steps = ENDLESS if settings.decay == "constant" else settings.decay_steps
     assert decay_steps is not None  # Optimizer checks it
     scheduler = Schedule(
@@ -159,8 +159,6 @@ def checkpoint_metadata() -> dict[str, Any]:
     """Returns the options under which optimizer state of one layout loads into another. Call with groups active."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        # Else core gathers the whole state on every rank, through its GPU.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),

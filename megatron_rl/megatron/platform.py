@@ -31,8 +31,6 @@ from torch.utils._device import _device_constructors
 from megatron_rl.run.parent import end_with_parent
 
 CPU = torch.device("cpu")
-STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of what a checkpoint has of a parameter
-PIECE = 1 << 20  # elements of a rank's state that travel at once
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # while a checkpoint is written
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
@@ -427,59 +425,17 @@ def mend_saved_offsets(buffers: Iterable[Any]) -> None:
         buffer.param_index_map = {p: (start - shifts[b], end - shifts[b], b) for p, (start, end, b) in places}
 
 
-def gather_in_pieces(optimizer: Any) -> None:
-    """Makes a distributed optimizer collect its state for a checkpoint piece by piece (with CUDA too).
+def write_own_rows(optimizer: Any, own_rows: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Makes a distributed optimizer give `own_rows(optimizer, model's state)` to a checkpoint (with CUDA too).
 
-    Core's first data-parallel rank holds the state three times over: the parts of all ranks, these joined, and the
-    whole that they are copied to. This rank holds the whole, and a piece of every rank's part.
+    Core's gathers the state of all data-parallel ranks on the first of them, or on each.
     """
-    original = optimizer.get_parameter_state_dp_zero
+    original = optimizer.sharded_param_state_fully_reshardable
 
-    def gather(
-        use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
-    ) -> dict[Any, Any] | None:
-        if empty_data or return_on_all_ranks or not use_gloo_comm:
-            return original(use_gloo_comm, empty_data, return_on_all_ranks)
-        group = optimizer.data_parallel_group_gloo
-        first = group.rank() == 0
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, ranges in enumerate(optimizer.gbuf_ranges):
-            ((dtype, maps),) = ranges.items()
-            size = optimizer.buffers[number].numel_unpadded
-            whole: dict[str, Any] = {name: torch.zeros(size) for name in STATE} if first else {}
-            start = 0
-            for bucket, found in zip(optimizer.buffers[number].buckets, maps, strict=True):
-                end = start + bucket.numel_unpadded
-                own = torch.empty(bucket.grad_data.numel() // group.size())  # one for all names: gloo lets go late
-                for name in STATE:
-                    _fill_part(own, optimizer, found, name)
-                    _gather_part(own, whole[name][start:end] if first else None, group)
-                start = end
-            state[number] = {dtype: whole | {"numel_unpadded": size} if first else whole}
-        return state if first else None
+    def state(model_state: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None) -> Any:
+        return original(model_state, is_loading, metadata) if is_loading else own_rows(optimizer, model_state)
 
-    optimizer.get_parameter_state_dp_zero = gather
-
-
-def _fill_part(own: torch.Tensor, optimizer: Any, ranges: dict[str, Any], name: str) -> None:
-    """Puts what this rank has of a bucket's state of one name into `own` [N], as it lies in the bucket; 0 between."""
-    own.zero_()
-    for parameter, found in ranges["param_map"].items():
-        place = found["gbuf_local"]
-        own[place.start : place.end].copy_(optimizer._get_main_param_and_optimizer_states(parameter)[name].detach())
-
-
-def _gather_part(own: torch.Tensor, whole: torch.Tensor | None, group: Any) -> None:
-    """Brings the parts of all ranks, without the padding behind them, to `whole` on the first."""
-    pieces = None if whole is None else [torch.empty(min(PIECE, len(own))) for _ in range(group.size())]
-    for start in range(0, len(own), PIECE):
-        piece = own[start : start + PIECE]
-        came = None if pieces is None else [each[: len(piece)] for each in pieces]
-        torch.distributed.gather(piece, came, torch.distributed.get_global_rank(group, 0), group)
-        for rank, values in enumerate(came or ()):
-            assert whole is not None
-            target = whole[rank * len(own) + start :][: len(values)]
-            target.copy_(values[: len(target)])
+    optimizer.sharded_param_state_fully_reshardable = state
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, 
 from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import export, lora, offload, optim, platform, replay
+from megatron_rl.megatron import export, lora, offload, optim, platform, replay, saved_state
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
@@ -230,7 +230,7 @@ class MegatronPolicy:
         """
         with self._awake(), self._active(), _signals_wait():
             platform.end_writers_with_rank()
-            state = self._sharded_state(loading=False)
+            state = saved_state.without_copies(self._sharded_state(loading=False))
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:
                 self._saves.schedule_async_request(request)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
-from megatron_rl.megatron import forward, offload, optim, parallel, platform
+from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
@@ -166,21 +166,20 @@ def few_tokens(path: str) -> float:
     return max(errors)
 
 
-def checkpoint_memory(path: str) -> dict[str, float]:
-    """Bytes of host memory per parameter that collecting the state for a checkpoint takes at its highest."""
+def checkpoint_memory(path: str, directory: Path) -> dict[str, float]:
+    """Bytes of memory per parameter that writing a checkpoint takes on this rank at its highest."""
     policy = make(path, PLAIN)
+    learn(policy)
     size = sum(parameter.numel() for parameter in policy.chunks[0].parameters())
-    with policy._active():
-        metadata = optim.checkpoint_metadata()
-        model = {"model0": models.unwrap(policy.chunks[0]).sharded_state_dict(metadata=metadata)}
-        platform.PIECE = 1 << 16  # small beside this model's state, as the piece in use is beside a large model's
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            state = policy.optimizer.sharded_state_dict(model, is_loading=False, metadata=metadata)
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        policy.save(directory)
     held = highest = 0
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         held += event.nbytes() if event.name() == "[memory]" else 0
         highest = max(highest, held)
-    del state  # it is held until here
     return {"bytes": highest / size}
 
 
@@ -266,7 +265,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
     answer["head"], answer["holdings"] = head(), holdings(path)
-    answer["checkpoint_memory"] = checkpoint_memory(str(Path(path).parent / "large"))
+    answer["checkpoint_memory"] = checkpoint_memory(
+        str(Path(path).parent / "large"), Path(path).parent / "large_checkpoint"
+    )
     answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {

@@ -73,10 +73,10 @@ def test_resume_of_a_model_with_experts_crosses_expert_layouts(answers):
 
 
 @pytest.mark.multi
-def test_a_checkpoint_takes_the_memory_of_the_state_once(answers):
-    """Twelve bytes a parameter, and a part of one of the three on its way; it was 26 on the first of two ranks."""
-    first, second = (answer["checkpoint_memory"]["bytes"] for answer in answers)
-    assert 12.0 <= first < 15.0 and second < 4.0
+def test_a_checkpoint_is_written_from_where_its_state_lies(answers):
+    """The rows that two ranks share are all that is copied; the first of two ranks took 41 bytes a parameter."""
+    for answer in answers:
+        assert answer["checkpoint_memory"]["bytes"] < 0.5
 
 
 @pytest.mark.multi

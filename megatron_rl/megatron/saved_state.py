@@ -1,0 +1,234 @@
+"""Makes what a rank writes of its optimizer's state to a checkpoint: the rows that begin in its own part of the state.
+
+Core's form `fully_reshardable` stores the state of a parameter under the parameter's own shape, so that any layout can
+load it. Core gathers it for this purpose on the first data-parallel rank, or on all of them. Here each rank writes its
+part as it lies in memory. A part may end within a row of a matrix; the rank in whose part the row begins gets the rest
+of that row from its neighbours. These rows are all that travels, and all that takes memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.megatron import platform
+
+platform.install()
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedBase,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
+
+STATE = ("param", "exp_avg", "exp_avg_sq")  # core's names of what a checkpoint has of a parameter
+KEY = "optimizer.state.{}.{}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint that a parameter, or a stretch of one, is stored in."""
+
+    start: int  # of its first element, from the beginning of the parameter
+    tensor: ShardedTensor
+
+    @property
+    def rows(self) -> int:
+        return self.tensor.local_shape[0]
+
+    @property
+    def width(self) -> int:
+        """Returns the elements of a row; 1 of a vector."""
+        return self.tensor.data.numel() // self.rows if self.tensor.data is not None else 0
+
+
+@dataclass(frozen=True)
+class Torn:
+    """A row that more than one rank holds a part of."""
+
+    parameter: Tensor
+    piece: int
+    row: int
+    start: int  # of the row in its bucket
+    end: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of a distributed optimizer, of which each rank holds one of `ranks` equal parts."""
+
+    places: Mapping[Tensor, tuple[int, int]]  # parameter -> its first element in the bucket, and the one behind it
+    part: int  # elements of a rank
+    ranks: int
+
+    def torn(self, pieces: Mapping[Tensor, list[Piece]]) -> Iterator[Torn]:
+        """Yields the rows that an edge between two parts lies in, in the order of the bucket."""
+        last = -1
+        for parameter, (first, end) in sorted(self.places.items(), key=lambda item: item[1]):
+            for rank in range(first // self.part + 1, -(-end // self.part)):
+                edge = rank * self.part
+                if edge < last:
+                    continue  # it lies in the same row as the edge before it
+                number, piece = next(
+                    (i, p) for i, p in enumerate(pieces[parameter]) if edge - first < p.start + p.rows * p.width
+                )
+                row, inside = divmod(edge - first - piece.start, piece.width)
+                if inside:
+                    start = first + piece.start + row * piece.width
+                    last = start + piece.width
+                    yield Torn(parameter, number, row, start, last)
+
+
+def sharded_rows(optimizer: Any, model_state: dict[str, Any]) -> dict[int, dict[str, list[ShardedTensor]]]:
+    """Returns what this rank writes of a distributed optimizer's state, as core numbers its parameters. Collective over
+    the optimizer's data-parallel ranks.
+
+    `model_state` has what the model's own parameters are stored in. Every element is written by one of the ranks.
+    Raises ValueError for a parameter that is stored in tensors which do not lie in it in one piece each.
+    """
+    stored = {base.data: base for base in nested_values(model_state) if isinstance(base, ShardedBase)}
+    group, found, number = optimizer.data_parallel_group_gloo, {}, 0
+    for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
+        pieces = {parameter: _pieces(stored[parameter]) for parameter in buffer.param_index_map}
+        held: dict[Tensor, Any] = {}
+        rows: dict[Tensor, dict[tuple[int, int], Tensor]] = {}
+        ((_, maps),) = ranges.items()
+        for bucket, own in zip(_buckets(buffer, group.size()), maps, strict=True):
+            held |= own["param_map"]
+            for torn in bucket.torn(pieces):
+                values = _join(optimizer, torn, bucket.part, own["param_map"].get(torn.parameter), group)
+                if values is not None:
+                    rows.setdefault(torn.parameter, {})[torn.piece, torn.row] = values
+        for parameter in buffer.param_index_map:
+            if parameter in held:
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                span = held[parameter]["param"].start, held[parameter]["param"].end
+                found[number] = {
+                    name: _own_rows(stored[parameter], name, state[name].detach(), span, torn_rows)
+                    for name, torn_rows in zip(STATE, _by_name(rows.get(parameter, {})), strict=True)
+                }
+            number += 1
+    return found
+
+
+def without_copies(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state to save whose tensors each seem to fill a storage of their own, in the memory where they are.
+
+    Core's writer copies each tensor that is only a part of its storage, all of them before it writes the first. Pinned
+    memory is left as it is: the processes that write could not read it.
+    """
+    apply_factories(state)
+    dict_list_map_inplace(_alone, state)
+    return state
+
+
+def _alone(value: Any) -> Any:
+    if isinstance(value, ShardedTensor) and value.data is not None:
+        data = value.data.detach()
+        if data.device.type == "cpu" and data.dim() and data.is_contiguous() and not data.is_pinned():
+            flat = torch.from_numpy(data.view(-1).view(torch.uint8).numpy())
+            value.data = flat.view(data.dtype).view(data.shape)
+    return value
+
+
+def _buckets(buffer: Any, ranks: int) -> Iterator[Bucket]:
+    """Yields the buckets of a buffer whose `param_index_map` counts them without the padding between them."""
+    start = 0
+    for number, bucket in enumerate(buffer.buckets):
+        places = {
+            parameter: (first - start, end - start)
+            for parameter, (first, end, own) in buffer.param_index_map.items()
+            if own == number
+        }
+        yield Bucket(places, bucket.grad_data.numel() // ranks, ranks)
+        start += bucket.numel_unpadded
+
+
+def _pieces(base: ShardedBase, name: str = STATE[0]) -> list[Piece]:
+    """Returns the tensors that a parameter's state of one name is stored in, in the order in which they lie in it. They
+    hold no values."""
+    assert isinstance(base, ShardedTensor | ShardedTensorFactory) and base.data is not None
+    like = torch.empty(base.data.shape, dtype=torch.float32, device="meta")
+    own: dict[str, Any] = {"key": KEY.format(name, base.key), "data": like}
+    if isinstance(base, ShardedTensor):
+        built: list[Any] = [replace(base, dtype=like.dtype, **own)]
+    else:
+        built = list(nested_values(replace(base, **own).build()))
+    pieces = sorted((Piece(int(each.data.storage_offset()), each) for each in built), key=lambda piece: piece.start)
+    ends = [piece.start + piece.tensor.data.numel() for piece in pieces if piece.tensor.data is not None]
+    whole = all(piece.tensor.data is not None and piece.tensor.data.is_contiguous() for piece in pieces)
+    if not whole or [piece.start for piece in pieces] != [0, *ends[:-1]] or ends[-1] != like.numel():
+        raise ValueError(f"{base.key} is stored in tensors that are no stretches of it, one behind the other")
+    return pieces
+
+
+def _join(optimizer: Any, torn: Torn, part: int, own: Any, group: Any) -> Tensor | None:
+    """Brings a torn row together on the rank in whose part it begins. -> [names, width] there, None elsewhere."""
+    rank, first = dist.get_rank(group), torn.start // part
+    holders = range(first, -(-torn.end // part))
+    if rank not in holders:
+        return None
+    state = optimizer._get_main_param_and_optimizer_states(torn.parameter)
+    row = torch.empty(len(STATE), torn.end - torn.start)
+    place = own["gbuf_local"].start + rank * part  # of what this rank has of the parameter, in the bucket
+    start, end = max(torn.start, rank * part), min(torn.end, (rank + 1) * part)
+    mine = torch.stack([state[name].detach().view(-1)[start - place : end - place].cpu() for name in STATE])
+    if rank != first:
+        dist.send(mine, dist.get_global_rank(group, first), group)
+        return None
+    row[:, start - torn.start : end - torn.start] = mine
+    for other in holders[1:]:
+        start, end = max(torn.start, other * part), min(torn.end, (other + 1) * part)
+        came = torch.empty(len(STATE), end - start)
+        dist.recv(came, dist.get_global_rank(group, other), group)
+        row[:, start - torn.start : end - torn.start] = came
+    return row
+
+
+def _by_name(rows: Mapping[tuple[int, int], Tensor]) -> list[dict[tuple[int, int], Tensor]]:
+    return [{place: values[i] for place, values in rows.items()} for i in range(len(STATE))]
+
+
+def _own_rows(
+    base: ShardedBase, name: str, values: Tensor, span: tuple[int, int], torn: Mapping[tuple[int, int], Tensor]
+) -> list[ShardedTensor]:
+    """Returns the rows of a parameter's state that this rank writes: `values` are its elements `span`, `torn` the rows
+    (piece, row) that begin in them and end behind them."""
+    found = []
+    for number, piece in enumerate(_pieces(base, name)):
+        start, end = (min(max(edge - piece.start, 0), piece.rows * piece.width) for edge in span)
+        first, last = -(-start // piece.width), end // piece.width
+        if first < last:
+            offset = piece.start - span[0]
+            found.append(
+                _rows(piece, first, values.view(-1)[offset + first * piece.width : offset + last * piece.width])
+            )
+        if (number, last) in torn:
+            found.append(_rows(piece, last, torn[number, last]))
+    return found
+
+
+def _rows(piece: Piece, first: int, values: Tensor) -> ShardedTensor:
+    """Returns rows of a piece, from the row `first` on, as a tensor to store."""
+    whole = piece.tensor
+    axis = whole.prepend_axis_num
+    offset = list(whole.global_offset)
+    offset[axis] += first
+    data = values.view(*(1,) * axis, -1, *whole.local_shape[1:])  # core's uneven tensors name every axis
+    assert isinstance(whole.replica_id, tuple)
+    return replace(
+        whole,
+        data=data,
+        local_shape=tuple(data.shape),
+        global_offset=tuple(offset),
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        replica_id=(*whole.replica_id[:-1], 0),  # no other data-parallel rank has these rows
+    )
