@@ -86,6 +86,38 @@ class AnonymousPeak:
                 return
 
 
+class FamilyPeak:
+    """A meter of the most anonymous memory that this process and its descendants have within a block, in bytes. Memory
+    that several processes share counts by its share (Linux)."""
+
+    def __enter__(self) -> Self:
+        self.most = 0
+        self._done = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while True:
+            own = psutil.Process()
+            family = (own, *own.children(recursive=True))
+            self.most = max(self.most, sum(proportional_bytes(process.pid) for process in family))
+            if self._done.wait(0.01):
+                return
+
+
+def proportional_bytes(pid: int) -> int:
+    """Returns Pss_Anon of a process in bytes; 0 of one that has ended."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
+    return 0
+
+
 def anonymous_bytes() -> int:
     """Returns RssAnon of this process in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()

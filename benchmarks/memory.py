@@ -7,6 +7,9 @@ some 4 minutes.
 
 Then a model of the size `--hidden` and `--layers` sleeps and wakes: seconds of `sleep` and `wake`, and the bytes of
 gradients that sleep frees. Without a GPU the optimizer's moments are in host memory anyway.
+
+Last, two data-parallel ranks train a model of that size and save it: the most memory of a rank and its writers while it
+saves, over the most while it trains. Memory that processes share counts by its share.
 """
 
 from __future__ import annotations
@@ -23,16 +26,22 @@ from typing import TypeVar
 import common
 import torch
 import torch.distributed as dist
+import train_step
 from rich.progress import track
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megatron_rl.algorithms.losses import CompletionLoss
 from megatron_rl.config.schema import Layout as OneRank
 from megatron_rl.config.schema import LossConfig, Model, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.training.update import Trainee, update
+from megatron_rl.world import TorchWorld
 
 BARS = {"plain_over_chunked": 8.0}
-HIDDEN = 256
+LIMITS = {"saving/rank_0": 1.1, "saving/rank_1": 1.1}
+HIDDEN = 256  # of the log-probs
+VOCAB = 8192  # of the model
 T = TypeVar("T")
 
 
@@ -59,9 +68,8 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
     return peak.mib
 
 
-def sleeping(hidden: int, layers: int) -> dict[str, float]:
-    """Returns the seconds and MiB of one role's sleep."""
-    torch.set_num_threads(1)
+def write_model(folder: str, hidden: int, layers: int) -> None:
+    """Writes a Qwen2 of random weights as a Hugging Face directory."""
     sizes = dict(
         hidden_size=hidden,
         intermediate_size=4 * hidden,
@@ -69,8 +77,14 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
         num_attention_heads=8,
         num_key_value_heads=8,
     )
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCAB, **sizes)).save_pretrained(folder)
+
+
+def sleeping(hidden: int, layers: int) -> dict[str, float]:
+    """Returns the seconds and MiB of one role's sleep."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        Qwen2ForCausalLM(Qwen2Config(vocab_size=8192, **sizes)).save_pretrained(folder)
+        write_model(folder, hidden, layers)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         policy = MegatronPolicy(
             RoleConfig(model=Model(path=str(Path(folder))), loss=LossConfig(kl_coef=0.0)), parallel.create(OneRank())
@@ -84,6 +98,37 @@ def sleeping(hidden: int, layers: int) -> dict[str, float]:
     return figures | {"sleep/freed_mib": (held - asleep) / 2**20}
 
 
+def saving(rank: int, folder: str, model: str) -> tuple[float, float]:
+    """Returns the most bytes of this rank, one of two, in an update, and while a checkpoint is written."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    world, directory = TorchWorld(), Path(folder) / "checkpoint"
+    role = RoleConfig(model=Model(path=model), loss=LossConfig(kl_coef=0.0), micro_batch_tokens=128)
+    trainee = Trainee(policy=MegatronPolicy(role, parallel.create(OneRank())), loss=CompletionLoss())
+    samples = train_step.rollouts("equal", 4, 128, VOCAB) if rank == 0 else None
+    update(world, trainee, samples)
+    with common.FamilyPeak() as training:
+        update(world, trainee, samples)
+    if rank == 0:
+        directory.mkdir()
+    dist.barrier()
+    with common.FamilyPeak() as written:
+        trainee.policy.save(directory)
+    dist.destroy_process_group()
+    return training.most, written.most
+
+
+def saving_over_training(hidden: int, layers: int) -> dict[str, float]:
+    """Returns for each of two ranks the most memory while it saves, over the most while it trains."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(f"{folder}/model", hidden, layers)
+        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+            found = [pool.submit(saving, rank, folder, f"{folder}/model") for rank in range(2)]
+            most = [each.result() for each in found]
+    return {f"saving/rank_{rank}": written / training for rank, (training, written) in enumerate(most)}
+
+
 def alone(function: Callable[..., T], *args: object) -> T:
     """Returns the function's result from a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -94,8 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=150_000)
-    parser.add_argument("--hidden", type=int, default=512, help="of the model that sleeps")
-    parser.add_argument("--layers", type=int, default=12, help="of the model that sleeps")
+    parser.add_argument("--hidden", type=int, default=512, help="of the model that sleeps and is saved")
+    parser.add_argument("--layers", type=int, default=12, help="of the model that sleeps and is saved")
     common.add_arguments(parser)
     args = parser.parse_args()
     figures = {}
@@ -103,7 +148,8 @@ def main() -> None:
         figures[f"{way}/peak_mib"] = alone(peak_mib, way, args.tokens, args.vocab)
     figures["plain_over_chunked"] = figures["plain/peak_mib"] / figures["chunked/peak_mib"]
     figures |= alone(sleeping, args.hidden, args.layers)
-    common.finish(figures, BARS, args)
+    figures |= saving_over_training(args.hidden, args.layers)
+    common.finish(figures, BARS, args, limits=LIMITS)
 
 
 if __name__ == "__main__":

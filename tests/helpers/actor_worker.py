@@ -18,7 +18,6 @@ from megatron_rl.algorithms.losses import PolicyLoss
 from megatron_rl.batches.batch import CANDIDATES, STATISTICS
 from megatron_rl.config.schema import ConfigError, Layout, LossConfig, Model, Optimizer, RoleConfig
 from megatron_rl.megatron import forward, offload, parallel
-from megatron_rl.megatron import model as models
 from megatron_rl.megatron.policy import MegatronPolicy
 from megatron_rl.weights.dist_checkpoint import DistCheckpoint
 
