@@ -217,6 +217,34 @@ def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
     assert refreshes == [[0]] and "generator-0: no sign of life for 2 s" in caplog.text
 
 
+def test_only_a_wait_for_a_server_is_told_as_one(fleet: Fleet):
+    """A run's watchdog beats while no server serves, also before a refit. A server that lives and does not answer is no
+    such wait."""
+    told: list[int] = []
+    pool = fleet.open(replicas=1, request_timeout_s=0.5, attempts=1)
+    pool.members.waits = lambda: told.append(1)
+
+    def come() -> None:
+        until("a wait that goes on", lambda: len(told) > 2)
+        fleet.start(0).fail(GENERATE, "hang")
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert fleet.refit(1) == 1
+    thread.join()
+    told.clear()
+    with pytest.raises(EngineError, match="a request failed 1 times"):  # after 25 looks around
+        complete(pool, PROMPTS[:1], SAMPLING)
+    assert not told
+    fleet.beats[0].clear()
+    pool.members.look([], time.monotonic() + 60.0)
+    asked = Asked(pool, PROMPTS[:1], SAMPLING)
+    until("a wait of a request", lambda: len(told) > 2)
+    pool.close()
+    with pytest.raises(EngineError, match="closed"):
+        asked.result()
+
+
 def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):
     """Requests of a call that had failed still waited for a server, and were sent when one came."""
     pool = fleet.open(replicas=1, wait_s=0.5)
