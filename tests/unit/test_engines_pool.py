@@ -63,6 +63,20 @@ def test_greedy_answers_and_full_contexts(fleet: Fleet):
     assert len(full.tokens) == 0 and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
 
 
+def test_prompts_that_fill_the_context_are_counted_and_said(fleet: Fleet, caplog):
+    """Their answers were empty, and nothing said why."""
+    fleet.start()
+    pool = fleet.serving(replicas=1)
+    with caplog.at_level(logging.WARNING):
+        complete(pool, [[5], [5] * 199], SAMPLING)
+        assert "filled the model's context" not in caplog.text
+        complete(pool, [[5] * 200, [5], [5] * 200], SAMPLING)
+    assert f"{ROLE}: 1 prompt(s) so far filled the model's context, the last one with 200 tokens" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        complete(pool, [[5] * 200] * 8, SAMPLING)
+    assert caplog.text.count("filled the model's context") == 2 and f"{ROLE}: 10 prompt(s) so far" in caplog.text
+
+
 def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
     fleet.start()
     groups = complete(fleet.serving(replicas=1), PROMPTS, replace(SAMPLING, logprobs=False))
