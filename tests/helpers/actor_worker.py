@@ -128,8 +128,14 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
 
 
+def writers_of(policy: MegatronPolicy) -> list[Any]:
+    """The processes that write what this rank saves, if it saves something."""
+    found = [call.async_caller.process for call in policy._saves.async_calls]
+    return [process for process in found if process is not None]
+
+
 def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
-    """Two policies are saved at once, and the second one is written first."""
+    """Two policies are saved at once, and the second one is written first. Core's first rank writes."""
     made = {name: make(path, PLAIN) for name, path in (("first", large), ("second", small))}
     for name, policy in made.items():
         if dist.get_rank() == 0:
@@ -137,13 +143,13 @@ def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
         dist.barrier()
         policy.save(directory / name, background=True)
         if name == "first":  # it has not written 40 MB a moment after it was started
-            [held] = [call.async_caller.process for call in policy._saves.async_calls]
-            os.kill(held.pid, signal.SIGSTOP)
-    [other] = [call.async_caller.process for call in made["second"]._saves.async_calls]
-    other.join()
-    report = filesystem_async._results_queue.qsize()
-    os.kill(held.pid, signal.SIGCONT)
-    errors: dict[str, Any] = {"reports": report}
+            for writer in writers_of(policy):
+                os.kill(writer.pid, signal.SIGSTOP)
+    for writer in writers_of(made["second"]):
+        writer.join()
+    errors: dict[str, Any] = {"reports": filesystem_async._results_queue.qsize()}
+    for writer in writers_of(made["first"]):
+        os.kill(writer.pid, signal.SIGCONT)
     for name, policy in made.items():
         policy.saved(wait=True)
         errors[name] = distance(weights(policy), dict(DistCheckpoint(directory / name).tensors(policy.arch)))
