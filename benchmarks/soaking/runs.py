@@ -60,7 +60,7 @@ def settings(base: Path, runs: Path, name: str, turns: int, *, python: Path | No
         found["refit"] = {"timeout_s": 20.0, "message_timeout_s": 10.0}
         found["engine"] = {
             "kind": "vllm", "python": str(python), "replicas": REPLICAS, "request_timeout_s": REQUEST_S, "attempts": 10,
-            "lost_after_s": 6.0, "restarts": 100_000, "start_timeout_s": 240.0, "wait_s": 240.0, "max_sequences": 16,
+            "lost_after_s": 6.0, "restarts": 100_000, "max_sequences": 16,
         }  # fmt: skip
     return found
 

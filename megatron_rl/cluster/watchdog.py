@@ -19,8 +19,9 @@ GRACE_S = 10.0  # time for all ranks to write their stacks
 class Watchdog:
     """A rank's guard against hanging. Every rank has one.
 
-    The driver's decides: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. The others
-    see from a file that the driver itself still runs.
+    The driver's decides: it beats whenever a part of the run ends, and a rank that hangs keeps it waiting. It also
+    beats while the run waits for something under a limit of its own that ends the wait, such as a server
+    (`engine.wait_s`). The others see from a file that the driver itself still runs.
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
@@ -32,7 +33,7 @@ class Watchdog:
         self._left = _changed_at(self._file)  # by an earlier start
 
     def beat(self) -> None:
-        """Notes that the run has moved."""
+        """Notes that the run has moved, or that it waits under another limit than this one. Any thread may call it."""
         self._last = time.monotonic()
 
     @contextlib.contextmanager

@@ -34,7 +34,8 @@ class Run:
     save_rollouts_every: NonNegativeInt = 1  # keep the rollouts of every n-th turn, with their texts; 0: none
     # Use only kernels that give the same bits every time, where there is a choice; slower on a GPU.
     deterministic: bool = False
-    # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never.
+    # Seconds without the end of any phase of a turn after which all ranks write their stacks and end; 0: never. While
+    # no server can be used, `engine.wait_s` is the limit, and these seconds count from the end of that wait.
     hang_after_s: NonNegativeFloat = 7200.0
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.engines.base import Completion, EngineError, Sampling, Tokens
+from megatron_rl.engines.full_prompts import FullPrompts
 
 SETTLE_S = 0.01  # without a new ask, after which a round begins although more may be asked
 
@@ -31,11 +32,12 @@ Check = Callable[[np.ndarray, Sampling, int], None]  # prompt, sampling and key 
 class RoundSession:
     """Implements engines.base.Session over `run`, which draws all completions of a round in one call.
 
-    Rounds run in the thread that reads the answers. `check` raises for an ask that the engine cannot answer.
+    Rounds run in the thread that reads the answers. `check` raises for an ask that the engine cannot answer. `full` is
+    the engine's count of prompts that fill its context.
     """
 
-    def __init__(self, run: Run, check: Check) -> None:
-        self._run, self._check = run, check
+    def __init__(self, run: Run, check: Check, full: FullPrompts) -> None:
+        self._run, self._check, self._full = run, check, full
         self._change = threading.Condition()
         self._keys: set[int] = set()  # of all asks so far
         self._pending: list[tuple[int, np.ndarray, Sampling]] = []
@@ -81,8 +83,9 @@ class RoundSession:
             while asks := self._next_round():
                 rows = [Row(tokens, key, j, sampling) for key, tokens, sampling in asks for j in range(sampling.n)]
                 drawn = iter(self._run(rows))
-                for key, _, sampling in asks:
+                for key, prompt, sampling in asks:
                     completions = [next(drawn) for _ in range(sampling.n)]
+                    self._full.look(len(prompt), completions)
                     if self._closed:
                         return
                     yield key, completions

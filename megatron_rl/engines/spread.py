@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
+from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.world import World
 
@@ -43,7 +44,7 @@ class SpreadEngine(Generic[E]):
     """
 
     def __init__(self, world: World, name: str, engine: E) -> None:
-        self._world, self._engine = world, engine
+        self._world, self._engine, self._full = world, engine, FullPrompts(name)
         self._generate, self._score, self._score_top = (f"{verb}/{name}" for verb in ("generate", "score", "score_top"))
         world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
         world.serve(self._score, lambda sequences: engine.score(sequences) if sequences else [])
@@ -64,7 +65,7 @@ class SpreadEngine(Generic[E]):
 
     def session(self) -> RoundSession:
         """Opens a session whose rounds all ranks draw together."""
-        return RoundSession(self.generate_rows, self._engine.check_ask)
+        return RoundSession(self.generate_rows, self._engine.check_ask, self._full)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
         """Draws one completion per row on all ranks, in order. [R] -> [R]. The samples of one ask stand next to

@@ -11,16 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import multiprocessing
-import os
-import signal
 import sys
 import types
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing import resource_tracker
-from multiprocessing.managers import SyncManager
 from typing import Any
 
 import torch
@@ -28,10 +22,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.utils._device import _device_constructors
 
-from megatron_rl.run.parent import end_with_parent
-
 CPU = torch.device("cpu")
-HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}  # while a checkpoint is written
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like"),
     *("zeros_like", "ones_like", "as_tensor", "linspace"),
@@ -389,24 +380,6 @@ def _mend_names() -> None:
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Replaces core's maybe_move_tensor_to_cpu for tensors that are on the CPU already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def end_writers_with_rank() -> None:
-    """Has the process that writers of checkpoints report to end with this rank, which calls it before it saves. Core's
-    own stays for ever when the rank is killed. This one listens at a name that no file system knows (Linux), behind
-    its key: core's leaves a directory for temporary files when it is killed itself.
-
-    The caller holds back signals, which what is started here inherits: one to the whole group must not end a save.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async as core
-
-    if vars(core).get("_results_queue", "a core without it") is None:
-        name = f"\0megatron_rl-{uuid.uuid4().hex}" if sys.platform == "linux" else None
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # the tracker's start lets some of them through again
-        reports = SyncManager(name, ctx=multiprocessing.get_context("spawn"))
-        reports.start(end_with_parent, (signal.SIGKILL, os.getpid()))
-        core._results_queue = reports.Queue()  # type: ignore[assignment]
 
 
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:

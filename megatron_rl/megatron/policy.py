@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +20,7 @@ from megatron_rl.batches.batch import CANDIDATES, BatchLoss, by_name, num_rows, 
 from megatron_rl.batches.cutting import Cost, Prefixes, Shares, micro_batches
 from megatron_rl.batches.work import Work
 from megatron_rl.config.schema import ConfigError, RoleConfig
-from megatron_rl.megatron import export, lora, offload, optim, platform, replay, saved_state
+from megatron_rl.megatron import export, lora, offload, optim, platform, replay, saved_state, writers
 from megatron_rl.megatron import model as models
 from megatron_rl.megatron import step as core_step
 from megatron_rl.megatron.attention import Context, RotaryTable
@@ -228,8 +227,7 @@ class MegatronPolicy:
         In the `background` a process of its own writes what stands now, while training goes on; `saved` tells when it
         has. Of a policy with adapters these are what is written, and in `directory`/adapter once more as peft has them.
         """
-        with self._awake(), self._active(), _signals_wait():
-            platform.end_writers_with_rank()
+        with self._awake(), self._active(), writers.one_save():
             state = saved_state.without_copies(self._sharded_state(loading=False))
             request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
             if request is not None:
@@ -480,17 +478,6 @@ class MegatronPolicy:
             state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
             state["scheduler"] = self.scheduler.state_dict()
         return state
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Core's writer processes, forked inside, inherit this: a signal to the whole group must not kill them in the
-    middle of a file."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, platform.HELD_BACK)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:

@@ -138,6 +138,9 @@ def open_world(place: Place, shared: Path, *, deterministic: bool = False) -> It
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
+        # Else torch keeps the stack and shapes of the last 2,000 collectives, of which gloo never tells anybody: a
+        # megabyte or two that holds the pages of freed memory around it.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         backend = "gloo"
     # gloo then asks the board for the addresses of all ranks at once, and not for one after the other
     os.environ.setdefault("GLOO_ENABLE_STORE_V2_API", "True")

@@ -204,6 +204,7 @@ def _pool(session: _Session, settings: Servers, name: str, started: list[Supervi
     if settings.urls:
         session.stack.callback(Addresses(Roster(directory), name, settings.urls[name], client).close)
     pool.hopeless = functools.partial(hopeless, started, session.leave)
+    pool.members.waits = session.driver.watch.beat
     session.stack.callback(pool.close)
     return pool
 

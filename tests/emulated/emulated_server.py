@@ -134,14 +134,15 @@ def _in_fork(case: str, rank: int, ranks: int, own: Path, arguments: dict[str, A
     """Runs a case in this process, which ends."""
     import emulated_cases
     from emulated_device import LEDGER
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron_rl.megatron import writers
 
     with open(own / f"rank{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     try:
-        filesystem_async._results_queue = reports.Queue()  # type: ignore[assignment]
+        writers.share_manager(reports)
         answer = emulated_cases.run(case, rank, ranks, own, arguments)
         (own / f"rank{rank}.json").write_text(json.dumps({"answer": answer, "report": LEDGER.report()}))
         status = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, learn, logprobs_of, make_rollouts, work_of
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.algorithms.losses import PolicyLoss
@@ -122,6 +125,35 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
     learn(changed)
     groups = [g for g in changed.optimizer.param_groups if g["weight_decay"]]
     return errors | {"settings": [[g["lr"], g["weight_decay"], list(g["betas"])] for g in groups]}
+
+
+def writers_of(policy: MegatronPolicy) -> list[Any]:
+    """The processes that write what this rank saves, if it saves something."""
+    found = [call.async_caller.process for call in policy._saves.async_calls]
+    return [process for process in found if process is not None]
+
+
+def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
+    """Two policies are saved at once, and the second one is written first. Both ranks write."""
+    made = {name: make(path, PLAIN) for name, path in (("first", large), ("second", small))}
+    for name, policy in made.items():
+        if dist.get_rank() == 0:
+            (directory / name).mkdir(parents=True)
+        dist.barrier()
+        policy.save(directory / name, background=True)
+        if name == "first":  # it has not written 40 MB a moment after it was started
+            for writer in writers_of(policy):
+                os.kill(writer.pid, signal.SIGSTOP)
+    for writer in writers_of(made["second"]):
+        writer.join()
+    errors: dict[str, Any] = {"reports": filesystem_async._results_queue.qsize()}
+    for writer in writers_of(made["first"]):
+        os.kill(writer.pid, signal.SIGCONT)
+    for name, policy in made.items():
+        policy.saved(wait=True)
+        errors[name] = distance(weights(policy), dict(DistCheckpoint(directory / name).tensors(policy.arch)))
+        policy.load(directory / name)
+    return errors
 
 
 def refusals(directory: Path) -> dict[str, str]:
@@ -264,9 +296,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     answer = {"roles": two_roles(path), "checkpoints": checkpoints(path, out.parent / "ckpt"), "sleep": sleep(path)}
     answer["head"], answer["holdings"] = head(), holdings(path)
-    answer["checkpoint_memory"] = checkpoint_memory(
-        str(Path(path).parent / "large"), Path(path).parent / "large_checkpoint"
-    )
+    parent = Path(path).parent
+    answer["overtaken"] = overtaken(str(parent / "large"), path, out.parent / "overtaken")
+    answer["checkpoint_memory"] = checkpoint_memory(str(parent / "large"), parent / "large_checkpoint")
     answer["tied"] = checkpoints(str(Path(path).parent / "tied"), out.parent / "tied_ckpt", TIED)
     experts = str(Path(path).parent / "experts")
     answer["experts"] = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.engines.base import Completion, Sampling, Tokens, TopScores
+from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.types import Stop
 
@@ -32,7 +33,7 @@ class TableEngine:
         self._rows, self.version = self._table.tolist(), version
 
     def session(self) -> RoundSession:
-        return RoundSession(self.generate_rows, self.check_ask)
+        return RoundSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
         if len(tokens) < 2:
@@ -100,7 +101,7 @@ class ScriptedEngine:
         self.version = version
 
     def session(self) -> RoundSession:
-        return RoundSession(self.generate_rows, self.check_ask)
+        return RoundSession(self.generate_rows, self.check_ask, FullPrompts("a fake"))
 
     def check_ask(self, tokens: np.ndarray, sampling: Sampling, key: int) -> None:
         self.asked.append((tokens.tolist(), sampling))

@@ -51,6 +51,15 @@ def test_resume_of_the_actor_is_exact_and_crosses_layouts(answers):
 
 
 @pytest.mark.multi
+def test_a_save_that_overtakes_another_takes_no_report_of_it(answers):
+    """Core asked one queue for the reports of all saves: the metadata of two roles' checkpoints was exchanged where the
+    second role's files were there first, and neither could be read."""
+    assert [answer["overtaken"].pop("reports") for answer in answers] == [1, 1], "the second's, and not the first's"
+    for answer in answers:
+        assert answer["overtaken"] == {"first": 0.0, "second": 0.0}
+
+
+@pytest.mark.multi
 def test_resume_of_a_tied_model_in_stages_whose_embedding_needs_padding_is_exact(answers):
     """Core saves its buckets without padding, and cuts parameters out of them as if the padding were there."""
     for answer in answers:

@@ -61,5 +61,7 @@ def test_security_strangers_at_the_ranks_port_neither_join_nor_stop_the_run(tmp_
     found = run_ranks(WORKER, 3, tmp_path, str(shared), timeout_s=100)
     strangers.join()
     assert said == ["0o600", "no store for strangers", "no guess is taken"]
-    assert found == [{"answers": [[0, 0], [1, 2], [2, 4]], "sum": 6.0}] * 3
+    assert found == [{"answers": [[0, 0], [1, 2], [2, 4]], "sum": 6.0, "recorded": 0}] * 3, (
+        "recorded by torch for nobody"
+    )
     assert not (shared / "planted").exists() and not [*shared.glob("*ranks.*")], "the secret's file is gone"

@@ -207,13 +207,15 @@ def test_stop_strings_end_with_the_token_that_completes_them(directory):
         complete(loaded(directory), PROMPTS, Sampling(max_tokens=8, stop_strings=("x",)))
 
 
-def test_the_context_limit_ends_a_row(tmp_path):
+def test_the_context_limit_ends_a_row(tmp_path, caplog):
     make_model(tmp_path, "qwen2", max_position_embeddings=24)
     engine = loaded(tmp_path, max_batch=2)
     prompts = prompts_of([20, 24, 30, 23, 4])
     out = [row[0] for row in complete(engine, prompts, Sampling(max_tokens=10))]
     assert [len(c.tokens) for c in out] == [4, 0, 0, 1, 10]
     assert all(c.stop is Stop.LENGTH for c in out)
+    said = f"{tmp_path}: 1 prompt(s) so far filled the model's context, the last one with 24 tokens"
+    assert [said in line for line in caplog.messages] == [True], "at the first of the two"
     assert complete(engine, prompts[1:2], GREEDY)[0][0].tokens.size == 0
     assert complete(engine, [], GREEDY) == [] and engine.score([]) == []
 

@@ -63,6 +63,20 @@ def test_greedy_answers_and_full_contexts(fleet: Fleet):
     assert len(full.tokens) == 0 and full.stop is Stop.LENGTH and full.versions == [(0, 1)]
 
 
+def test_prompts_that_fill_the_context_are_counted_and_said(fleet: Fleet, caplog):
+    """Their answers were empty, and nothing said why."""
+    fleet.start()
+    pool = fleet.serving(replicas=1)
+    with caplog.at_level(logging.WARNING):
+        complete(pool, [[5], [5] * 199], SAMPLING)
+        assert "filled the model's context" not in caplog.text
+        complete(pool, [[5] * 200, [5], [5] * 200], SAMPLING)
+    assert f"{ROLE}: 1 prompt(s) so far filled the model's context, the last one with 200 tokens" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        complete(pool, [[5] * 200] * 8, SAMPLING)
+    assert caplog.text.count("filled the model's context") == 2 and f"{ROLE}: 10 prompt(s) so far" in caplog.text
+
+
 def test_log_probs_that_nobody_reads_are_not_asked_for_and_could_not_be_trained_on(fleet: Fleet):
     fleet.start()
     groups = complete(fleet.serving(replicas=1), PROMPTS, replace(SAMPLING, logprobs=False))
@@ -215,6 +229,34 @@ def test_requests_wait_for_a_server_and_say_so(fleet: Fleet, caplog):
         assert right(complete(pool, PROMPTS, SAMPLING))
     thread.join()
     assert refreshes == [[0]] and "generator-0: no sign of life for 2 s" in caplog.text
+
+
+def test_only_a_wait_for_a_server_is_told_as_one(fleet: Fleet):
+    """A run's watchdog beats while no server serves, also before a refit. A server that lives and does not answer is no
+    such wait."""
+    told: list[int] = []
+    pool = fleet.open(replicas=1, request_timeout_s=0.5, attempts=1)
+    pool.members.waits = lambda: told.append(1)
+
+    def come() -> None:
+        until("a wait that goes on", lambda: len(told) > 2)
+        fleet.start(0).fail(GENERATE, "hang")
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    assert fleet.refit(1) == 1
+    thread.join()
+    told.clear()
+    with pytest.raises(EngineError, match="a request failed 1 times"):  # after 25 looks around
+        complete(pool, PROMPTS[:1], SAMPLING)
+    assert not told
+    fleet.beats[0].clear()
+    pool.members.look([], time.monotonic() + 60.0)
+    asked = Asked(pool, PROMPTS[:1], SAMPLING)
+    until("a wait of a request", lambda: len(told) > 2)
+    pool.close()
+    with pytest.raises(EngineError, match="closed"):
+        asked.result()
 
 
 def test_waiting_ends_and_nothing_is_sent_for_who_has_gone(fleet: Fleet):

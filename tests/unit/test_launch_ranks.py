@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fake_fleet import until
 
-from megatron_rl.megatron import platform
+from megatron_rl.megatron import writers
 from megatron_rl.session import launch
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -117,7 +117,7 @@ def test_ranks_leave_when_their_launcher_is_killed(tmp_path):
 def manage(directory: Path) -> None:
     """Begins to save as a rank does, and waits."""
     tempfile.tempdir = str(directory / "tmp")
-    platform.end_writers_with_rank()
+    writers.start_manager()
     [manager] = psutil.Process().children()[-1:]
     (directory / "pid").write_text(str(manager.pid))
     signal.pause()

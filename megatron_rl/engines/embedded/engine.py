@@ -20,6 +20,7 @@ from megatron_rl.engines.embedded.model import Decoder
 from megatron_rl.engines.embedded.scheduler import ContinuousBatch
 from megatron_rl.engines.embedded.tandem import Writers, pens_of
 from megatron_rl.engines.embedded.weights import WeightSlots, gather_weights, storage
+from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.rounds import RoundSession, Row
 from megatron_rl.transfers import upload
 from megatron_rl.weights import hf
@@ -54,7 +55,7 @@ class EmbeddedEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch = {max_batch}: give at least 1 row")
         self.version = -1
-        self._directory = hf.local_directory(model_dir)
+        self._directory, self._full = hf.local_directory(model_dir), FullPrompts(str(model_dir))
         self.arch = hf.read_architecture(self._directory)
         if tells_experts and not self.arch.experts:
             raise ValueError(f"{model_dir} has no experts, whose choice could be told: leave tells_experts out")
@@ -109,7 +110,7 @@ class EmbeddedEngine:
 
     def session(self) -> RoundSession:
         """Opens a session whose asks raise as `check_ask` does, and whose answers raise as `generate_rows` does."""
-        return RoundSession(self.generate_rows, self.check_ask)
+        return RoundSession(self.generate_rows, self.check_ask, self._full)
 
     def tend(self) -> None:
         """Does nothing: there are no servers."""

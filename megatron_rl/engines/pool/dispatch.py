@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from megatron_rl.board.server import descriptors
 from megatron_rl.engines.base import EngineError
+from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.launch import tail
 from megatron_rl.engines.pool.line import Line, Waiter
 from megatron_rl.engines.pool.membership import Member, Members, Waiting
@@ -74,6 +75,7 @@ class Dispatcher:
         hopeless: Callable[[], str | None],
     ) -> None:  # fmt: skip
         self.members, self.failures = members, 0  # failures: requests that were sent again
+        self.full = FullPrompts(members.role)
         self._look_s, self._tend, self._refitting, self._hopeless = look_s, tend, refitting, hopeless
         descriptors()  # a connection for every request under way
         self._line = Line(members)

@@ -62,7 +62,8 @@ class Member:
 class Members:
     """The servers of one role, by replica. Those of this class are given once and for all and always taken for living:
     a request that one fails goes to another. `change` guards every member. `changed` is called when one begins or ends
-    to serve, by any thread.
+    to serve, by any thread. `waits` is called again and again by whoever waits because none serves, until that ends or
+    `limits.wait_s` is over: the watchdog of a run learns by it that the run is not hung.
 
     `fixed`: the servers keep the weights that they are started with, which are version 0.
     """
@@ -71,6 +72,7 @@ class Members:
         self.role, self.limits, self.fixed, self.version = role, limits, fixed, 0 if fixed else -1
         self.change = threading.RLock()
         self.changed: Callable[[], None] = lambda: None  # the dispatcher's look around
+        self.waits: Callable[[], None] = lambda: None
         self.closing = threading.Event()
         self.by_replica: dict[int, Member] = {}
         for replica, server in enumerate(servers):
@@ -242,6 +244,7 @@ class Waiting:
             self._since, self._next = now, now + min(FIRST_SAY_S, limit_s / 4)
         if now - self._since > limit_s:
             raise EngineError(f"no {role} engine for {limit_s:g} s (engine.wait_s): {self._members.known()}")
+        self._members.waits()
         if now > self._next:
             self._next = now + SAY_S
             _log.warning("waiting for a %s engine for %.0f s: %s", role, now - self._since, self._members.known())

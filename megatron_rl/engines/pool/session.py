@@ -119,7 +119,9 @@ class PoolSession:
             if len(asked.found) < asked.sampling.n:
                 return None
             del self._asked[key]
-        return [asked.found[j] for j in range(asked.sampling.n)]
+        whole = [asked.found[j] for j in range(asked.sampling.n)]
+        self._dispatcher.full.look(len(asked.tokens), whole)
+        return whole
 
     def _call_off(self) -> None:
         """Sends nothing more of what was asked, and forgets what comes of it."""
