@@ -15,6 +15,7 @@ from megatron_rl.megatron import platform, replay
 from megatron_rl.megatron.attention import GeGLU, NormedAddition, RMSNorm, SDPAttention, SwiGLU
 from megatron_rl.megatron.forward import vocab_parallel_statistics
 from megatron_rl.megatron.joint_norm import JointNorm
+from megatron_rl.megatron.kernels import varlen
 from megatron_rl.megatron.latent import LatentAttention
 from megatron_rl.megatron.parallel import Groups
 from megatron_rl.models import core_settings
@@ -115,6 +116,19 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     """
     own = adapted or dtype != "bfloat16" or core_settings.needs_own_layers(arch, arch.features)
     return has_transformer_engine() and not own
+
+
+def uses_flash(arch: Architecture, model: Model) -> bool:
+    """Says whether one call attends for all sequences of a packed row, where layers are of the torch spec.
+
+    Raises ConfigError where the settings ask for it and it cannot be had.
+    """
+    if model.attention_backend == "sdpa":
+        return False
+    problem = varlen.obstacle(arch.head_dim, model.dtype)
+    if problem is not None and model.attention_backend == "flash":
+        raise ConfigError(f"model.attention_backend = 'flash': {problem}; set it to auto or sdpa")
+    return problem is None
 
 
 def check_fp8() -> None:

@@ -75,6 +75,7 @@ class MegatronPolicy:
         self.arch = hf.read_architecture(role.model.path)
         self._check_settings()
         self._rotary = None if self._fused else RotaryTable(self.arch)
+        self._flash = not self._fused and models.uses_flash(self.arch, role.model)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         with groups.active():
             if base is None:
@@ -385,7 +386,7 @@ class MegatronPolicy:
         context = Context(layout.cp, self.groups.cp_rank, self.groups.cp)
         parts, part = (layout.tp, self.groups.tp_rank) if layout.sequence_parallel else (1, 0)
         unit = EIGHT_BIT_UNIT if self.role.model.fp8 else 1
-        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit)
+        cut = core_step.Cut(self.role.packed, parts=parts, part=part, context=context, unit=unit, flash=self._flash)
         like = next(models.unwrap(self.chunks[0]).parameters())
         for micro in work.micros(step):
             batch = work.batch(micro)
@@ -452,10 +453,10 @@ class MegatronPolicy:
         parameters = self._trained()
         live = [offload.host_copy(p) for p in parameters]
         try:
-            _copy_into(parameters, self._reference)
+            offload.copy_into(parameters, self._reference)
             yield
         finally:
-            _copy_into(parameters, live)
+            offload.copy_into(parameters, live)
 
     def _state_to_load(self, directory: Path) -> dict[str, Any]:
         """Returns what `load` asks a checkpoint for. What Transformer Engine keeps beside weights, for 8-bit products,
@@ -491,9 +492,3 @@ def _signals_wait() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _copy_into(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value, non_blocking=True)
