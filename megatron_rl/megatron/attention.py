@@ -1,8 +1,6 @@
-"""Norm, activation and attention of the project's torch layer spec.
+"""Attention of the project's torch layer spec, over packed or padded sequences, with or without a window.
 
-These are RMSNorm under sequence parallelism, gated activations, and scaled-dot-product attention (SDPA) over packed
-sequences, with or without a window.
-They enter Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
+It enters Megatron through its layer-spec extension point. Rotary embedding is applied here, from positions that were
 laid out once per micro-batch, because core's packed rotary loops over sequences in every layer.
 """
 
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.megatron import platform
 from megatron_rl.megatron.kernels import varlen
+from megatron_rl.megatron.parts import Chosen, rotate
 from megatron_rl.models.sizes import Features
 from megatron_rl.transfers import upload
 from megatron_rl.weights.hf import Architecture
@@ -349,91 +348,7 @@ class _Spread(torch.autograd.Function):
         return back, None, None, None, None
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary embedding in the half-split convention. [..., d] -> [..., d]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """A root-mean-square norm whose weight gradient Megatron sums over tensor ranks under sequence parallelism.
-
-    With core's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.from_one = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.from_one:
-            return super().forward(x)
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
-
-
-class NormedAddition(RMSNorm):
-    """Adds what a layer's part computes, normed, to the residual stream.
-
-    It stands where core adds bias and residual, and is called like core's function: it returns the one that adds.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, training: bool, fused: bool) -> Any:  # type: ignore[override]
-        def add(made: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            out, bias = made
-            return residual + RMSNorm.forward(self, out if bias is None else out + bias)
-
-        return add
-
-
-class _SwiGLU(torch.autograd.Function):
-    """Computes silu(gate) * up of [..., gate | up].
-
-    The backward pass writes both halves in place, where autograd would join copies.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x)
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        gate, up = x.chunk(2, dim=-1)
-        back = torch.empty_like(x)
-        for_gate, for_up = back.chunk(2, dim=-1)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=for_gate)
-        torch.mul(F.silu(gate), grad, out=for_up)
-        return back
-
-
-class SwiGLU(MegatronModule):
-    """A gate by the sigmoid linear unit, on fc1's joined output. [..., 2 f] -> [..., f]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _SwiGLU.apply(x)  # type: ignore[return-value]
-
-
-class GeGLU(MegatronModule):
-    """A gate by the Gaussian error linear unit in its tanh form, on fc1's joined output. [..., 2 f] -> [..., f]."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
-
-
-class SDPAttention(MegatronModule):
+class SDPAttention(Chosen, MegatronModule):
     """Causal attention with rotary embedding, by torch's scaled_dot_product_attention, or one call for all sequences.
 
     Sequences are packed (thd) or padded (sbhd). `features` say of which kind the layer is. Queries and keys that are
@@ -466,7 +381,7 @@ class SDPAttention(MegatronModule):
             raise ValueError("the torch layer spec needs a SequenceLayout as packed_seq_params")
         if self.rotates:
             cos, sin = layout.turns[self.kind]
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            query, key = (rotate(x, cos, sin, triton=self.triton) for x in (query, key))
         if not layout.buckets and layout.runs is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = self._attend(q, k, v, mask=layout.masks[self.kind])  # [S, H, L, d]

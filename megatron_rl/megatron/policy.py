@@ -86,7 +86,8 @@ class MegatronPolicy:
             self._adapters = self._attach(seed) if role.lora is not None else None
             self.chunks: list[Any] = list(self._model)
             if trainable:
-                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap)
+                sums = models.uses_fused_sums(role.model)
+                self.chunks = optim.wrap(self.config, self.chunks, overlap=role.optimizer.overlap, fused_sums=sums)
                 self.optimizer, self.scheduler = optim.build(role, self.config, self.chunks)
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._asleep = False
@@ -309,7 +310,8 @@ class MegatronPolicy:
         """Makes the model of this rank with its weights. Returns core's config and the chunks, in their dtype."""
         role, fused = self.role, self._fused
         config = models.transformer_config(self.arch, role.model, self.groups, deterministic=deterministic, fused=fused)
-        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused)
+        triton = models.uses_triton(role.model)
+        cores = models.build(self.arch, config, temperature=self._temperature, fused=fused, triton=triton)
         self._fill(cores, seed)
         for core in cores if role.router_replay else ():
             replay.install(core)

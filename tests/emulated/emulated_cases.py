@@ -180,13 +180,14 @@ def prefixes(own: Path, family: str, dtype: str, sizes: dict[str, Any] | None = 
 
 
 def fused_sums(policy: Any) -> float:
-    """Returns the share of the layers' weights whose gradients the products of Transformer Engine sum."""
+    """Returns the share of the layers' weights whose gradients the products themselves sum."""
     layers = [layer for chunk in policy.chunks for layer in models.unwrap(chunk).decoder.layers]
     linear = [
         one for layer in layers for one in layer.modules() if type(one).__name__.startswith(("TE", "Column", "Row"))
     ]
     linear = [one for one in linear if "Linear" in type(one).__name__]
-    return sum(bool(vars(one).get("fuse_wgrad_accumulation")) for one in linear) / len(linear)
+    names = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+    return sum(any(vars(one).get(name) for name in names) for one in linear) / len(linear)
 
 
 def leave(own: Path, family: str, directory: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:

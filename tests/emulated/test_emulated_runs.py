@@ -120,7 +120,7 @@ def test_an_actor_on_the_device(emulated, name):
     found = run_actor(emulated, name)
     for errors in found.answers:
         check_actor(errors, half="dtype" in ACTORS[name]["case"])
-        assert not errors["fused"]
+        assert not errors["fused"] and errors["fused_sums"] == 1.0
         assert errors["flash"] == calls_of_flash(ACTORS[name]["case"]) * errors["micro_batches"]
     check_waits(found)
 

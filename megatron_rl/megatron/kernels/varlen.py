@@ -27,8 +27,8 @@ class Segments:
     """Runs of queries that lie end to end in a packed row, each with the keys that it sees.
 
     A run's last query sees all keys of its run, the query before it all but the last, and so on: kernels call this
-    alignment causal at the bottom right. A whole sequence is a run whose keys are its own. A run behind a shared prompt,
-    or behind earlier chunks of its sequence, has more keys than queries.
+    alignment causal at the bottom right. A whole sequence is a run whose keys are its own. A run behind a shared
+    prompt, or behind earlier chunks of its sequence, has more keys than queries.
     """
 
     query_ends: Tensor  # [S + 1] int32, from 0

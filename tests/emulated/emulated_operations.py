@@ -1,8 +1,9 @@
-"""Flash attention for variable lengths as torch's operations have it, computed by plain softmax: for a CPU's tensors.
+"""Operations that torch has for CUDA alone, for a CPU's tensors: flash attention for variable lengths, by plain
+softmax, and products of bfloat16 factors that are added to a float32 sum.
 
-torch has these operations for CUDA alone. Here they refuse what CUDA's refuse (aten/src/ATen/native/transformers/cuda/
-flash_attn/flash_api.cpp, torch 2.13), and compute what its documentation says: a window counts keys on either side of a
-query's own, queries stand at the end of their keys, and heads of keys serve neighbouring heads of queries.
+The attention refuses what CUDA's refuses (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, torch 2.13),
+and computes what its documentation says: a window counts keys on either side of a query's own, queries stand at the end
+of their keys, and heads of keys serve neighbouring heads of queries.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def install() -> None:
-    """Gives torch's two operations a kernel for CPUs."""
+    """Gives torch's operations a kernel for CPUs."""
+    _library.impl("addmm.dtype_out", _add_product, "CPU")
     _library.impl("_flash_attention_forward", _forward, "CPU")
     _library.impl("_flash_attention_backward", _backward, "CPU")
+
+
+def _add_product(
+    total: Any, left: Any, right: Any, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Any
+) -> Any:
+    """Adds a product of bfloat16 factors to a sum in float32, as cuBLAS does."""
+    assert total.dtype == out.dtype == out_dtype == torch.float32 and left.dtype == right.dtype == torch.bfloat16
+    return out.copy_(beta * total + alpha * (left.float() @ right.float()))
 
 
 def _check(query: Any, key: Any, value: Any, ends: tuple[Any, Any], most: tuple[int, int]) -> None:
