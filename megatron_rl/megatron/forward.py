@@ -81,7 +81,7 @@ class _VocabParallelStatistics(torch.autograd.Function):
             if "vocab_mean" in found:
                 found["vocab_mean"][rows] = whole["vocab_mean"] / head.vocab - log
             if head.keep:
-                kept.append(logits.sub_((log + peak - own)[:, None]))
+                kept.append(logits.sub_((log + (peak - own))[:, None]))
         ctx.save_for_backward(hidden, weight, ids, logsum, found.get("entropy"))
         ctx.head, ctx.kept = head, kept
         return torch.cat([torch.stack([*found.values()]), candidates])
