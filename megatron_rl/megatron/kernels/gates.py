@@ -1,5 +1,9 @@
 """Triton kernels of gated activations: one pass forward, and one backward."""
 
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -3,6 +3,10 @@
 Logits stay in the format that the product of hidden states and weights has. All sums are float32.
 """
 
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,10 @@
 torch has such kernels of its own for an ordinary weight. These also multiply by 1 + weight without copies in float32.
 """
 
+# Triton's types describe a kernel's source, and not the call of what is made of it, which has further arguments.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false, reportReturnType=false
+
 from __future__ import annotations
 
 from typing import Any
